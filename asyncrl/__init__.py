@@ -1,0 +1,46 @@
+"""asyncrl: asynchronous streaming reinforcement learning of language models.
+
+The names most programs need, loaded on first use: ``import asyncrl`` itself loads no heavy library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.data import DataProto as DataProto
+    from asyncrl.data import DataProtoFuture as DataProtoFuture
+    from asyncrl.single_controller import ClassWithInitArgs as ClassWithInitArgs
+    from asyncrl.single_controller import Dispatch as Dispatch
+    from asyncrl.single_controller import Execute as Execute
+    from asyncrl.single_controller import ResourcePool as ResourcePool
+    from asyncrl.single_controller import Worker as Worker
+    from asyncrl.single_controller import WorkerGroup as WorkerGroup
+    from asyncrl.single_controller import register as register
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DataProto": "asyncrl.data",
+    "DataProtoFuture": "asyncrl.data",
+    "ClassWithInitArgs": "asyncrl.single_controller",
+    "Dispatch": "asyncrl.single_controller",
+    "Execute": "asyncrl.single_controller",
+    "ResourcePool": "asyncrl.single_controller",
+    "Worker": "asyncrl.single_controller",
+    "WorkerGroup": "asyncrl.single_controller",
+    "register": "asyncrl.single_controller",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -33,7 +33,18 @@ _HOMES = {
     "register": "asyncrl.single_controller",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = [
+    "ClassWithInitArgs",
+    "DataProto",
+    "DataProtoFuture",
+    "Dispatch",
+    "Execute",
+    "ResourcePool",
+    "Worker",
+    "WorkerGroup",
+    "__version__",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

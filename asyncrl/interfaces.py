@@ -282,11 +282,11 @@ class TrainingEngine(Protocol):
     """
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step of cross-entropy on ``input_ids`` where ``loss_mask``. Returns metrics, equal on all ranks."""
+        """One optimizer step of cross-entropy on the tokens where ``loss_mask``. Metrics are equal on all ranks."""
         ...
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One step of policy optimisation on a trajectory batch with ``advantages``. Returns metrics, equal on all ranks."""
+        """One policy step on a trajectory batch with ``advantages``. Metrics are equal on all ranks."""
         ...
 
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -294,7 +294,7 @@ class TrainingEngine(Protocol):
         ...
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Full weights under their checkpoint names, one at a time, tied ones once. Collective; only rank 0 must keep them."""
+        """Full weights under their checkpoint names, one at a time, tied ones once. Collective: rank 0 uses them."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -66,6 +66,7 @@ __all__ = [
     "Step",
     "Task",
     "Tool",
+    "TokenGenerator",
     "Tracker",
     "TrainingEngine",
     "VersionSpan",
@@ -199,8 +200,25 @@ class RolloutEngineStatistics:
     busy_s: float
 
 
+class TokenGenerator(Protocol):
+    """The face of an engine that an agent's turn loop needs."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        """Stream one request. Leaving the iterator early (``aclose``, cancellation) aborts it in the engine.
+
+        Raises:
+            InvalidDataError: the prompt is empty, holds an id outside the vocabulary, or leaves no room to generate.
+            EngineClosedError: the engine is closed, or closes meanwhile.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request with finish reason ``abort``; what it has generated is delivered. False if it is unknown."""
+        ...
+
+
 @runtime_checkable
-class RolloutEngine(Protocol):
+class RolloutEngine(TokenGenerator, Protocol):
     """Token ids in, token ids out, each stamped with its log-prob and the weight version that sampled it.
 
     An engine is driven from one event loop. It sees token ids only; text, chat templates and tools live above it.
@@ -218,19 +236,6 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Abort what runs, free everything. Idempotent."""
-        ...
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
-        """Stream one request. Leaving the iterator early (``aclose``, cancellation) aborts it in the engine.
-
-        Raises:
-            InvalidDataError: the prompt is empty, holds an id outside the vocabulary, or leaves no room to generate.
-            EngineClosedError: the engine is closed, or closes meanwhile.
-        """
-        ...
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ``abort``; what it has generated is delivered. False if it is unknown."""
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:

@@ -1,0 +1,1 @@
+"""Generation: trajectories, the worker that makes them, and the pool of its replicas."""

@@ -318,6 +318,10 @@ class TrainingEngine(Protocol):
         """Write a Hugging Face model folder (config and safetensors) from rank 0."""
         ...
 
+    def close(self) -> None:
+        """Leave the process group and free the model. Idempotent."""
+        ...
+
 
 class WeightTransport(Protocol):
     """Carries one version of the weights from the trainer to the engines.

@@ -1,0 +1,39 @@
+"""Pure maths of training: advantages, losses, divergences. Tensors in, tensors out; no model, no rank, no state."""
+
+from asyncrl.algorithms.advantages import (
+    ADVANTAGES,
+    Advantage,
+    dr_grpo_advantages,
+    get_advantage,
+    grpo_advantages,
+    register_advantage,
+    rloo_advantages,
+)
+from asyncrl.algorithms.aggregation import Aggregation, token_weights
+from asyncrl.algorithms.kl import KLEstimator, kl_estimate, probability_ratio
+from asyncrl.algorithms.log_probs import log_probs_and_entropy
+from asyncrl.algorithms.policy import PolicyObjective
+from asyncrl.algorithms.preference import PairLosses, PreferenceObjective
+from asyncrl.algorithms.supervised import supervised_token_losses
+from asyncrl.algorithms.token_losses import TokenLosses
+
+__all__ = [
+    "ADVANTAGES",
+    "Advantage",
+    "Aggregation",
+    "KLEstimator",
+    "PairLosses",
+    "PolicyObjective",
+    "PreferenceObjective",
+    "TokenLosses",
+    "dr_grpo_advantages",
+    "get_advantage",
+    "grpo_advantages",
+    "kl_estimate",
+    "log_probs_and_entropy",
+    "probability_ratio",
+    "register_advantage",
+    "rloo_advantages",
+    "supervised_token_losses",
+    "token_weights",
+]

@@ -1,0 +1,96 @@
+"""Learning from pairs: direct preference optimisation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from asyncrl.errors import ConfigError, SchemaError
+
+__all__ = ["PairLosses", "PreferenceObjective"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLosses:
+    """Losses of single pairs.
+
+    Attributes:
+        loss: [P], differentiable in the policy's log-probs.
+        chosen_reward: [P] detached, beta * log(policy / reference) of the chosen answer: DPO's implicit reward.
+        rejected_reward: [P] detached, the same of the rejected answer.
+        correct: [P] detached, 1 where the implicit reward prefers the chosen answer, 0 where not, 0.5 where equal.
+    """
+
+    loss: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+    correct: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceObjective:
+    """DPO (arXiv:2305.18290, eq. 7), with the conservative label smoothing of its authors (cDPO).
+
+        loss = -(1 - smoothing) log sigmoid(margin) - smoothing log sigmoid(-margin)
+        margin = beta * (log(policy / reference)(chosen) - log(policy / reference)(rejected))
+
+    Attributes:
+        beta: > 0, how tightly the policy is held to the reference.
+        label_smoothing: 0 to below 0.5, the probability that a preference is the wrong way round.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.beta > 0 and math.isfinite(self.beta)):
+            raise ConfigError(f"beta is {self.beta}", path="beta", remedy="a positive number, usually 0.01 to 0.5")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing}",
+                path="label_smoothing",
+                remedy="0 to below 0.5: above, the rejected answers would be the preferred ones",
+            )
+
+    def pair_losses(
+        self,
+        *,
+        chosen_log_probs: Tensor,
+        rejected_log_probs: Tensor,
+        reference_chosen_log_probs: Tensor,
+        reference_rejected_log_probs: Tensor,
+    ) -> PairLosses:
+        """Loss of each pair.
+
+        Args:
+            chosen_log_probs: [P] log-prob of the whole preferred answer under the policy: its tokens' log-probs summed.
+            rejected_log_probs: [P] the same of the other answer to the same prompt.
+            reference_chosen_log_probs: [P] the same under the frozen reference policy.
+            reference_rejected_log_probs: [P]
+
+        Raises:
+            SchemaError: the four are not floating tensors of one shape [P].
+        """
+        columns = {
+            "chosen_log_probs": chosen_log_probs,
+            "rejected_log_probs": rejected_log_probs,
+            "reference_chosen_log_probs": reference_chosen_log_probs,
+            "reference_rejected_log_probs": reference_rejected_log_probs,
+        }
+        for name, column in columns.items():
+            if column.ndim != 1 or column.shape != chosen_log_probs.shape or not column.dtype.is_floating_point:
+                raise SchemaError(
+                    f"{name} must be [P] floating, one sum per pair, got {column.dtype} of shape {tuple(column.shape)}"
+                )
+        chosen = self.beta * (chosen_log_probs - reference_chosen_log_probs.detach())
+        rejected = self.beta * (rejected_log_probs - reference_rejected_log_probs.detach())
+        margin = chosen - rejected
+        loss = -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)
+        correct = (margin.detach().sign() + 1) / 2
+        return PairLosses(loss=loss, chosen_reward=chosen.detach(), rejected_reward=rejected.detach(), correct=correct)

@@ -1,0 +1,231 @@
+"""The whole configuration of a run, checked across its sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from .problem import Problem, problems_of, raise_problems
+from .section import FilePath, Section
+from .sections import (
+    AlgorithmConfig,
+    BufferConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    EnvConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SftConfig,
+    TelemetryConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from .toml import table_to_toml
+
+__all__ = ["Config"]
+
+
+class Config(Section):
+    """A run. Immutable; made from a file with :func:`asyncrl.config.load_config` or from a mapping.
+
+    Example:
+        >>> config = Config.from_mapping(
+        ...     {"name": "first", "steps": 10, "model": {"source": "scratch"}, "env": {"name": "calculator"}}
+        ... )
+        >>> config.trainer.group_size, config.capacity_groups
+        (8, 32)
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=80)]
+    """Name of the run and of its folder."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seed of everything random: weights, tasks, sampling."""
+    steps: Annotated[int, Field(ge=0, le=10_000_000)]
+    """Training steps (batches consumed); 0 only warms up and evaluates."""
+    max_staleness: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Most versions a trained token may be behind: 0 is synchronous, 1 is one step off, more is fully asynchronous."""
+    runs: FilePath = Path("runs")
+    """Folder in which the run makes its own."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the workers run."""
+    model: ModelConfig
+    """The policy."""
+    env: EnvConfig
+    """The world the tasks are solved in."""
+    sft: SftConfig = SftConfig()
+    """Supervised warm start."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The servers that generate."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The ranks that update the policy."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The maths of an update."""
+    reward: RewardConfig = RewardConfig()
+    """Who says how good a trajectory was."""
+    buffer: BufferConfig = BufferConfig()
+    """Where finished groups wait."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the servers."""
+    eval: EvalConfig = EvalConfig()
+    """The held-out score."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a run can be resumed from."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What is told about a run."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Trajectories one training step consumes."""
+        return self.trainer.groups_per_step * self.trainer.group_size
+
+    @property
+    def capacity_groups(self) -> int:
+        """Groups between admission and use: ``buffer.capacity_groups``, or what the staleness bound allows."""
+        if self.buffer.capacity_groups is not None:
+            return self.buffer.capacity_groups
+        return (self.max_staleness + 1) * self.trainer.groups_per_step
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], *, origin: str = "") -> Config:
+        """Check nested tables, as TOML gives them.
+
+        Raises:
+            ConfigError: with every problem found; ``origin`` (a file) is named in front.
+        """
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise_problems(problems_of(error, cls), origin=origin)
+
+    def to_toml(self) -> str:
+        """The resolved configuration: every value, also the defaults. Reading it back gives an equal one."""
+        tables = self.model_dump(mode="python", exclude_none=True)
+        for section in tables.values():
+            if isinstance(section, dict) and section.get("options") == {}:
+                del section["options"]
+        text = table_to_toml(tables)
+        if self.buffer.capacity_groups is None:
+            derived = f"# capacity_groups = {self.capacity_groups}, derived from max_staleness and groups_per_step\n"
+            text = text.replace("[buffer]\n", "[buffer]\n" + derived, 1)
+        return text
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        problems = list(self._conflicts())
+        if problems:
+            raise PydanticCustomError("conflicts", "values do not fit together", {"problems": problems})
+        return self
+
+    def _conflicts(self) -> Iterator[Problem]:
+        yield from self._resource_conflicts()
+        trainer, rollout = self.trainer, self.rollout
+        if (self.model.path is None) == (self.model.source is None):
+            both = self.model.path is not None
+            yield Problem(
+                "model.source" if both else "model",
+                "model.path and model.source exclude each other" if both else "needs one of path and source",
+                remedy='give one: path = "some/folder", or source = "scratch" (take one away with --model.source none)',
+            )
+        if self.steps > 0 and trainer.group_size < 2:
+            yield Problem(
+                "trainer.group_size",
+                "a group of one has no baseline: every advantage would be 0",
+                value="1",
+                remedy="use at least 2",
+            )
+        if self.steps > 0 and rollout.temperature == 0:
+            yield Problem(
+                "rollout.temperature",
+                "greedy rollouts of one prompt are all the same and cannot be trained on",
+                value="0",
+                remedy="use a temperature above 0, or steps = 0",
+            )
+        if trainer.groups_per_step % trainer.minibatches:
+            yield Problem(
+                "trainer.minibatches",
+                f"does not divide groups_per_step = {trainer.groups_per_step}: optimizer steps would differ in size",
+                value=str(trainer.minibatches),
+                remedy=f"use a divisor of {trainer.groups_per_step}",
+            )
+        if rollout.max_new_tokens >= rollout.max_tokens:
+            yield Problem(
+                "rollout.max_new_tokens",
+                f"one turn may be as long as a whole trajectory with its prompt (max_tokens = {rollout.max_tokens})",
+                value=str(rollout.max_new_tokens),
+                remedy="lower it, or raise rollout.max_tokens",
+            )
+        if trainer.max_tokens_per_microbatch < rollout.max_tokens:
+            yield Problem(
+                "trainer.max_tokens_per_microbatch",
+                f"the longest trajectory (rollout.max_tokens = {rollout.max_tokens}) would not fit",
+                value=str(trainer.max_tokens_per_microbatch),
+                remedy=f"use at least {rollout.max_tokens}, or lower rollout.max_tokens",
+            )
+        capacity = self.buffer.capacity_groups
+        if capacity is not None and capacity < trainer.groups_per_step:
+            yield Problem(
+                "buffer.capacity_groups",
+                f"a step takes {trainer.groups_per_step} groups at once and would wait for ever",
+                value=str(capacity),
+                remedy=f"use at least {trainer.groups_per_step}, or leave it out",
+            )
+        if self.reward.source == "environment" and self.reward.options:
+            yield Problem(
+                "reward.options",
+                "the environment's own rewards take no options",
+                remedy="put them under env.options, or name a reward.source",
+            )
+        for name, warmup_steps, steps in (
+            ("sft", self.sft.warmup_steps, self.sft.steps),
+            ("trainer", trainer.warmup_steps, self.steps * trainer.minibatches * trainer.epochs),
+        ):
+            if steps and warmup_steps > steps:
+                yield Problem(
+                    f"{name}.warmup_steps",
+                    f"the rate would never reach its peak in {steps} optimizer steps",
+                    value=str(warmup_steps),
+                    remedy=f"use at most {steps}",
+                )
+
+    def _resource_conflicts(self) -> Iterator[Problem]:
+        cluster, trainer, rollout = self.cluster, self.trainer, self.rollout
+        if cluster.backend == "local":
+            if trainer.world_size > 1:
+                yield Problem(
+                    "trainer.world_size",
+                    "ranks are processes, and the local backend has one process",
+                    value=str(trainer.world_size),
+                    remedy='use 1, or cluster.backend = "ray"',
+                )
+            for key, value in (("address", cluster.address), ("num_cpus", cluster.num_cpus)):
+                if value is not None:
+                    yield Problem(
+                        f"cluster.{key}",
+                        "belongs to Ray, and the backend is local",
+                        value=str(value),
+                        remedy='take it away, or use cluster.backend = "ray"',
+                    )
+            return
+        if cluster.num_cpus is not None and cluster.address is not None:
+            yield Problem(
+                "cluster.num_cpus",
+                "a cluster that is joined has the CPUs it has",
+                value=f"{cluster.num_cpus:g}",
+                remedy="take it away, or take cluster.address away",
+            )
+        elif cluster.num_cpus is not None:
+            asked = rollout.replicas * rollout.num_cpus + trainer.world_size * trainer.num_cpus
+            if asked > cluster.num_cpus:
+                yield Problem(
+                    "cluster.num_cpus",
+                    f"rollout ({rollout.replicas} x {rollout.num_cpus:g}) and trainer ({trainer.world_size} x "
+                    f"{trainer.num_cpus:g}) ask for {asked:g} CPUs",
+                    value=f"{cluster.num_cpus:g}",
+                    remedy=f"use at least {asked:g}, or fewer replicas, ranks or CPUs for each",
+                )

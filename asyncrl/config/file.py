@@ -1,0 +1,76 @@
+"""From a TOML file and overrides to a :class:`Config`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+from .config import Config
+from .overrides import apply_overrides, parse_overrides
+
+__all__ = ["load_config"]
+
+_POSITION = re.compile(r"\s*\(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)$")
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a configuration; ``path`` None takes everything from the overrides.
+
+    Relative paths inside the file are relative to the working directory, like those of the command line.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML (with file:line:column), or holds what is not allowed; all
+            problems are told together.
+
+    Example:
+        ``load_config("examples/calculator.toml", ["--trainer.lr", "1e-4", "--seed=3"])``
+    """
+    parsed = parse_overrides(overrides)
+    data = {} if path is None else read_toml(Path(path))
+    return Config.from_mapping(
+        apply_overrides(data, parsed, Config), origin="command line" if path is None else str(path)
+    )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        ConfigError: no file, not readable, not UTF-8, no TOML.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        near = sorted(path.parent.glob("*.toml"))[:5] if path.parent.is_dir() else []
+        remedy = f"there is {', '.join(map(str, near))}" if near else "check the path"
+        raise ConfigError(f"{path}: no such file; {remedy}", path=str(path), remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}", path=str(path), remedy="give a readable file") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}: byte 0x{content[error.start]:02x} is no UTF-8", path=str(path), remedy="save it as UTF-8"
+        ) from None
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deep", path=str(path), remedy="nest fewer arrays and tables") from None
+    except ValueError as error:  # TOMLDecodeError, and a number with more digits than Python reads
+        message = str(error)
+        place = _POSITION.search(message)
+        if place is None:
+            where = str(path)
+        elif place["line"]:
+            where = f"{path}:{place['line']}:{place['column']}"
+        else:
+            where = f"{path}:{text.count(chr(10)) + 1}"
+        what = _POSITION.sub("", message)
+        raise ConfigError(f"{where}: no valid TOML: {what}", path=str(path), remedy="correct the line") from None

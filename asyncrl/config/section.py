@@ -1,0 +1,67 @@
+"""What all sections of the configuration share: strict types, no unknown keys, immutable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+__all__ = ["Cores", "FilePath", "LearningRate", "PartName", "Schedule", "Section", "Table", "Texts", "Threads"]
+
+DEEPEST_TABLE = 16
+
+
+class Section(BaseModel):
+    """One table of the configuration. A field's docstring is its description in messages and in the reference."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,  # "3" is no number and 1 is no truth value: a typing slip is told, not repaired
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+
+def _path(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value or "\0" in value:
+        raise PydanticCustomError("path", "must be a path: text that is not empty and holds no NUL")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # "~nobody/..."
+        raise PydanticCustomError("path", "names a home folder that does not exist") from error
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shallow(table: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [table]
+    for _ in range(DEEPEST_TABLE):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+    if level:
+        raise PydanticCustomError("table", "must be nested at most {deepest} levels deep", {"deepest": DEEPEST_TABLE})
+    return table
+
+
+FilePath: TypeAlias = Annotated[Path, BeforeValidator(_path)]
+Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_list_to_tuple)]
+Table: TypeAlias = Annotated[dict[str, Any], AfterValidator(_shallow)]
+PartName: TypeAlias = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z_][\w.\-]*(:[A-Za-z_][\w.]*)?$")
+]
+Cores: TypeAlias = Annotated[float, Field(ge=0, le=4096)]
+Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
+LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]

@@ -1,0 +1,242 @@
+"""The tables of the configuration, in the order of the way of a batch.
+
+Every default is for a first run on one small machine; what is measured in something has its unit in its name, steps
+are optimizer steps unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .section import Cores, FilePath, LearningRate, PartName, Schedule, Section, Table, Texts, Threads
+
+__all__ = [
+    "AlgorithmConfig",
+    "BufferConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SftConfig",
+    "TelemetryConfig",
+    "TrainerConfig",
+    "WeightsConfig",
+]
+
+
+class ClusterConfig(Section):
+    """Where the workers run."""
+
+    backend: Literal["ray", "local"] = "ray"
+    """`ray`: processes, on one machine or many; `local`: everything inside this process, for debuggers and tests."""
+    address: Annotated[str, Field(min_length=1)] | None = None
+    """Ray cluster to join (`auto`, `ray://host:port`, `host:port`); none starts one on this machine."""
+    num_cpus: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """CPUs a Ray started here may hand out; none: the cores of the machine."""
+
+
+class ModelConfig(Section):
+    """The policy: either a checkpoint (`path`) or a part that makes one (`source`)."""
+
+    path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")] | None = None
+    """Hugging Face model folder, or its name on the hub."""
+    source: PartName | None = None
+    """Part that makes the model: `scratch` (random weights), `gguf` (a GGUF file), or one of your own."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the source."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; optimizer state is always float32."""
+
+
+class EnvConfig(Section):
+    """The world the tasks are solved in."""
+
+    name: PartName
+    """Environment: an installed name, or `package.module:Factory`."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the environment's factory."""
+    latency_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Extra time each step of the environment takes: makes a fast world behave like a slow one in measurements."""
+    deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    """Longest one reset or step may take; past it the rollout is dropped and counted, never rewarded."""
+    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 8
+    """Assistant turns of one episode; it ends there even if the environment would go on."""
+
+
+class SftConfig(Section):
+    """Supervised warm start: cross-entropy on whole conversations, before any reward is asked for."""
+
+    steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Optimizer steps; 0 skips the warm start."""
+    batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+    """Conversations per step."""
+    lr: LearningRate = 1e-5
+    """Peak learning rate."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Steps over which the rate grows linearly to its peak."""
+    schedule: Schedule = "constant"
+    """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
+    data: FilePath | None = None
+    """JSON lines, each with `messages`; none: the environment's own demonstrations."""
+
+
+class RolloutConfig(Section):
+    """The servers that generate."""
+
+    engine: PartName = "transformers"
+    """Rollout engine: an installed name, or `package.module:Engine`."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the engine."""
+    replicas: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Servers, each with a whole copy of the weights."""
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """1 samples from the policy itself, which is what the loss assumes; 0 is greedy and cannot be trained on."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus truncation; 1 is off. Below 1 the log-probs are those of the truncated distribution."""
+    top_k: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Truncation to the k likeliest tokens; 0 is off."""
+    stop: Texts = ()
+    """Texts that end a turn, besides the model's own end of turn."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = 128
+    """Most tokens sampled in one turn."""
+    max_tokens: Annotated[int, Field(ge=2, le=10_000_000)] = 1024
+    """Most tokens of one trajectory, prompt and answers of the environment included."""
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Times a rollout is begun when servers fail under it, before it is dropped and counted."""
+    num_cpus: Cores = 1.0
+    """CPUs reserved for one replica."""
+    num_gpus: Cores = 0.0
+    """GPUs reserved for one replica."""
+    threads: Threads = 1
+    """Compute threads of one replica; more than its CPUs slows its neighbours down."""
+
+
+class TrainerConfig(Section):
+    """The ranks that update the policy, and how."""
+
+    engine: PartName = "fsdp"
+    """Training engine: an installed name, or `package.module:Engine`."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the engine."""
+    world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Ranks the model and the rows are sharded over."""
+    groups_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 16
+    """Groups (prompts) one training step consumes."""
+    group_size: Annotated[int, Field(ge=1, le=65_536)] = 8
+    """Rollouts of one prompt; their mean reward is the baseline of each."""
+    lr: LearningRate = 1e-6
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """AdamW's decoupled decay of matrices; 0 because the reward, not the norm, should move the policy."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW: decay of the gradient's running mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW: decay of the squared gradient's running mean; shorter than usual, since rewards shift quickly."""
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    """Gradients longer than this are scaled down to it."""
+    schedule: Schedule = "constant"
+    """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Steps over which the rate grows linearly to its peak."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=2, le=100_000_000)] = 4096
+    """Tokens one forward and backward pass holds on a rank; bounds activation memory, does not change the result."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    minibatches: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Optimizer steps one batch is split into; 1 keeps every step on-policy up to staleness."""
+    epochs: Annotated[int, Field(ge=1, le=1_000)] = 1
+    """Passes over one batch."""
+    num_cpus: Cores = 1.0
+    """CPUs reserved for one rank."""
+    num_gpus: Cores = 0.0
+    """GPUs reserved for one rank."""
+    threads: Threads = 1
+    """Compute threads of one rank."""
+
+
+class AlgorithmConfig(Section):
+    """The maths of an update."""
+
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """`grpo` divides by the group's standard deviation, `dr_grpo` only subtracts its mean (arXiv:2503.20783)."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: Annotated[float, Field(ge=0, le=100)] = 0.28
+    """... and above at 1 + clip_high; wider than below, so unlikely tokens can gain (arXiv:2503.14476)."""
+    behaviour_weight_cap: Annotated[float, Field(gt=0, le=1e6)] = 2.0
+    """Cap of the importance weight from the behaviour to the proximal policy (arXiv:2505.24298): bounds variance."""
+    kl_coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the divergence from the reference policy; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Which per-token estimator; k3 is unbiased and never negative."""
+    entropy_coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the entropy bonus."""
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """Token losses to one number: over all tokens, per row and then over rows, or by a constant length."""
+
+
+class RewardConfig(Section):
+    """Who says how good a trajectory was."""
+
+    source: PartName = "environment"
+    """`environment`: the sum of its steps' rewards; else a reward model's installed name or `package.module:Model`."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the reward model."""
+
+
+class BufferConfig(Section):
+    """Where finished groups wait to be trained on."""
+
+    kind: PartName = "replay"
+    """Replay buffer: an installed name, or `package.module:Buffer`."""
+    capacity_groups: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Groups between admission and use; none: (max_staleness + 1) * groups_per_step, all that may be used in time."""
+    selection: PartName = "fifo"
+    """Order in which ready groups are handed out; `fifo` favours no length and no reward."""
+
+
+class WeightsConfig(Section):
+    """How new weights reach the servers."""
+
+    transport: PartName = "shared_memory"
+    """Weight transport: an installed name, or `package.module:Transport`."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the transport."""
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    """What requests in flight do with keys and values of older weights: go on with them, or compute them again."""
+
+
+class EvalConfig(Section):
+    """The held-out score: greedy answers to tasks that are never trained on."""
+
+    tasks: Annotated[int, Field(ge=0, le=10_000_000)] = 128
+    """Held-out tasks of one evaluation; 0 never evaluates."""
+    every: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Training steps between evaluations; 0: only before and after."""
+    first: bool = True
+    """Evaluate before the first training step as well."""
+
+
+class CheckpointConfig(Section):
+    """What a run can be resumed from."""
+
+    every: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Training steps between checkpoints; 0: only at the end."""
+    keep: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """Newest checkpoints that are kept."""
+
+
+class TelemetryConfig(Section):
+    """What is told about a run while it goes on."""
+
+    trackers: Texts = ()
+    """Trackers besides the run's own files: `tensorboard`, `wandb`, or `package.module:Tracker`."""
+    trajectories_per_step: Annotated[int, Field(ge=0, le=100_000)] = 1
+    """Trajectories of each training step written out as text, for reading."""
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Live display; `auto`: rich on a terminal, plain lines elsewhere."""

@@ -1,0 +1,84 @@
+"""TOML as configuration uses it: tables written out, single values read from the command line."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["key_to_toml", "table_to_toml", "value_from_toml", "value_to_toml"]
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
+
+
+def table_to_toml(table: Mapping[str, Any]) -> str:
+    """A document whose nested mappings are ``[tables]`` and whose other values stand on one line each.
+
+    Raises:
+        TypeError: a value that TOML has no form for, None included.
+    """
+    lines: list[str] = []
+    _write_table(table, (), lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    if path and (plain or not tables):
+        lines += ["", f"[{'.'.join(key_to_toml(key) for key in path)}]"]
+    lines += [f"{key_to_toml(key)} = {value_to_toml(value)}" for key, value in plain.items()]
+    for key, value in tables.items():
+        _write_table(value, (*path, key), lines)
+
+
+def key_to_toml(key: str) -> str:
+    """The key, quoted where it has to be."""
+    return key if _BARE_KEY.fullmatch(key) else value_to_toml(key)
+
+
+def value_to_toml(value: Any) -> str:
+    """One value as it stands behind ``=``; mappings become inline tables."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return hex(value) if abs(value) >= 1 << 64 else str(value)  # str() refuses numbers of thousands of digits
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+        text = repr(value)
+        return text if any(sign in text for sign in ".e") else text + ".0"
+    if isinstance(value, str):
+        return '"' + "".join(_escaped(character) for character in value) + '"'
+    if isinstance(value, Path):
+        return value_to_toml(str(value))
+    if isinstance(value, dt.datetime | dt.date | dt.time):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        pairs = (f"{key_to_toml(str(key))} = {value_to_toml(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(value_to_toml(item) for item in value) + "]"
+    raise TypeError(f"TOML has no form for {type(value).__name__}")
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    if character < " " or character == "\x7f":
+        return f"\\u{ord(character):04X}"
+    return character
+
+
+def value_from_toml(text: str) -> Any:
+    """A TOML literal; text that is none is returned as it is, so that shells need no second pair of quotes."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # also numbers with too many digits, arrays nested too deep
+        return text
+    return document["value"] if document.keys() == {"value"} else text

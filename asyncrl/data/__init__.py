@@ -1,0 +1,42 @@
+"""What flows: batches of rows (:class:`DataProto`), and batches that are still being made (:class:`DataProtoFuture`)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.data.future import DataProtoFuture as DataProtoFuture
+    from asyncrl.data.padding import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+    from asyncrl.data.padding import unpad_dataproto as unpad_dataproto
+    from asyncrl.data.proto import DataProto as DataProto
+    from asyncrl.data.proto import DataProtoItem as DataProtoItem
+    from asyncrl.data.schema import Schema as Schema
+
+_HOMES = {
+    "DataProto": "asyncrl.data.proto",
+    "DataProtoFuture": "asyncrl.data.future",
+    "DataProtoItem": "asyncrl.data.proto",
+    "Schema": "asyncrl.data.schema",
+    "pad_dataproto_to_divisor": "asyncrl.data.padding",
+    "unpad_dataproto": "asyncrl.data.padding",
+}
+
+__all__ = [
+    "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "Schema",
+    "pad_dataproto_to_divisor",
+    "unpad_dataproto",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'asyncrl.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,617 @@
+"""DataProto: a batch of rows."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from asyncrl.data.columns import Array, Columns, array_column, row_index, tensor_columns
+from asyncrl.data.equality import arrays_equal, tensors_equal, values_equal
+from asyncrl.data.meta_info import concat_meta_info, union_meta_info
+from asyncrl.data.ragged import row_of
+from asyncrl.data.schema import Schema
+from asyncrl.errors import SchemaError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["DataProto", "DataProtoItem"]
+
+
+@dataclass(slots=True)
+class DataProtoItem:
+    """One row: tensors without the batch dimension, elements of the other columns, and the batch's ``meta_info``."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+class DataProto:
+    """A batch of rows: what flows between workers.
+
+    ``batch`` holds the tensors, dense ``[B, ...]`` or ragged (jagged nested tensors), ``non_tensor_batch`` numpy arrays
+    ``[B, ...]`` of anything, ``meta_info`` what belongs to no single row. Names of columns are strings and unique.
+
+    **Sharing.** The containers (``batch``, ``non_tensor_batch``, ``meta_info``) always belong to this object alone:
+    setting or removing an entry never changes another batch. The *tensors and arrays* in them may be views of
+    another batch: ``slice``, ``chunk``, ``split``, ``select``, ``union``, ``with_columns``, iteration without shuffling
+    and ``unpad_dataproto`` copy nothing, so writing *into* a tensor writes through. ``select_idxs``, ``repeat``,
+    ``concat`` and :meth:`clone` copy.
+
+    ``to``, ``rename``, ``pop``, ``union``, ``reorder`` and ``padding`` change this object, as in verl; everything else
+    returns a new one. They change everything or, when they raise, nothing.
+
+        >>> import torch
+        >>> data = DataProto.from_dict(
+        ...     tensors={
+        ...         "input_ids": [torch.tensor([5, 6, 7]), torch.tensor([8])],
+        ...         "rewards": torch.tensor([1.0, 0.0]),
+        ...     },
+        ...     non_tensors={"answer": ["yes", ["no", "never"]]},
+        ... )
+        >>> len(data)
+        2
+        >>> data[1:].non_tensor_batch["answer"].tolist()
+        [['no', 'never']]
+
+    Raises:
+        SchemaError: columns differ in their number of rows, or are no columns at all.
+    """
+
+    batch: TensorDict | None
+    non_tensor_batch: dict[str, Array]
+    meta_info: dict[str, Any]
+    auto_padding: bool
+
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: Mapping[str, Array] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        *,
+        auto_padding: bool = False,
+    ) -> None:
+        self.batch = None if batch is None else batch.copy()
+        self.non_tensor_batch = dict(non_tensor_batch or {})
+        self.meta_info = dict(meta_info or {})
+        self.auto_padding = auto_padding
+        self.check_consistency()
+
+    # ------------------------------------------------------------------------------------------------------- making
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]] | None = None,
+        non_tensors: Mapping[str, Array | Iterable[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """A batch of these columns. The dictionaries are not changed, the tensors and arrays not copied.
+
+        A list of tensors becomes a ragged column; a list among ``non_tensors`` a 1-d object array of its elements,
+        whatever they are. Ragged columns with equal lengths will share their offsets, so that torch can compute
+        between them. With ``auto_padding``, :meth:`chunk` accepts a number of rows that does not divide.
+
+        Raises:
+            SchemaError: columns differ in their number of rows, or ``num_batch_dims`` is not 1.
+        """
+        if num_batch_dims != 1:
+            raise SchemaError(f"a DataProto has one batch dimension, got num_batch_dims={num_batch_dims}")
+        columns = tensor_columns(tensors or {})
+        arrays = {name: array_column(name, value) for name, value in (non_tensors or {}).items()}
+        return cls(
+            batch=_tensordict(columns, _common_rows(columns)) if columns else None,
+            non_tensor_batch=arrays,
+            meta_info=meta_info,
+            auto_padding=auto_padding,
+        )
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
+        """A batch of columns of both kinds: tensors and lists of tensors on one side, arrays and lists on the other."""
+        tensors, others = _sorted_columns(data)
+        return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """A batch of a TensorDict: its NonTensorStacks become object arrays, its NonTensorData ``meta_info``."""
+        from tensordict import NonTensorData, NonTensorStack
+
+        tensors: dict[str, torch.Tensor] = {}
+        others: dict[str, Any] = {}
+        info = dict(meta_info or {})
+        for name in tensor_dict.keys():  # noqa: SIM118  iterating a TensorDict goes over its rows
+            value = tensor_dict.get(name)
+            if isinstance(value, NonTensorStack):
+                others[name] = [element.data for element in value]
+            elif isinstance(value, NonTensorData):
+                info[name] = value.data
+            else:
+                tensors[name] = value
+        return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=info, num_batch_dims=num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """All of it in one TensorDict: other columns as NonTensorStack, ``meta_info`` as NonTensorData.
+
+        Raises:
+            SchemaError: an entry of ``meta_info`` has the name of a column.
+        """
+        from tensordict import NonTensorData, NonTensorStack
+
+        columns = self._columns()
+        clash = sorted(self.meta_info.keys() & (columns.tensors.keys() | columns.arrays.keys()))
+        if clash:
+            raise SchemaError(
+                f"meta_info entries {clash} have names of columns and cannot share a TensorDict with them"
+            )
+        result = _tensordict(columns.tensors, columns.rows)
+        for name, array in columns.arrays.items():
+            result.set(name, NonTensorStack(*(NonTensorData(element) for element in array)))
+        for name, value in self.meta_info.items():
+            result.set(name, NonTensorData(value, batch_size=[columns.rows]))
+        return result
+
+    def _columns(self) -> Columns:
+        self.check_consistency()
+        tensors = {} if self.batch is None else dict(self.batch.items())
+        return Columns(tensors=tensors, arrays=self.non_tensor_batch, rows=len(self))
+
+    def _with(self, columns: Columns) -> DataProto:
+        """A batch of other rows of the same columns."""
+        return type(self)(
+            batch=None if self.batch is None else _tensordict(columns.tensors, columns.rows),
+            non_tensor_batch=columns.arrays,
+            meta_info=self.meta_info,
+            auto_padding=self.auto_padding,
+        )
+
+    def check_consistency(self) -> None:
+        """Raise :class:`SchemaError` unless this is a batch: one batch dimension, and every column as many rows."""
+        rows: int | None = None
+        if self.batch is not None:
+            if len(self.batch.batch_size) != 1:
+                raise SchemaError(f"batch must have one batch dimension, got batch_size {tuple(self.batch.batch_size)}")
+            rows = self.batch.batch_size[0]
+            for name, value in self.batch.items():
+                if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+                    raise SchemaError(
+                        f"column {name!r} of the batch must be a tensor, got {type(value).__name__}; "
+                        "from_tensordict takes TensorDicts with other data"
+                    )
+        for name, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray) or array.ndim == 0:
+                raise SchemaError(
+                    f"column {name!r} of non_tensor_batch must be an array with one entry for each row, "
+                    f"got {'a 0-d array' if isinstance(array, np.ndarray) else type(array).__name__}"
+                )
+            if rows is None:
+                rows = len(array)
+            if len(array) != rows:
+                raise SchemaError(f"column {name!r} has {len(array)} rows, the batch has {rows}")
+            if self.batch is not None and name in self.batch.keys():  # noqa: SIM118  `in` would look at the rows
+                raise SchemaError(f"column {name!r} is both in batch and in non_tensor_batch")
+
+    # ------------------------------------------------------------------------------------------------------ looking
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        for array in self.non_tensor_batch.values():
+            return len(array)
+        return 0
+
+    @property
+    def schema(self) -> Schema:
+        """Columns and rows."""
+        return Schema.of(self)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors and arrays. Python objects in object arrays count as their pointers only."""
+        columns = self._columns()
+        total = sum(array.nbytes for array in columns.arrays.values())
+        for value in columns.tensors.values():
+            total += value.values().nbytes + value.offsets().nbytes if value.is_nested else value.nbytes
+        return total
+
+    def equals(self, other: DataProto) -> bool:
+        """Same columns with the same bits (NaN equals itself), same rows, equal ``meta_info``.
+
+        The order of columns and the device do not matter, nor does ``auto_padding``.
+        """
+        mine, theirs = self._columns(), other._columns()
+        return (
+            mine.rows == theirs.rows
+            and mine.tensors.keys() == theirs.tensors.keys()
+            and mine.arrays.keys() == theirs.arrays.keys()
+            and all(tensors_equal(value, theirs.tensors[name]) for name, value in mine.tensors.items())
+            and all(arrays_equal(array, theirs.arrays[name]) for name, array in mine.arrays.items())
+            and values_equal(self.meta_info, other.meta_info)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self.equals(other) if isinstance(other, DataProto) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def get_data_info(self) -> str:
+        """Every column and entry with its type, one a line."""
+        lines = ["batch"]
+        if self.batch is not None:
+            for name, value in self.batch.items():
+                shape = f"({len(self)}, *)" if value.is_nested else str(tuple(value.shape))
+                lines.append(f"  {name}: {shape} ({value.dtype}) {value.device}")
+        lines.append("non_tensor_batch")
+        lines += [f"  {name}: ndarray{array.shape} ({array.dtype})" for name, array in self.non_tensor_batch.items()]
+        lines.append("meta_info")
+        lines += [f"  {name}: {type(value).__name__}" for name, value in self.meta_info.items()]
+        return "\n".join(lines)
+
+    # --------------------------------------------------------------------------------------------------------- rows
+
+    def __getitem__(self, item: Any) -> Any:
+        """A row (:class:`DataProtoItem`) for an integer, a batch for a slice or an index of rows."""
+        if isinstance(item, builtins.slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
+            return self.select_idxs(item)
+        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+            return self._item(int(item))
+        raise TypeError(f"rows are selected by an integer, a slice or an index of rows, not by {type(item).__name__}")
+
+    def _item(self, row: int) -> DataProtoItem:
+        columns = self._columns()
+        if not -columns.rows <= row < columns.rows:
+            raise IndexError(f"row {row} is out of range for {columns.rows} rows")
+        row %= columns.rows
+        tensors = {name: row_of(each, row) if each.is_nested else each[row] for name, each in columns.tensors.items()}
+        return DataProtoItem(
+            batch=None if self.batch is None else _tensordict(tensors, None),
+            non_tensor_batch={name: array[row] for name, array in columns.arrays.items()},
+            meta_info=dict(self.meta_info),
+        )
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows as Python slices a list. Views for ``step`` 1 (dense tensors and arrays for any positive step)."""
+        first, last, stride = builtins.slice(start, end, step).indices(len(self))
+        if stride < 0:
+            return self.select_idxs(np.arange(first, last, stride))
+        return self._with(self._columns().slice(first, max(first, last), stride))
+
+    def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | Array | torch.Tensor) -> DataProto:
+        """The rows ``idxs``, copied: integers (negative ones from the end) in their order, or one boolean a row."""
+        return self._with(self._columns().take(row_index(idxs, len(self))))
+
+    def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> None:
+        """Replace the rows of *this* batch by the rows ``indices``."""
+        self._become(self.select_idxs(indices))
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b."""
+        if repeat_times < 0:
+            raise SchemaError(f"repeat_times must not be negative, got {repeat_times}")
+        rows = np.arange(len(self))
+        index = np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
+        return self._with(self._columns().take(index))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> DataProto:
+        """Row i ``repeat_times[i]`` times, copies of a row side by side."""
+        times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
+        if times.shape != (len(self),) or (times.size > 0 and (times.dtype.kind not in "iu" or times.min() < 0)):
+            raise SchemaError(
+                f"repeat_times must hold one integer >= 0 for each of the {len(self)} rows, "
+                f"got {times.dtype} of shape {times.shape}"
+            )
+        return self._with(self._columns().take(np.repeat(np.arange(len(self)), times.astype(np.int64))))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """``chunks`` batches of consecutive rows, as views, each with a ``meta_info`` dict of its own.
+
+        Raises:
+            SchemaError: ``chunks`` does not divide the rows and padding is not enabled (:meth:`is_padding_enabled`).
+                With it, sizes differ by at most one, larger ones first.
+        """
+        if chunks < 1:
+            raise SchemaError(f"chunks must be at least 1, got {chunks}")
+        size, larger = divmod(len(self), chunks)
+        if larger and not self.is_padding_enabled():
+            raise SchemaError(
+                f"{len(self)} rows cannot be cut into {chunks} equal chunks: pad them (pad_dataproto_to_divisor), "
+                "or create the batch with auto_padding=True to allow chunks that differ by one row"
+            )
+        ends = np.cumsum([size + (number < larger) for number in range(chunks)]).tolist()
+        return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Batches of ``split_size`` rows, the last one perhaps smaller, as views. No rows, no batches."""
+        if split_size < 1:
+            raise SchemaError(f"split_size must be at least 1, got {split_size}")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The rows of all batches, copied, in order. ``meta_info`` is joined by ``concat_meta_info``.
+
+        Raises:
+            SchemaError: there is no batch, or columns, dtypes, shapes or ``meta_info`` differ: the message names the
+                batch by its position and each difference.
+        """
+        parts = list(data)
+        if not parts:
+            raise SchemaError("concat needs at least one batch: the columns of none are unknown")
+        expected = parts[0].schema.any_rows()
+        for number, part in enumerate(parts[1:], start=1):
+            difference = expected.diff(part.schema)
+            if difference:
+                raise SchemaError(f"batch {number} does not fit batch 0 in concat:\n{difference}")
+        columns = Columns.concat([part._columns() for part in parts])
+        with_tensors = any(part.batch is not None for part in parts)
+        return type(parts[0])(
+            batch=_tensordict(columns.tensors, columns.rows) if with_tensors else None,
+            non_tensor_batch=columns.arrays,
+            meta_info=concat_meta_info([part.meta_info for part in parts]),
+            auto_padding=any(part.auto_padding for part in parts),
+        )
+
+    def padding(self, padding_size: int, padding_candidate: Literal["first", "last", ""] = "") -> None:
+        """Append the last row (or the first) ``padding_size`` times to *this* batch.
+
+        Raises:
+            SchemaError: there is no row to repeat, or another candidate is named.
+        """
+        if padding_candidate not in ("first", "last", ""):
+            raise SchemaError(f"padding_candidate must be 'first' or 'last', got {padding_candidate!r}")
+        if padding_size < 0 or (padding_size > 0 and len(self) == 0):
+            raise SchemaError(f"cannot pad {len(self)} rows by {padding_size}")
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        self._become(self.select_idxs(np.r_[np.arange(len(self)), np.full(padding_size, row)]))
+
+    def is_padding_enabled(self) -> bool:
+        """Whether :meth:`chunk` may cut unequal chunks."""
+        return self.auto_padding
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """Cut the second dimension of ``split_keys`` into ``n_split`` rows each; repeat the rows of other columns.
+
+        Raises:
+            SchemaError: a named column is missing, ragged, or its second dimension is no multiple of ``n_split``.
+        """
+        keys = tuple(split_keys or ())
+        columns = self._columns()
+        for name in keys:
+            value: Any = columns.tensors.get(name, columns.arrays.get(name))
+            if value is None:
+                raise SchemaError(f"column {name!r} is not in the batch: it has {_names(columns)}")
+            if (isinstance(value, torch.Tensor) and value.is_nested) or value.ndim < 2 or value.shape[1] % n_split:
+                raise SchemaError(
+                    f"column {name!r} ({self.schema[name]}) cannot be cut into {n_split}: its second dimension must "
+                    "be dense and a multiple of it"
+                )
+        repeated = self.select({*columns.tensors} - {*keys}, {*columns.arrays} - {*keys}).repeat(n_split)._columns()
+
+        def unfolded(value: Any) -> Any:
+            return value.reshape(columns.rows * n_split, value.shape[1] // n_split, *value.shape[2:])
+
+        return self._with(
+            Columns(
+                tensors={k: unfolded(v) if k in keys else repeated.tensors[k] for k, v in columns.tensors.items()},
+                arrays={k: unfolded(v) if k in keys else repeated.arrays[k] for k, v in columns.arrays.items()},
+                rows=columns.rows * n_split,
+            )
+        )
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """``epochs`` passes over the rows in mini-batches: views of consecutive rows, or copies when shuffled.
+
+        ``dataloader_kwargs`` knows ``shuffle`` and ``drop_last``. The order of shuffled rows for a ``seed`` is that of
+        torch's DataLoader with a generator of this seed.
+
+        Raises:
+            SchemaError: ``mini_batch_size`` does not divide the rows and ``drop_last`` is not set; unknown arguments.
+        """
+        from asyncrl.data.iterator import mini_batches
+
+        return mini_batches(self, mini_batch_size, epochs=epochs, seed=seed, **dict(dataloader_kwargs or {}))
+
+    # ------------------------------------------------------------------------------------------------------ columns
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """Only these columns and entries; None means all. Views, unless ``deepcopy``.
+
+        Raises:
+            SchemaError: naming a key that is not there.
+        """
+        columns = self._columns()
+        tensors = _picked(columns.tensors, batch_keys, "batch")
+        arrays = _picked(columns.arrays, non_tensor_batch_keys, "non_tensor_batch")
+        info = _picked(self.meta_info, meta_info_keys, "meta_info")
+        if deepcopy:
+            tensors = {name: value.clone() for name, value in tensors.items()}
+            arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
+        return type(self)(
+            batch=None if self.batch is None else _tensordict(tensors, columns.rows),
+            non_tensor_batch=arrays,
+            meta_info=info,
+            auto_padding=self.auto_padding,
+        )
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Take these columns and entries out of *this* batch; None means none. Returns them as a batch.
+
+        Raises:
+            SchemaError: naming a key that is not there; nothing was taken then.
+        """
+        tensor_keys, array_keys, info_keys = (
+            list(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        )
+        taken = self.select(tensor_keys, array_keys, info_keys)
+        if not tensor_keys:
+            taken.batch = None
+        for name in tensor_keys:
+            self.batch.del_(name)  # type: ignore[union-attr]  # select would have raised
+        for name in array_keys:
+            del self.non_tensor_batch[name]
+        for name in info_keys:
+            del self.meta_info[name]
+        return taken
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Rename columns of either kind in *this* batch, and return it.
+
+        Raises:
+            SchemaError: an old name is missing, a new one taken, or their numbers differ.
+        """
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise SchemaError(f"as many new names as old ones are needed, got {len(old)} old and {len(new)} new")
+        columns = self._columns()
+        names = [*columns.tensors, *columns.arrays]
+        missing = [name for name in old if name not in names]
+        if missing:
+            raise SchemaError(f"columns {missing} are not in the batch: it has {_names(columns)}")
+        renamed = dict(zip(old, new, strict=True))
+        after = [renamed.get(name, name) for name in names]
+        if len(set(after)) != len(after) or len(renamed) != len(old):
+            raise SchemaError(f"renaming {old} to {new} would give two columns one name")
+        if self.batch is not None:
+            tensors = {renamed.get(name, name): value for name, value in columns.tensors.items()}
+            self.batch = _tensordict(tensors, columns.rows)
+        self.non_tensor_batch = {renamed.get(name, name): array for name, array in columns.arrays.items()}
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the columns and ``meta_info`` of ``other`` to *this* batch, and return it.
+
+        What both have must be equal, bit by bit. Either may be without tensors; a batch without any column takes the
+        rows of the other.
+
+        Raises:
+            SchemaError: rows differ in number, or naming the column or entry that differs; nothing was changed then.
+        """
+        mine, theirs = self._columns(), other._columns()
+        for side in (mine.tensors.keys() & theirs.arrays.keys(), mine.arrays.keys() & theirs.tensors.keys()):
+            if side:
+                raise SchemaError(f"columns {sorted(side)} are tensors in one batch and arrays in the other")
+        mine_empty, theirs_empty = (not (each.tensors or each.arrays) for each in (mine, theirs))
+        if mine.rows != theirs.rows and not mine_empty and not theirs_empty:
+            raise SchemaError(f"union needs as many rows on both sides, got {mine.rows} and {theirs.rows}")
+        for name in mine.tensors.keys() & theirs.tensors.keys():
+            if not tensors_equal(mine.tensors[name], theirs.tensors[name]):
+                raise SchemaError(f"column {name!r} differs between the two batches of a union")
+        for name in mine.arrays.keys() & theirs.arrays.keys():
+            if not arrays_equal(mine.arrays[name], theirs.arrays[name]):
+                raise SchemaError(f"column {name!r} differs between the two batches of a union")
+        info = union_meta_info(self.meta_info, other.meta_info)
+        if self.batch is not None or other.batch is not None:
+            tensors = tensor_columns({**theirs.tensors, **mine.tensors})
+            ordered = {name: tensors[name] for name in {**mine.tensors, **theirs.tensors}}
+            self.batch = _tensordict(ordered, theirs.rows if mine_empty else mine.rows)
+        self.non_tensor_batch = {**theirs.arrays, **mine.arrays}
+        self.meta_info = info
+        return self
+
+    def with_columns(self, **columns: Any) -> DataProto:
+        """A new batch with these columns added or replaced: tensors, lists of tensors (ragged), arrays, lists."""
+        mine = self._columns()
+        tensors, others = _sorted_columns(columns)
+        kept_tensors = {name: value for name, value in mine.tensors.items() if name not in others}
+        kept_arrays = {name: array for name, array in mine.arrays.items() if name not in tensors}
+        return type(self).from_dict(
+            tensors={**kept_tensors, **tensors},
+            non_tensors={**kept_arrays, **others},
+            meta_info=self.meta_info,
+            auto_padding=self.auto_padding,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- places
+
+    def to(self, device: torch.device | str | int) -> DataProto:
+        """Move the tensors of *this* batch to ``device``, and return it."""
+        if self.batch is not None:
+            moved = {name: value.to(device) for name, value in self._columns().tensors.items()}
+            self.batch = _tensordict(tensor_columns(moved), len(self))
+        return self
+
+    def clone(self) -> DataProto:
+        """A batch that shares nothing with this one."""
+        return self.select(deepcopy=True)
+
+    def __copy__(self) -> DataProto:
+        return self.select()
+
+    def _become(self, other: DataProto) -> None:
+        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+
+
+def _tensordict(tensors: Mapping[str, torch.Tensor], rows: int | None) -> TensorDict:
+    # Imported here: tensordict takes as long to load as torch, and much of this package works without a batch.
+    from tensordict import TensorDict
+
+    return TensorDict(dict(tensors), batch_size=[] if rows is None else [rows])
+
+
+def _common_rows(columns: Mapping[str, torch.Tensor]) -> int:
+    names = list(columns)
+    rows = int(columns[names[0]].shape[0])
+    for name in names[1:]:
+        if columns[name].shape[0] != rows:
+            raise SchemaError(
+                f"column {name!r} has {columns[name].shape[0]} rows, column {names[0]!r} has {rows}: "
+                "all columns of a batch have as many"
+            )
+    return rows
+
+
+def _sorted_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and lists of tensors, and everything else."""
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in columns.items():
+        of_tensors = isinstance(value, list | tuple) and value and all(isinstance(row, torch.Tensor) for row in value)
+        (tensors if isinstance(value, torch.Tensor) or of_tensors else others)[name] = value
+    return tensors, others
+
+
+def _picked(entries: Mapping[str, Any], keys: Iterable[str] | None, place: str) -> dict[str, Any]:
+    if keys is None:
+        return dict(entries)
+    wanted = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
+    missing = [key for key in wanted if key not in entries]
+    if missing:
+        raise SchemaError(f"{place} has no {missing}: it has {list(entries)}")
+    return {key: entries[key] for key in entries if key in wanted}
+
+
+def _names(columns: Columns) -> list[str]:
+    return [*columns.tensors, *columns.arrays]

@@ -1,0 +1,261 @@
+"""Ragged columns: jagged nested tensors whose row i has a length of its own.
+
+A ragged column is ``values [T, ...]`` and ``offsets [B + 1]``: row i is ``values[offsets[i]:offsets[i + 1]]``, offsets
+begin at 0, never fall and end at T. Everything here works on these two, because indexing and slicing of nested tensors
+is incomplete in torch and tensordict.
+
+Two columns can be added or compared by torch only when they hold the *same* offsets tensor. Functions that change rows
+therefore take several columns at once and keep shared offsets shared.
+
+    >>> import torch
+    >>> column = ragged_from_list([torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])])
+    >>> lengths(column).tolist()
+    [3, 0, 1]
+    >>> to_padded(column, -1).tolist()
+    [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from asyncrl.errors import SchemaError
+
+__all__ = [
+    "concat_ragged",
+    "is_ragged",
+    "lengths",
+    "normalise_ragged",
+    "offsets_of",
+    "ragged_from_list",
+    "ragged_from_padded",
+    "ragged_from_values",
+    "row_of",
+    "rows_of",
+    "share_offsets",
+    "slice_ragged",
+    "take_ragged",
+    "to_padded",
+    "values_of",
+]
+
+
+def is_ragged(value: object) -> bool:
+    """Whether ``value`` is a nested tensor."""
+    return isinstance(value, torch.Tensor) and value.is_nested
+
+
+def ragged_from_values(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A ragged column over ``values [T, ...]``, which is not copied.
+
+    The offsets are trusted: check them first if they come from outside (:func:`check_offsets`).
+    """
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def check_offsets(offsets: torch.Tensor, total: int) -> None:
+    """Raise :class:`SchemaError` unless offsets begin at 0, never fall and end at ``total``."""
+    if offsets.dim() != 1 or offsets.dtype != torch.int64 or len(offsets) == 0:
+        raise SchemaError(
+            f"ragged offsets must be one-dimensional int64 with rows + 1 entries, got {offsets.dtype} "
+            f"of shape {tuple(offsets.shape)}"
+        )
+    host = offsets.cpu()
+    if int(host[0]) != 0 or int(host[-1]) != total or bool((host[1:] < host[:-1]).any()):
+        raise SchemaError(f"ragged offsets must begin at 0, never fall and end at {total} (the number of values)")
+
+
+def ragged_from_list(rows: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A ragged column of the given rows ``[length, ...]``, copied into one tensor.
+
+    Without rows the column is one-dimensional of ``dtype`` (float32 if that is not given).
+
+    Raises:
+        SchemaError: rows differ in dtype, device or trailing shape, or a row has no dimension.
+    """
+    if not rows:
+        empty = torch.zeros(0, dtype=dtype or torch.float32)
+        return ragged_from_values(empty, torch.zeros(1, dtype=torch.int64))
+    first = rows[0]
+    for number, row in enumerate(rows):
+        if not isinstance(row, torch.Tensor):
+            raise SchemaError(f"row {number} of a ragged column must be a tensor, got {type(row).__name__}")
+        if row.dim() == 0:
+            raise SchemaError(f"row {number} of a ragged column has no dimension; give a tensor of shape [length, ...]")
+        if row.dtype != first.dtype or row.shape[1:] != first.shape[1:] or row.device != first.device:
+            raise SchemaError(
+                f"rows of a ragged column must agree in dtype, device and trailing shape: row 0 is {first.dtype} "
+                f"{tuple(first.shape[1:])} on {first.device}, row {number} is {row.dtype} {tuple(row.shape[1:])} "
+                f"on {row.device}"
+            )
+    values = torch.cat(list(rows))
+    if dtype is not None:
+        values = values.to(dtype)
+    return ragged_from_values(values, offsets_of([len(row) for row in rows], device=first.device))
+
+
+def ragged_from_padded(padded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Rows ``padded[i][mask[i]]`` of ``padded [B, L, ...]`` and a boolean ``mask [B, L]``."""
+    if mask.dtype != torch.bool or mask.shape != padded.shape[:2]:
+        raise SchemaError(f"mask must be bool of shape {tuple(padded.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}")
+    return ragged_from_values(padded[mask], _offsets(mask.sum(dim=1)))
+
+
+def offsets_of(row_lengths: Sequence[int], *, device: torch.device | str | None = None) -> torch.Tensor:
+    """Offsets ``[B + 1]`` of rows with these lengths."""
+    return _offsets(torch.tensor(list(row_lengths), dtype=torch.int64)).to(device or "cpu")
+
+
+def values_of(column: torch.Tensor) -> torch.Tensor:
+    """All tokens of a column, row after row: ``[T, ...]``, a view."""
+    return column.values()
+
+
+def lengths(column: torch.Tensor) -> torch.Tensor:
+    """Length of each row: int64 ``[B]``."""
+    return column.offsets().diff()
+
+
+def rows_of(column: torch.Tensor) -> list[torch.Tensor]:
+    """The rows ``[length, ...]``, as views."""
+    values = column.values()
+    bounds: list[int] = column.offsets().tolist()
+    return [values[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def row_of(column: torch.Tensor, index: int) -> torch.Tensor:
+    """Row ``index`` (0..B-1), as a view."""
+    start, end = column.offsets()[index : index + 2].tolist()
+    return column.values()[start:end]
+
+
+def normalise_ragged(column: torch.Tensor, name: str) -> torch.Tensor:
+    """``column`` in the one form used here: jagged, ragged in dimension 1, no holes, offsets from 0 to T.
+
+    Returned as it is when it has that form already, otherwise copied.
+
+    Raises:
+        SchemaError: ragged in another dimension than 1.
+    """
+    if column.layout != torch.jagged:
+        return ragged_from_list(list(column.unbind()), dtype=column.dtype)
+    ragged_dim = getattr(column, "_ragged_idx", 1)
+    if ragged_dim != 1:
+        raise SchemaError(
+            f"column {name!r} is ragged in dimension {ragged_dim}; rows may differ in length in dimension 1 only"
+        )
+    values, offsets = column.values(), column.offsets()
+    if column.lengths() is None and offsets.dtype == torch.int64:
+        bounds = offsets[[0, -1]].tolist()
+        if bounds == [0, len(values)]:
+            return column
+    starts = offsets[:-1]
+    row_lengths = offsets.diff() if column.lengths() is None else column.lengths()
+    return ragged_from_values(*_gather(values, starts.to(torch.int64), row_lengths.to(torch.int64)))
+
+
+def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same columns; those with equal lengths hold one offsets tensor, so that torch can compute between them."""
+    seen: list[torch.Tensor] = []
+    shared: dict[str, torch.Tensor] = {}
+    for name, column in columns.items():
+        own = column.offsets()
+        for known in seen:
+            if known is own:
+                shared[name] = column
+                break
+            if known.device == own.device and torch.equal(known, own):
+                shared[name] = ragged_from_values(column.values(), known)
+                break
+        else:
+            seen.append(own)
+            shared[name] = column
+    return shared
+
+
+def slice_ragged(columns: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, torch.Tensor]:
+    """Rows ``start <= i < end`` (both within 0..B) of each column; values are views."""
+    end = max(start, end)
+    cut: dict[int, tuple[torch.Tensor, int, int]] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, column in columns.items():
+        offsets = column.offsets()
+        if id(offsets) not in cut:
+            first, last = offsets[[start, end]].tolist()
+            cut[id(offsets)] = (offsets[start : end + 1] - first, first, last)
+        new_offsets, first, last = cut[id(offsets)]
+        result[name] = ragged_from_values(column.values()[first:last], new_offsets)
+    return result
+
+
+def take_ragged(columns: Mapping[str, torch.Tensor], index: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows ``index`` (int64 ``[N]``, each within 0..B-1) of each column, copied."""
+    plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, column in columns.items():
+        offsets = column.offsets()
+        if id(offsets) not in plans:
+            rows = index.to(offsets.device)
+            plans[id(offsets)] = _plan(offsets[:-1][rows], offsets.diff()[rows])
+        positions, new_offsets = plans[id(offsets)]
+        result[name] = ragged_from_values(column.values().index_select(0, positions), new_offsets)
+    return result
+
+
+def concat_ragged(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The columns of all parts, one after the other. Every part has the same column names.
+
+    Columns whose offsets are shared in every part share them in the result.
+    """
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name in parts[0]:
+        columns = [part[name] for part in parts]
+        offsets = [column.offsets() for column in columns]
+        key = tuple(id(each) for each in offsets)
+        if key not in known:
+            known[key] = _offsets(torch.cat([each.diff() for each in offsets]))
+        result[name] = ragged_from_values(torch.cat([column.values() for column in columns]), known[key])
+    return result
+
+
+def to_padded(column: torch.Tensor, padding: float, *, length: int | None = None, left: bool = False) -> torch.Tensor:
+    """Dense ``[B, L, ...]``: rows followed by ``padding`` (preceded by it with ``left``), L the longest row.
+
+    Raises:
+        SchemaError: ``length`` is given and a row is longer.
+    """
+    values, offsets = column.values(), column.offsets()
+    row_lengths = offsets.diff()
+    longest = int(row_lengths.max()) if len(row_lengths) else 0
+    if length is None:
+        length = longest
+    elif longest > length:
+        raise SchemaError(f"a row of {longest} values does not fit the padded length {length}")
+    padded = torch.full(
+        (len(row_lengths), length, *values.shape[1:]), padding, dtype=values.dtype, device=values.device
+    )
+    rows = torch.repeat_interleave(torch.arange(len(row_lengths), device=values.device), row_lengths)
+    positions = torch.arange(len(values), device=values.device) - offsets[:-1][rows]
+    if left:
+        positions = positions + (length - row_lengths)[rows]
+    return padded.index_put((rows, positions), values)
+
+
+def _offsets(row_lengths: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros(1, dtype=torch.int64, device=row_lengths.device)
+    return torch.cat([zero, row_lengths.to(torch.int64).cumsum(0)])
+
+
+def _plan(starts: torch.Tensor, row_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions in ``values`` of the wanted rows, and the offsets they will have."""
+    offsets = _offsets(row_lengths)
+    shift = torch.repeat_interleave(starts - offsets[:-1], row_lengths)
+    return torch.arange(len(shift), device=starts.device) + shift, offsets
+
+
+def _gather(values: torch.Tensor, starts: torch.Tensor, row_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    positions, offsets = _plan(starts, row_lengths)
+    return values.index_select(0, positions), offsets

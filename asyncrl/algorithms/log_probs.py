@@ -50,9 +50,10 @@ def log_probs_and_entropy(
     return log_probs, entropy
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    # log_softmax takes the maximum off first; x - logsumexp(x) would lose the digits of large logits.
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide / temperature if temperature != 1.0 else wide
+    return torch.log_softmax(wide / temperature if temperature != 1.0 else wide, dim=-1)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -74,15 +75,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         tokens = logits.shape[0]
         log_probs = torch.empty(tokens, dtype=wide, device=logits.device)
         entropy = torch.empty_like(log_probs)
-        log_normaliser = torch.empty_like(log_probs)
         for start in range(0, tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            x = _scaled(logits[part], temperature)
-            log_normaliser[part] = torch.logsumexp(x, dim=-1)
-            log_p = x - log_normaliser[part, None]
+            log_p = _log_softmax(logits[part], temperature)
             log_probs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             entropy[part] = -_plogp(log_p).sum(dim=-1)
-        ctx.save_for_backward(logits, targets, log_normaliser, entropy)
+        ctx.save_for_backward(logits, targets, entropy)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
         ctx.set_materialize_grads(False)
@@ -96,11 +94,11 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_prob_gradient, entropy_gradient = gradients
         if log_prob_gradient is None and entropy_gradient is None:
             return None, None, None, None
-        logits, targets, log_normaliser, entropy = ctx.saved_tensors
+        logits, targets, entropy = ctx.saved_tensors
         logits_gradient = torch.empty_like(logits)
         for start in range(0, logits.shape[0], ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
-            log_p = _scaled(logits[part], ctx.temperature) - log_normaliser[part, None]
+            log_p = _log_softmax(logits[part], ctx.temperature)
             p = log_p.exp()
             gradient = torch.zeros_like(p)
             if log_prob_gradient is not None:

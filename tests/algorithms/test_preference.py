@@ -1,0 +1,97 @@
+"""DPO against plain Python."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.algorithms import PreferenceObjective
+from asyncrl.errors import ConfigError, SchemaError
+
+NAMES = ("chosen_log_probs", "rejected_log_probs", "reference_chosen_log_probs", "reference_rejected_log_probs")
+
+pair = st.tuples(*[st.floats(-40, 0)] * 4)
+
+
+def plain(beta: float, smoothing: float, values: tuple[float, ...]) -> float:
+    chosen, rejected, reference_chosen, reference_rejected = values
+    margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
+    return (1 - smoothing) * math.log1p(math.exp(-margin)) + smoothing * math.log1p(math.exp(margin))
+
+
+def columns(pairs: list[tuple[float, ...]]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.tensor([values[i] for values in pairs], dtype=torch.float64, requires_grad=True)
+        for i, name in enumerate(NAMES)
+    }
+
+
+@given(st.floats(0.01, 1), st.floats(0, 0.49), st.lists(pair, min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_loss_and_gradient_equal_plain_python(beta: float, smoothing: float, pairs: list[tuple[float, ...]]) -> None:
+    given_columns = columns(pairs)
+    got = PreferenceObjective(beta=beta, label_smoothing=smoothing).pair_losses(**given_columns)
+    assert got.loss.tolist() == pytest.approx([plain(beta, smoothing, values) for values in pairs], rel=1e-9)
+    got.loss.sum().backward()
+    step = 1e-5
+    for i, name in enumerate(NAMES[:2]):
+        slopes = [
+            (
+                plain(beta, smoothing, (*values[:i], values[i] + step, *values[i + 1 :]))
+                - plain(beta, smoothing, (*values[:i], values[i] - step, *values[i + 1 :]))
+            )
+            / (2 * step)
+            for values in pairs
+        ]
+        gradient = given_columns[name].grad
+        assert gradient is not None
+        assert gradient.tolist() == pytest.approx(slopes, rel=1e-4, abs=1e-7)
+    assert all(given_columns[name].grad is None for name in NAMES[2:])
+
+
+def test_policy_equal_to_the_reference_knows_nothing() -> None:
+    given_columns = columns([(-3.0, -2.0, -3.0, -2.0)])
+    got = PreferenceObjective(beta=0.1).pair_losses(**given_columns)
+    assert float(got.loss) == pytest.approx(math.log(2))
+    assert (float(got.chosen_reward), float(got.rejected_reward), float(got.correct)) == (0.0, 0.0, 0.5)
+    got.loss.sum().backward()
+    chosen, rejected = given_columns["chosen_log_probs"].grad, given_columns["rejected_log_probs"].grad
+    assert chosen is not None
+    assert rejected is not None
+    assert (float(chosen), float(rejected)) == pytest.approx((-0.05, 0.05))  # beta * sigmoid(0)
+
+
+def test_implicit_rewards_and_who_is_right() -> None:
+    got = PreferenceObjective(beta=0.5).pair_losses(**columns([(-1.0, -5.0, -2.0, -4.0), (-4.0, -1.0, -2.0, -2.0)]))
+    assert got.chosen_reward.tolist() == [0.5, -1.0]
+    assert got.rejected_reward.tolist() == [-0.5, 0.5]
+    assert got.correct.tolist() == [1.0, 0.0]
+
+
+def test_a_hopeless_margin_stays_finite() -> None:
+    given_columns = columns([(-1e6, 0.0, 0.0, -1e6)])
+    got = PreferenceObjective(beta=1.0).pair_losses(**given_columns)
+    got.loss.sum().backward()
+    assert float(got.loss) == pytest.approx(2e6)
+    gradient = given_columns["chosen_log_probs"].grad
+    assert gradient is not None
+    assert float(gradient) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"beta": 0.0}, {"beta": math.inf}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}]
+)
+def test_values_outside_their_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PreferenceObjective(**wrong)
+
+
+def test_columns_that_do_not_fit_are_named() -> None:
+    good = {name: torch.zeros(2) for name in NAMES}
+    with pytest.raises(SchemaError, match=r"rejected_log_probs must be \[P\] floating.*\(3,\)"):
+        PreferenceObjective().pair_losses(**{**good, "rejected_log_probs": torch.zeros(3)})
+    with pytest.raises(SchemaError, match="reference_chosen_log_probs"):
+        PreferenceObjective().pair_losses(**{**good, "reference_chosen_log_probs": torch.zeros(2, dtype=torch.int64)})

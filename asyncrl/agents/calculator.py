@@ -1,0 +1,184 @@
+"""Arithmetic with a calculator: a small world of several turns, with a verified reward.
+
+The user asks ``(31+45)-8``. The tool computes one binary operation, so most questions need two calls, the second of
+which uses the answer of the first; then the assistant says the number. The reward is 1 if the last integer of its
+final message is the right one, otherwise 0; the calls themselves earn nothing.
+
+Demonstrations are *imperfect on purpose*: they stand for a warm start that knows how to call the tool but not when.
+A demonstrator guesses without the tool in ``guess_share`` of the conversations and, where two calls are needed, takes
+the answer of the first for the answer of the question in ``early_stop_share`` of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from asyncrl.agents.tools import Toolbox, tool
+from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.interfaces import Message, Step, Task, Tool
+
+__all__ = ["CalculatorEnvironment", "CalculatorFactory"]
+
+_HELD_OUT_IN = 5
+"""One question in five (by the hash of its text) belongs to the held-out split."""
+
+_INTEGER = re.compile(r"-?\d+")
+_OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+@tool
+async def calculator(a: int, operator: Literal["+", "-", "*"], b: int) -> int:
+    """Compute one operation on two integers.
+
+    Args:
+        a: left operand
+        operator: the operation
+        b: right operand
+    """
+    return int(_OPERATIONS[operator](a, b))
+
+
+class CalculatorEnvironment:
+    """One episode: tool calls are answered, the first message without a call is the final answer."""
+
+    def __init__(self, *, instructions: str = "") -> None:
+        self._instructions = instructions
+        self._toolbox = Toolbox([calculator])
+        self._task: Task | None = None
+        self._calls = 0
+        self._mistakes = 0
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return self._toolbox.declarations
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self._task, self._calls, self._mistakes = task, 0, 0
+        system: list[Message] = [{"role": "system", "content": self._instructions}] if self._instructions else []
+        return [*system, {"role": "user", "content": task["question"]}]
+
+    async def step(self, reply: Message) -> Step:
+        if self._task is None:
+            raise EnvironmentFailure("step before reset: the environment has no task")
+        answers = await self._toolbox.answer_all(reply)
+        self._calls += len(answers)
+        self._mistakes += sum(answer.mistake for answer in answers)
+        info = {"calls": self._calls, "mistakes": self._mistakes}
+        if answers:
+            return Step(messages=tuple(answer.message for answer in answers), info=info)
+        numbers = _INTEGER.findall(reply.get("content") or "")
+        right = bool(numbers) and int(numbers[-1]) == self._task["answer"]
+        return Step(reward=float(right), done=True, info=info)
+
+    async def close(self) -> None:
+        self._task = None
+
+
+class CalculatorFactory:
+    """Questions by number. Every question belongs to one split by the hash of its text: they share none.
+
+    Args:
+        seed: of the order of the questions.
+        max_operand: operands are drawn from 1..``max_operand``.
+        operators: those that appear in questions.
+        two_step_share: share of the questions with two operations; the others have one.
+        negative: whether results below zero may appear (otherwise such a ``-`` becomes a ``+``).
+        guess_share: share of the demonstrations that answer without the tool.
+        early_stop_share: share of the two-step demonstrations that stop after one call.
+        instructions: system message; none if empty.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_operand: int = 99,
+        operators: Sequence[str] = ("+", "-"),
+        two_step_share: float = 0.7,
+        negative: bool = False,
+        guess_share: float = 0.15,
+        early_stop_share: float = 0.6,
+        instructions: str = "",
+    ) -> None:
+        unknown = [operator for operator in operators if operator not in _OPERATIONS]
+        if unknown or not operators:
+            raise ConfigError(
+                f"operators {list(operators)} cannot be used",
+                path="env.options.operators",
+                remedy=f"some of {list(_OPERATIONS)}",
+            )
+        if max_operand < 9:
+            raise ConfigError(
+                f"max_operand is {max_operand}", path="env.options.max_operand", remedy="at least 9: splits need tasks"
+            )
+        for name, share in (
+            ("two_step_share", two_step_share),
+            ("guess_share", guess_share),
+            ("early_stop_share", early_stop_share),
+        ):
+            if not 0.0 <= share <= 1.0:
+                raise ConfigError(f"{name} is {share}", path=f"env.options.{name}", remedy="a share lies in 0..1")
+        self._seed = seed
+        self._max_operand = max_operand
+        self._operators = tuple(operators)
+        self._two_step_share = two_step_share
+        self._negative = negative
+        self._guess_share = guess_share
+        self._early_stop_share = early_stop_share
+        self._instructions = instructions
+
+    def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
+        return self._draw(f"task/{split}/{index}", held_out=split == "held_out")
+
+    def make(self) -> CalculatorEnvironment:
+        return CalculatorEnvironment(instructions=self._instructions)
+
+    def demonstration(self, index: int) -> list[Message]:
+        """A conversation about a question of the training split, right or not (see the module's docstring)."""
+        task = self._draw(f"demonstration/{index}", held_out=False)
+        draw = random.Random(f"{self._seed}/outcome/{index}")  # noqa: S311 (reproducible, not secret)
+        system: list[Message] = [{"role": "system", "content": self._instructions}] if self._instructions else []
+        messages: list[Message] = [*system, {"role": "user", "content": task["question"]}]
+        steps: list[list[Any]] = task["steps"]
+        if draw.random() < self._guess_share:
+            return [*messages, {"role": "assistant", "content": str(draw.randint(1, 2 * self._max_operand))}]
+        if len(steps) == 2 and draw.random() < self._early_stop_share:
+            steps = steps[:1]
+        for number, (a, operator, b, result) in enumerate(steps):
+            call_id = f"call_{number}"
+            function = {"name": calculator.name, "arguments": {"a": a, "operator": operator, "b": b}}
+            call = {"id": call_id, "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            answer = {"role": "tool", "tool_call_id": call_id, "name": calculator.name, "content": str(result)}
+            messages.append(answer)
+        return [*messages, {"role": "assistant", "content": str(steps[-1][3])}]
+
+    def _draw(self, stream: str, *, held_out: bool) -> Task:
+        draw = random.Random(f"{self._seed}/{stream}")  # noqa: S311 (reproducible, not secret)
+        while True:
+            task = self._question(draw)
+            if _held_out(task["question"]) == held_out:
+                return task
+
+    def _question(self, draw: random.Random) -> Task:
+        value = draw.randint(1, self._max_operand)
+        question = str(value)
+        steps: list[list[Any]] = []
+        for number in range(2 if draw.random() < self._two_step_share else 1):
+            operator = draw.choice(self._operators)
+            operand = draw.randint(1, self._max_operand)
+            result = _OPERATIONS[operator](value, operand)
+            if result < 0 and not self._negative:
+                operator, result = "+", value + operand
+            steps.append([value, operator, operand, result])
+            question = f"{f'({question})' if number else question}{operator}{operand}"
+            value = result
+        return {"question": question, "answer": value, "steps": steps}
+
+
+def _held_out(question: str) -> bool:
+    return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % _HELD_OUT_IN == 0

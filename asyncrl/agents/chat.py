@@ -1,0 +1,230 @@
+"""Between messages and tokens, without drift.
+
+A conversation of several turns must reach the trainer as the tokens that were really sampled. Rendering the whole
+conversation again for each turn breaks that: a text has many tokenizations and templates rewrite history. So a
+:class:`ChatRenderer` renders a prompt once and afterwards only *appends*: the sampled ids stay as they are, and what
+the environment says is rendered as the difference between two renderings of the template.
+
+    ids = prompt(messages)
+    ids += sampled                                   # as the engine returned them
+    ids += extend(messages, sampled, answers)        # close the turn if need be, the answers, the next turn's opening
+    ids += sampled ...
+
+Where it can differ from rendering the whole conversation from its messages:
+
+* inside an assistant turn, if the model spells a text with other tokens than the tokenizer would, or a tool call with
+  other spaces than the template: the sampled ids are the truth, a later turn sees what was said;
+* templates that rewrite *earlier* turns (dropping old reasoning): here nothing is rewritten;
+* templates that render an answer differently depending on the *content* of the assistant's turn (one that checks tool
+  call ids against it): the turn is rendered with a placeholder as its content.
+
+Text of environments is encoded like the template's own: one that contains the template's special tokens verbatim is
+read as such by most tokenizers. Do not let untrusted text say them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError, InvalidDataError
+from asyncrl.interfaces import Message, Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatRenderer", "EncodedConversation"]
+
+_PLACEHOLDER = "\u2063sampled\u2063turn\u2063"
+"""Stands for the assistant's turn in a rendering; never tokenized, and found in no sane text."""
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_OPENED_CALL = "<tool_call>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedConversation:
+    """A whole conversation as tokens; ``loss_mask`` is True on the assistant's own, its end-of-turn included."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+
+class ChatRenderer:
+    """Renders and parses chats with a tokenizer's template.
+
+    Args:
+        tokenizer: with a chat template whose assistant turns end with one special token (ChatML and its kin, Llama 3,
+            the scratch model's).
+        template_options: further variables of the template (``{"enable_thinking": False}``).
+
+    Raises:
+        ConfigError: no template, or its assistant turns do not end with a special token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, template_options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = dict(template_options or {})
+        if not tokenizer.chat_template:
+            raise ConfigError("the tokenizer has no chat template", path="model", remedy="use an instruct model")
+        closing = self._after_turn([{"role": "user", "content": "?"}], [], generation_prompt=False)
+        ids = self._encode(closing)
+        if not ids or ids[0] not in tokenizer.all_special_ids:
+            raise ConfigError(
+                f"an assistant's turn ends with {closing!r} in this chat template, which begins with no special token",
+                path="model",
+                remedy="use a model whose template closes turns with a special token (ChatML, Llama 3)",
+            )
+        self._end_of_turn_id = ids[0]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The token that closes an assistant's turn: give it to the engine as a stop token."""
+        return self._end_of_turn_id
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The tokens of ``messages`` and of the assistant's opening, ready for generation."""
+        return self._encode(self._render(messages, tools, generation_prompt=True))
+
+    def extend(
+        self,
+        history: Sequence[Message],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        """The tokens to append after ``sampled_ids``: ``new_messages``, and the opening of the next assistant turn.
+
+        Args:
+            history: the messages before the sampled turn.
+            sampled_ids: the turn as sampled. Without its end-of-turn token (it was cut), that token comes first here.
+            new_messages: what the environment answers.
+            tools: as in :meth:`prompt`.
+            generation_prompt: whether another turn follows.
+        """
+        appended = self._encode(self._after_turn(history, new_messages, tools, generation_prompt=generation_prompt))
+        ended = bool(sampled_ids) and sampled_ids[-1] == self._end_of_turn_id
+        return appended[1:] if ended else appended
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """The assistant's message in sampled tokens; tool calls as Hermes and Qwen models write them.
+
+        ``content`` is the text outside the calls. Each of ``tool_calls`` has an id, a name and ``arguments`` as JSON
+        gave them. A call that cannot be read leaves its reason in ``malformed``, for the environment to answer.
+        """
+        ended = bool(token_ids) and token_ids[-1] == self._end_of_turn_id
+        text = self.decode(token_ids[:-1] if ended else token_ids)
+        calls: list[dict[str, Any]] = []
+        problems: list[str] = []
+        for written in _TOOL_CALL.findall(text):
+            try:
+                calls.append(_call(written, number=len(calls)))
+            except ValueError as error:
+                problems.append(str(error))
+        content = _TOOL_CALL.sub("", text)
+        if _OPENED_CALL in content:
+            content, _, _ = content.partition(_OPENED_CALL)
+            problems.append("<tool_call> without </tool_call>")
+        message: Message = {"role": "assistant", "content": content.strip()}
+        if calls:
+            message["tool_calls"] = calls
+        if problems:
+            message["malformed"] = "; ".join(problems)
+        return message
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens included."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> EncodedConversation:
+        """A given conversation (a demonstration) as the very tokens that prompting and extending would make.
+
+        Raises:
+            InvalidDataError: it has no assistant turn, or the template does not render one after its prompt.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise InvalidDataError("a demonstration needs a turn of the assistant; this one has none")
+        for number, turn in enumerate(turns):
+            if number == 0:
+                appended = self.prompt(messages[:turn], tools)
+            else:
+                before = turns[number - 1]
+                appended = self.extend(messages[:before], ids, messages[before + 1 : turn], tools)
+            said = self._turn_ids(messages[:turn], messages[turn], tools)
+            ids += appended + said
+            mask += [False] * len(appended) + [True] * len(said)
+        return EncodedConversation(token_ids=tuple(ids), loss_mask=tuple(mask))
+
+    def _turn_ids(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> list[int]:
+        """The tokens of one given assistant turn after its opening, end-of-turn token included."""
+        opening = self._render(history, tools, generation_prompt=True)
+        whole = self._render([*history, message], tools, generation_prompt=False)
+        if not whole.startswith(opening):
+            raise InvalidDataError(
+                "the chat template renders an assistant's turn differently from its opening for generation; "
+                "demonstrations cannot be tokenized as they would be generated. Try other template_options"
+            )
+        ids = self._encode(whole[len(opening) :])
+        last = len(ids) - 1 - ids[::-1].index(self._end_of_turn_id)
+        return ids[: last + 1]
+
+    def _after_turn(
+        self,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        generation_prompt: bool,
+    ) -> str:
+        """What the template writes after the content of an assistant's turn that follows ``history``."""
+        turn = {"role": "assistant", "content": _PLACEHOLDER}
+        text = self._render([*history, turn, *new_messages], tools, generation_prompt=generation_prompt)
+        _, found, after = text.partition(_PLACEHOLDER)
+        if not found:
+            raise ConfigError("the chat template does not write the assistant's content", remedy="use another template")
+        return after
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=[each.schema() for each in tools] or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self._options,
+            )
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _call(written: str, *, number: int) -> dict[str, Any]:
+    """One tool call in OpenAI's form.
+
+    Raises:
+        ValueError: it is no JSON object with a name, in words for the model.
+    """
+    try:
+        call = json.loads(written)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError('a tool call is an object {"name": ..., "arguments": {...}}')
+    function = {"name": call["name"], "arguments": call.get("arguments", {})}
+    return {"id": f"call_{number}", "type": "function", "function": function}

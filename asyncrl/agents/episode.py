@@ -1,0 +1,231 @@
+"""One episode: an assistant and an environment take turns until one of them, or a limit, ends it.
+
+Tokens are never rendered twice: each turn's prompt begins with exactly the ids of the turns before it (see
+:mod:`asyncrl.agents.chat`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from asyncrl.agents.chat import ChatRenderer
+from asyncrl.errors import (
+    AsyncRLError,
+    EngineError,
+    EnvironmentDeadlineError,
+    EnvironmentFailure,
+    InvalidDataError,
+    RequestAbortedError,
+)
+from asyncrl.interfaces import (
+    Environment,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Message,
+    SamplingParams,
+    Step,
+    Task,
+    TokenGenerator,
+)
+from asyncrl.rollout.prompts import derive_seed
+from asyncrl.rollout.trajectory import EpisodeEnd, Trajectory, Turn
+
+__all__ = ["run_episode"]
+
+_T = TypeVar("_T")
+
+
+async def run_episode(
+    engine: TokenGenerator,
+    environment: Environment,
+    renderer: ChatRenderer,
+    task: Task,
+    *,
+    sampling: SamplingParams,
+    max_turns: int,
+    max_tokens: int,
+    deadline_s: float,
+    request_prefix: str,
+    seed: int,
+    latency_s: float = 0.0,
+) -> Trajectory:
+    """Play ``task`` to its end; the environment is closed whatever happens.
+
+    Reaching a limit is an end like any other: the trajectory says so and keeps the reward earned by then. A turn that
+    filled the last of ``max_tokens`` is not shown to the environment, since it was cut.
+
+    Args:
+        engine: generates the assistant's turns. The renderer's end-of-turn token is added to the stop tokens.
+        environment: used for this episode only.
+        renderer: of the engine's model.
+        task: handed to ``environment.reset``.
+        sampling: for each turn; its seed is replaced by one derived from ``seed`` and the turn's number, and
+            ``max_new_tokens`` is cut to what ``max_tokens`` leaves.
+        max_turns: assistant turns at most.
+        max_tokens: tokens of the whole trajectory at most, prompt and environment included.
+        deadline_s: for each call of the environment.
+        request_prefix: turn n is the engine's request ``{request_prefix}-{n}``.
+        seed: of the episode.
+        latency_s: added to each step of the environment: a simulated slow tool.
+
+    Raises:
+        EnvironmentFailure: the environment raised (the cause), with ``tokens_generated``.
+        EnvironmentDeadlineError: a call of it took longer than ``deadline_s``, with ``tokens_generated``.
+        RequestAbortedError: the engine aborted a turn, with ``tokens_generated``.
+        InvalidDataError: the prompt alone fills ``max_tokens``.
+    """
+    episode = _Episode(task)
+    try:
+        messages = list(await _ask(environment.reset, task, what="reset", deadline_s=deadline_s))
+        tools = tuple(environment.tools)
+        episode.heard(renderer.prompt(messages, tools))
+        if episode.length >= max_tokens:
+            raise InvalidDataError(
+                f"the prompt has {episode.length} tokens, the whole trajectory may have {max_tokens}: raise max_tokens"
+            )
+        for number in range(max_turns):
+            turn_sampling = dataclasses.replace(
+                sampling,
+                max_new_tokens=min(sampling.max_new_tokens, max_tokens - episode.length),
+                stop_token_ids=tuple({*sampling.stop_token_ids, renderer.end_of_turn_id}),
+                seed=derive_seed(seed, "turn", number),
+            )
+            request = GenerationRequest(
+                request_id=f"{request_prefix}-{number}",
+                prompt_token_ids=tuple(episode.token_ids),
+                sampling=turn_sampling,
+            )
+            generation = await _generate(engine, request, tokens_before=episode.sampled_tokens)
+            reply = renderer.parse(generation.token_ids)
+            episode.said(generation, reply)
+            if generation.finish_reason == "length" and episode.length >= max_tokens:
+                return episode.ended("max_tokens")
+            if latency_s > 0:
+                await asyncio.sleep(latency_s)
+            step = await _ask(environment.step, reply, what="step", deadline_s=deadline_s)
+            episode.earned(step)
+            if step.done:
+                return episode.ended("done")
+            if number + 1 == max_turns:
+                break
+            answer = renderer.extend(messages, generation.token_ids, step.messages, tools)
+            if episode.length + len(answer) >= max_tokens:
+                return episode.ended("max_tokens")
+            episode.heard(answer)
+            messages += [reply, *step.messages]
+        return episode.ended("max_turns")
+    except EnvironmentFailure as failure:
+        failure.tokens_generated = episode.sampled_tokens
+        raise
+    finally:
+        await _close(environment, deadline_s=deadline_s, tokens_generated=episode.sampled_tokens)
+
+
+class _Episode:
+    """The trajectory while it grows."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.token_ids: list[int] = []
+        self.sampled_tokens = 0
+        self._mask: list[bool] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self._turns: list[Turn] = []
+        self._reward = 0.0
+        self._info: dict[str, Any] = {}
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    def heard(self, token_ids: Sequence[int]) -> None:
+        self.token_ids += token_ids
+        self._mask += [False] * len(token_ids)
+        self._log_probs += [0.0] * len(token_ids)
+        self._versions += [-1] * len(token_ids)
+
+    def said(self, generation: Generation, message: Message) -> None:
+        start = self.length
+        self.token_ids += generation.token_ids
+        self._mask += [True] * len(generation.token_ids)
+        self._log_probs += generation.log_probs
+        self._versions += generation.weight_versions
+        self.sampled_tokens += len(generation.token_ids)
+        turn = Turn(start=start, end=self.length, finish_reason=generation.finish_reason, message=message)
+        self._turns.append(turn)
+
+    def earned(self, step: Step) -> None:
+        self._reward += step.reward
+        self._info = dict(step.info)
+
+    def ended(self, reason: EpisodeEnd) -> Trajectory:
+        return Trajectory(
+            task=self.task,
+            token_ids=tuple(self.token_ids),
+            loss_mask=tuple(self._mask),
+            behaviour_log_probs=tuple(self._log_probs),
+            weight_versions=tuple(self._versions),
+            reward=self._reward,
+            turns=tuple(self._turns),
+            finish_reason=reason,
+            info=self._info,
+        )
+
+
+async def _generate(engine: TokenGenerator, request: GenerationRequest, *, tokens_before: int) -> Generation:
+    """Put the chunks of one request together. Leaving before its end aborts it in the engine."""
+    token_ids: list[int] = []
+    log_probs: list[float] = []
+    versions: list[int] = []
+    finish_reason: FinishReason | None = None
+    stream = engine.generate(request)
+    try:
+        async for chunk in stream:
+            token_ids += chunk.token_ids
+            log_probs += chunk.log_probs
+            versions += chunk.weight_versions
+            finish_reason = chunk.finish_reason or finish_reason
+    finally:
+        if finish_reason is None:
+            leave = getattr(stream, "aclose", None)  # an AsyncIterator may be a generator or not
+            await (leave() if leave is not None else engine.abort(request.request_id))
+    if finish_reason is None:
+        raise EngineError(f"request {request.request_id!r} ended without a finish reason")
+    if finish_reason == "abort":
+        raise RequestAbortedError(
+            f"request {request.request_id!r} was aborted after {len(token_ids)} tokens",
+            tokens_generated=tokens_before + len(token_ids),
+        )
+    return Generation(
+        token_ids=tuple(token_ids),
+        log_probs=tuple(log_probs),
+        weight_versions=tuple(versions),
+        finish_reason=finish_reason,
+    )
+
+
+async def _ask(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, deadline_s: float) -> _T:
+    """Await one call of an environment under its deadline; what it raises becomes an environment's failure."""
+    deadline: asyncio.Timeout | None = None
+    try:
+        async with asyncio.timeout(deadline_s) as deadline:
+            return await call(*arguments)
+    except AsyncRLError:
+        raise
+    except Exception as error:  # an environment is foreign code: its type travels as the cause
+        if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
+            raise EnvironmentDeadlineError(f"the environment's {what} took longer than {deadline_s:g} s") from error
+        raise EnvironmentFailure(f"the environment's {what} failed: {type(error).__name__}: {error}") from error
+
+
+async def _close(environment: Environment, *, deadline_s: float, tokens_generated: int) -> None:
+    try:
+        await _ask(environment.close, what="close", deadline_s=deadline_s)
+    except EnvironmentFailure as failure:
+        failure.tokens_generated = tokens_generated
+        raise

@@ -1,0 +1,232 @@
+"""Tools: typed Python functions a model may call.
+
+    @tool
+    async def calculator(a: int, operator: Literal["+", "-", "*"], b: int) -> int:
+        '''Compute one operation on two integers.'''
+
+The JSON schema that chat templates show comes from the annotations and the docstring (its first paragraph, and its
+``Args:`` section); arguments are validated against
+the same annotations before the function is called. Who is to blame decides what happens:
+
+    unknown tool, malformed call, wrong arguments,       the model        a tool message with an error text
+    ``ValueError`` raised by the tool
+    any other exception of the tool                      infrastructure   EnvironmentFailure
+    no answer within the deadline                        infrastructure   EnvironmentDeadlineError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import AsyncRLError, ConfigError, EnvironmentDeadlineError, EnvironmentFailure
+from asyncrl.interfaces import Message, Tool
+
+if TYPE_CHECKING:
+    import pydantic
+
+__all__ = ["PythonTool", "ToolAnswer", "Toolbox", "tool", "tool_from_function"]
+
+_ARGUMENT_LINE = re.compile(r"^\s{4,}(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAnswer:
+    """The tool message that answers one call, and whether it tells of a mistake of the model."""
+
+    message: Message
+    mistake: bool
+
+
+class PythonTool:
+    """A Python function with its declaration. Calling it validates the arguments first.
+
+    Args:
+        function: sync or async; every parameter annotated. A sync one runs in a thread, which a deadline abandons but
+            cannot stop: give functions that may hang an ``async def``.
+        name: name shown to the model; the function's own by default.
+        description: the docstring's first paragraph by default.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, name: str = "", description: str = "") -> None:
+        self.function = function
+        documentation = inspect.getdoc(function) or ""
+        self._arguments = _arguments_model(function, _argument_descriptions(documentation))
+        self.tool = Tool(
+            name=name or function.__name__,
+            description=description or " ".join(documentation.split("\n\n", 1)[0].split()),
+            parameters=_plain_schema(self._arguments.model_json_schema()),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.tool.name
+
+    def validate(self, arguments: object) -> dict[str, Any]:
+        """The function's keyword arguments from what the model wrote.
+
+        Raises:
+            ValueError: an argument is missing, unknown or of the wrong type; the text is meant for the model.
+        """
+        import pydantic
+
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"arguments must be a JSON object, got {type(arguments).__name__}")
+        try:
+            checked = self._arguments.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()
+            )
+            raise ValueError(problems) from error
+        return {name: getattr(checked, name) for name in type(checked).model_fields}
+
+    async def call(self, arguments: object, *, deadline_s: float) -> str:
+        """Validate, run, and turn the result into text (strings as they are, everything else as JSON).
+
+        Raises:
+            ValueError: a mistake of the model, in words for the model.
+            EnvironmentDeadlineError: no answer after ``deadline_s``.
+            EnvironmentFailure: the tool broke.
+        """
+        keywords = self.validate(arguments)
+        deadline: asyncio.Timeout | None = None
+        try:
+            async with asyncio.timeout(deadline_s) as deadline:
+                if inspect.iscoroutinefunction(self.function):
+                    result = await self.function(**keywords)
+                else:
+                    result = await asyncio.to_thread(self.function, **keywords)
+            return result if isinstance(result, str) else json.dumps(result)
+        except (ValueError, AsyncRLError):
+            raise
+        except TimeoutError as error:
+            if deadline is not None and deadline.expired():
+                raise EnvironmentDeadlineError(f"tool {self.name!r} gave no answer in {deadline_s:g} s") from error
+            raise EnvironmentFailure(f"tool {self.name!r} failed: TimeoutError: {error}") from error
+        except Exception as error:  # a foreign function may raise anything; its type travels as the cause
+            raise EnvironmentFailure(f"tool {self.name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def tool(function: Callable[..., Any]) -> PythonTool:
+    """Decorator form of :func:`tool_from_function`."""
+    return PythonTool(function)
+
+
+def tool_from_function(function: Callable[..., Any], *, name: str = "", description: str = "") -> PythonTool:
+    """Declare ``function`` as a tool.
+
+    Raises:
+        ConfigError: a parameter has no annotation, or takes ``*args`` / ``**kwargs``.
+    """
+    return PythonTool(function, name=name, description=description)
+
+
+class Toolbox:
+    """The tools of one environment, and the answers to an assistant's message.
+
+    Args:
+        tools: with different names.
+        deadline_s: for each call.
+    """
+
+    def __init__(self, tools: Iterable[PythonTool], *, deadline_s: float = 30.0) -> None:
+        self._tools: dict[str, PythonTool] = {}
+        self._deadline_s = deadline_s
+        for each in tools:
+            if each.name in self._tools:
+                raise ConfigError(f"two tools are named {each.name!r}", remedy="give one of them another name")
+            self._tools[each.name] = each
+
+    @property
+    def declarations(self) -> tuple[Tool, ...]:
+        return tuple(each.tool for each in self._tools.values())
+
+    async def answer(self, call: Mapping[str, Any]) -> ToolAnswer:
+        """Run one parsed call (``{"id": ..., "function": {"name": ..., "arguments": {...}}}``).
+
+        Raises:
+            EnvironmentFailure: the tool broke, or passed its deadline.
+        """
+        function = call["function"]
+        name = str(function["name"])
+        try:
+            if name not in self._tools:
+                raise ValueError(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
+            text, mistake = await self._tools[name].call(function["arguments"], deadline_s=self._deadline_s), False
+        except ValueError as error:
+            text, mistake = f"error: {error}", True
+        message = {"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": text}
+        return ToolAnswer(message=message, mistake=mistake)
+
+    async def answer_all(self, reply: Message) -> tuple[ToolAnswer, ...]:
+        """Answer every call of ``reply`` in order, or its ``malformed`` mark. Empty if it calls nothing."""
+        answers = [await self.answer(call) for call in reply.get("tool_calls", ())]
+        if reply.get("malformed"):
+            text = f"error: a tool call could not be read: {reply['malformed']}"
+            message = {"role": "tool", "tool_call_id": "", "name": "", "content": text}
+            answers.append(ToolAnswer(message=message, mistake=True))
+        return tuple(answers)
+
+
+def _argument_descriptions(documentation: str) -> dict[str, str]:
+    """The ``Args:`` section of a Google style docstring; a continuation line belongs to the argument above it."""
+    _, _, section = documentation.partition("\nArgs:\n")
+    descriptions: dict[str, str] = {}
+    current = ""
+    for line in section.splitlines():
+        if line and not line.startswith("    "):
+            break
+        if match := _ARGUMENT_LINE.match(line):
+            current = match[1]
+            descriptions[current] = match[2].strip()
+        elif current and line.strip():
+            descriptions[current] += " " + line.strip()
+    return descriptions
+
+
+def _arguments_model(function: Callable[..., Any], descriptions: Mapping[str, str]) -> type[pydantic.BaseModel]:
+    import pydantic
+
+    hints = typing.get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(
+                f"tool {function.__name__!r}: parameter {parameter.name!r} cannot be passed by name",
+                remedy="a tool takes named parameters only",
+            )
+        if parameter.name not in hints:
+            raise ConfigError(
+                f"tool {function.__name__!r}: parameter {parameter.name!r} has no annotation",
+                remedy="annotate it: the JSON schema comes from the annotation",
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        described = pydantic.Field(default, description=descriptions.get(parameter.name))
+        fields[parameter.name] = (hints[parameter.name], described)
+    model: type[pydantic.BaseModel] = pydantic.create_model(
+        function.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **fields
+    )
+    return model
+
+
+def _plain_schema(schema: Any) -> Any:
+    """Without the titles that pydantic adds: they are tokens in every prompt and say nothing."""
+    if isinstance(schema, dict):
+        properties = schema.get("properties")
+        return {
+            key: {name: _plain_schema(value) for name, value in properties.items()}
+            if key == "properties" and isinstance(properties, dict)
+            else _plain_schema(value)
+            for key, value in schema.items()
+            if key not in ("title", "additionalProperties")
+        }
+    if isinstance(schema, list):
+        return [_plain_schema(value) for value in schema]
+    return schema

@@ -32,7 +32,7 @@ The columns of a trajectory batch, from rollout to loss:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from asyncrl.weights.manifest import WeightManifest
 
 __all__ = [
+    "DroppedGroup",
     "EngineHealth",
     "Environment",
     "EnvironmentFactory",
@@ -481,6 +482,15 @@ class SelectedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedGroup:
+    """A group that was given up: its slot, why, and how many tokens had been sampled for it."""
+
+    slot: int
+    reason: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayBufferStatistics:
     """Counts in groups, and what became of tokens. ``admitted = pending + ready + selected + released + dropped``."""
 
@@ -530,6 +540,14 @@ class ReplayBuffer(Protocol):
 
     def drop(self, slot: int, reason: str, *, tokens: int = 0) -> None:
         """Give a group up. ``tokens`` counts what was sampled for a pending group; others know theirs."""
+        ...
+
+    def on_drop(self, listener: Callable[[DroppedGroup], None]) -> None:
+        """Tell ``listener`` of every group that is dropped from now on, by :meth:`drop` or by the buffer itself.
+
+        A call of :meth:`select` that waits may drop stale groups and then needs others in their place: whoever admits
+        groups learns of it here.
+        """
         ...
 
     def restore(self, slots: Iterable[int]) -> None:

@@ -1,0 +1,284 @@
+"""The replay buffer of one process: the state machine of :mod:`buffers.state` behind fair waits with deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
+from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
+from buffers.eviction import Eviction
+from buffers.selection import Selection, make_selection
+from buffers.state import BufferState, Stage
+
+if TYPE_CHECKING:
+    from asyncrl.data import DataProto, DataProtoFuture
+
+__all__ = ["AsyncReplayBuffer"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Waiter(Generic[_T]):
+    """One waiting call. Whoever makes the wait come true resolves its future with what it waited for."""
+
+    future: asyncio.Future[_T]
+    since: float
+
+    def waited_s(self) -> float:
+        return self.future.get_loop().time() - self.since
+
+    def was_served(self) -> bool:
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Admission(_Waiter[None]):
+    slot: int
+    reason: ClassVar[str] = "admit: the buffer is full"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Request(_Waiter[tuple[SelectedGroup, ...]]):
+    groups: int
+    weight_version: int
+    reason: ClassVar[str] = "select: the next groups are not ready"
+
+
+class AsyncReplayBuffer:
+    """Implements :class:`asyncrl.interfaces.ReplayBuffer` for callers on one event loop.
+
+    Places and groups are handed to the calls that wait for them, in the order in which they began to wait, and nobody
+    overtakes: a small request behind a large one waits too. A call that is cancelled or passes its deadline changes
+    nothing, not even when it was served in the same turn of the loop: the place is free again, the groups are ready
+    again. Time is the running loop's.
+
+    Args:
+        capacity: groups that are pending, ready or selected at once. A driver under the admission law needs its
+            ``window``: ``groups_per_step * (max_staleness + 1)``.
+        max_staleness: hard bound, in versions.
+        selection: ``fifo`` (slot order, slow groups are waited for), ``fifo_ready`` (slot order among the ready ones),
+            or a policy object.
+        eviction: what is given up early; by default groups that passed the bound.
+
+    >>> import asyncio
+    >>> async def story() -> tuple[int, ...]:
+    ...     buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+    ...     await buffer.admit(0)
+    ...     buffer.put(
+    ...         GroupSummary(
+    ...             slot=0, rows=1, oldest_version=0, tokens=2, version_tokens={0: 2}, rewards=(1.0,), lengths=(2,)
+    ...         ),
+    ...         rows=...,
+    ...     )
+    ...     batch = await buffer.select(1, weight_version=1, timeout_s=5.0)
+    ...     buffer.release([group.summary.slot for group in batch])
+    ...     return tuple(group.summary.slot for group in batch)
+    >>> asyncio.run(story())
+    (0,)
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        max_staleness: int,
+        selection: str | Selection = "fifo",
+        eviction: Eviction | None = None,
+    ) -> None:
+        policy = make_selection(selection) if isinstance(selection, str) else selection
+        self._state = BufferState(capacity=capacity, max_staleness=max_staleness, selection=policy, eviction=eviction)
+        self._admissions: OrderedDict[int, _Admission] = OrderedDict()
+        self._requests: OrderedDict[int, _Request] = OrderedDict()
+        self._tickets = count()
+        self._listeners: list[Callable[[DroppedGroup], None]] = []
+        self._closed = False
+        self._error: BaseException | None = None
+
+    async def admit(self, slot: int, *, timeout_s: float | None = None) -> None:
+        """Reserve a place for the group ``slot``; waits while the buffer is full.
+
+        Raises:
+            InvalidDataError: the slot was admitted before, or another call is admitting it.
+            DeadlineError: still full after ``timeout_s``.
+            BufferClosedError: closed, before or meanwhile.
+        """
+        self._check_open("admit")
+        self._state.check_new(slot)
+        if slot in self._admissions:
+            raise InvalidDataError(f"slot {slot} is being admitted by another call")
+        if not self._admissions and self._state.has_room:
+            self._state.admit(slot)
+            return
+        loop = asyncio.get_running_loop()
+        waiter = _Admission(slot=slot, future=loop.create_future(), since=loop.time())
+        self._admissions[slot] = waiter
+        served = False
+        try:
+            with self._deadline(waiter, timeout_s):
+                await waiter.future
+            served = True
+        finally:
+            if self._admissions.get(slot) is waiter:
+                del self._admissions[slot]
+            if not served and waiter.was_served() and self._state.stage(slot) is Stage.PENDING:
+                self._state.withdraw(slot)
+            self._settle()
+
+    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture) -> None:
+        """Make a pending group ready. A slot that is unknown or not pending raises :class:`InvalidDataError`."""
+        self._check_open("put")
+        self._state.put(summary, rows)
+        self._settle()
+
+    async def select(
+        self, groups: int, *, weight_version: int, timeout_s: float | None = None
+    ) -> tuple[SelectedGroup, ...]:
+        """Wait for ``groups`` groups that may be trained at ``weight_version`` and take them, in the policy's order.
+
+        Raises:
+            InvalidDataError: ``groups`` is not in 1..capacity, so the wait could never end.
+            DeadlineError: they were not there within ``timeout_s``.
+            BufferClosedError: closed, before or meanwhile.
+        """
+        self._check_open("select")
+        if not 1 <= groups <= self._state.capacity:
+            raise InvalidDataError(f"select can return 1..{self._state.capacity} groups (the capacity), not {groups}")
+        loop = asyncio.get_running_loop()
+        waiter = _Request(groups=groups, weight_version=weight_version, future=loop.create_future(), since=loop.time())
+        ticket = next(self._tickets)
+        self._requests[ticket] = waiter
+        served = False
+        try:
+            self._settle()
+            with self._deadline(waiter, timeout_s):
+                taken = await waiter.future
+            served = True
+            return taken
+        finally:
+            self._requests.pop(ticket, None)
+            if not served and waiter.was_served():
+                slots = [group.summary.slot for group in waiter.future.result()]
+                self._state.restore([slot for slot in slots if self._state.stage(slot) is Stage.SELECTED])
+            self._settle()
+
+    def release(self, slots: Iterable[int]) -> None:
+        """The groups were trained on; forget their rows. All of them or, when one is not selected, none."""
+        self._state.release(slots)
+        self._settle()
+
+    def drop(self, slot: int, reason: str, *, tokens: int = 0) -> None:
+        """Give a group up. ``tokens`` counts what was sampled for a pending group; others know theirs."""
+        self._state.drop(slot, reason, tokens=tokens)
+        self._settle()
+
+    def on_drop(self, listener: Callable[[DroppedGroup], None]) -> None:
+        """Tell ``listener`` of every group dropped from now on, once the buffer's books are in order again.
+
+        It is called inside the call that caused the drop, which also gets what it raises.
+        """
+        self._listeners.append(listener)
+
+    def restore(self, slots: Iterable[int]) -> None:
+        """Give selected groups back as ready: their step did not happen."""
+        self._state.restore(slots)
+        self._settle()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wake every waiter with :class:`BufferClosedError` (caused by ``error``). Idempotent: the first error counts.
+
+        Groups can still be released, dropped and restored, so that the books can be closed too.
+        """
+        if self._closed:
+            return
+        self._closed, self._error = True, error
+        for waiter in self._waiters():
+            waiter.future.set_exception(self._closed_error(self._describe(waiter)))
+
+    def statistics(self) -> ReplayBufferStatistics:
+        """Counts in groups; ``waiting`` has the longest wait now in progress, in seconds, by its reason."""
+        waiting: dict[str, float] = {}
+        for waiter in self._waiters():
+            waiting[waiter.reason] = max(waiting.get(waiter.reason, 0.0), waiter.waited_s())
+        return replace(self._state.statistics(), waiting=waiting)
+
+    def explain(self) -> tuple[str, ...]:
+        """One sentence for every wait in progress: what waits, for how long, and what for."""
+        return tuple(
+            f"{self._describe(waiter)} has waited {waiter.waited_s():.3g} s: {self._why(waiter)}"
+            for waiter in self._waiters()
+        )
+
+    def _waiters(self) -> list[_Admission | _Request]:
+        waiters: list[_Admission | _Request] = [*self._admissions.values(), *self._requests.values()]
+        return [waiter for waiter in waiters if not waiter.future.done()]
+
+    def _settle(self) -> None:
+        """Serve whoever can be served, in order; then tell the listeners what was dropped."""
+        while self._requests and not self._closed:
+            ticket, request = next(iter(self._requests.items()))
+            if not request.future.done():
+                taken = self._state.take(request.groups, weight_version=request.weight_version)
+                if taken is None:
+                    break
+                request.future.set_result(taken)
+            del self._requests[ticket]
+        while self._admissions and self._state.has_room and not self._closed:
+            slot, admission = self._admissions.popitem(last=False)
+            if not admission.future.done():
+                self._state.admit(slot)
+                admission.future.set_result(None)
+        for dropped in self._state.drain_dropped():
+            for listener in self._listeners:
+                listener(dropped)
+
+    @contextmanager
+    def _deadline(self, waiter: _Admission | _Request, timeout_s: float | None) -> Iterator[None]:
+        """Let the wait fail with :class:`DeadlineError` after ``timeout_s``, unless it was served by then."""
+        if timeout_s is None:
+            yield
+            return
+        timer = waiter.future.get_loop().call_later(max(0.0, timeout_s), self._expire, waiter, timeout_s)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _expire(self, waiter: _Admission | _Request, timeout_s: float) -> None:
+        if not waiter.future.done():
+            why = self._why(waiter)
+            message = f"{self._describe(waiter)} passed its deadline of {timeout_s:g} s: {why}"
+            waiter.future.set_exception(DeadlineError(message, waiting_for=why, timeout_s=timeout_s))
+
+    def _why(self, waiter: _Admission | _Request) -> str:
+        if isinstance(waiter, _Request):
+            first = next(waiting for waiting in self._requests.values() if not waiting.future.done())
+            if first is not waiter:
+                return "other calls of select came first"
+            return self._state.explain(waiter.groups)
+        counts = self._state.statistics()
+        return (
+            f"all {counts.capacity} places are taken "
+            f"({counts.pending} pending, {counts.ready} ready, {counts.selected} selected)"
+        )
+
+    def _describe(self, waiter: _Admission | _Request) -> str:
+        if isinstance(waiter, _Request):
+            return f"select of {waiter.groups} groups at version {waiter.weight_version}"
+        return f"admit of slot {waiter.slot}"
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise self._closed_error(call)
+
+    def _closed_error(self, call: str) -> BufferClosedError:
+        cause = f": {type(self._error).__name__}: {self._error}" if self._error is not None else ""
+        error = BufferClosedError(f"{call}: the buffer is closed{cause}")
+        error.__cause__ = self._error
+        return error

@@ -1,0 +1,237 @@
+"""The life of groups in a replay buffer: a pure state machine, without a clock, a wait or a task.
+
+    admit          put           take            release
+    ------> pending ---> ready -------> selected -------> released
+               |           |  <-------     |
+               |           |   restore     |
+               +-----------+---------------+--> dropped (reason)
+
+Groups that are pending, ready or selected occupy a place; there are ``capacity`` places. Each event costs O(log n) per
+group named in it, where n is the number of places taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from asyncrl.errors import InvalidDataError
+from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
+from buffers.eviction import Eviction, StalenessBound
+from buffers.selection import Selection
+from buffers.slots import SlotRanges
+
+if TYPE_CHECKING:
+    from asyncrl.data import DataProto, DataProtoFuture
+
+__all__ = ["BufferState", "Stage"]
+
+
+class Stage(Enum):
+    """Where a group is in its life, while it occupies a place."""
+
+    PENDING = "pending"
+    READY = "ready"
+    SELECTED = "selected"
+
+
+@dataclass(slots=True)
+class _Group:
+    stage: Stage = Stage.PENDING
+    held: SelectedGroup | None = None
+
+
+class BufferState:
+    """Groups and their stages. Raises :class:`InvalidDataError` for any event that the picture above does not have.
+
+    Args:
+        capacity: places.
+        max_staleness: hard bound on ``weight_version - oldest_version`` of what :meth:`take` returns.
+        selection: which ready groups are taken; owned by this state from now on.
+        eviction: which are given up before their turn; by default those that passed the bound.
+    """
+
+    def __init__(
+        self, *, capacity: int, max_staleness: int, selection: Selection, eviction: Eviction | None = None
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 group, got {capacity}")
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness must be 0 or more, got {max_staleness}")
+        self.capacity = capacity
+        self.max_staleness = max_staleness
+        self._selection = selection
+        self._eviction: Eviction = eviction or StalenessBound(max_staleness)
+        self._groups: dict[int, _Group] = {}
+        self._known = SlotRanges()
+        self._counts = dict.fromkeys(Stage, 0)
+        self._admitted = 0
+        self._released = 0
+        self._ready_tokens = 0
+        self._dropped: dict[str, int] = {}
+        self._dropped_tokens: dict[str, int] = {}
+        self._news: list[DroppedGroup] = []
+
+    @property
+    def has_room(self) -> bool:
+        """True if a group can be admitted."""
+        return len(self._groups) < self.capacity
+
+    def stage(self, slot: int) -> Stage | None:
+        """Where the group is, or None if it occupies no place."""
+        group = self._groups.get(slot)
+        return None if group is None else group.stage
+
+    def check_new(self, slot: int) -> None:
+        """Raise :class:`InvalidDataError` if ``slot`` was ever admitted."""
+        if slot in self._known:
+            raise InvalidDataError(f"slot {slot} was admitted before; a slot number is used once")
+
+    def admit(self, slot: int) -> None:
+        """Take a place for a new group. Call only while :attr:`has_room`."""
+        self.check_new(slot)
+        if not self.has_room:
+            raise InvalidDataError(f"all {self.capacity} places are taken")
+        self._known.add(slot)
+        self._groups[slot] = _Group()
+        self._admitted += 1
+        self._counts[Stage.PENDING] += 1
+        self._selection.admitted(slot)
+
+    def withdraw(self, slot: int) -> None:
+        """Undo :meth:`admit`, as if it had not been called. The group must be pending."""
+        self._require([slot], Stage.PENDING)
+        self._selection.forget(slot)
+        self._forget(slot)
+        self._known.remove(slot)
+        self._admitted -= 1
+
+    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture) -> None:
+        """A pending group is ready."""
+        self._require([summary.slot], Stage.PENDING)
+        group = self._groups[summary.slot]
+        group.held = SelectedGroup(summary=summary, rows=rows)
+        self._become_ready(group, group.held)
+
+    def take(self, groups: int, *, weight_version: int) -> tuple[SelectedGroup, ...] | None:
+        """The groups to train on at ``weight_version``, now selected; None if they are not there yet.
+
+        Groups that passed the staleness bound are dropped on the way (reason ``stale``).
+        """
+        while True:
+            while evicted := self._eviction.evict(weight_version=weight_version):
+                for slot, reason in evicted:
+                    self.drop(slot, reason)
+            chosen = self._selection.choose(groups, weight_version=weight_version)
+            if chosen is None:
+                return None
+            self._require(chosen, Stage.READY)
+            taken = [(slot, self._groups[slot], self._held(slot)) for slot in chosen]
+            # The bound is this state's promise, whatever policies were plugged in.
+            stale = [
+                slot for slot, _, held in taken if weight_version - held.summary.oldest_version > self.max_staleness
+            ]
+            if stale:
+                for slot in stale:
+                    self.drop(slot, "stale")
+                continue
+            for slot, group, held in taken:
+                self._leave_ready(slot, held)
+                self._move(group, Stage.SELECTED)
+            return tuple(held for _, _, held in taken)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Selected groups were trained on. All of them or, when one is not selected, none."""
+        for slot in self._require(slots, Stage.SELECTED):
+            self._forget(slot)
+            self._released += 1
+
+    def restore(self, slots: Iterable[int]) -> None:
+        """Selected groups are ready again. All of them or, when one is not selected, none."""
+        for slot in self._require(slots, Stage.SELECTED):
+            self._become_ready(self._groups[slot], self._held(slot))
+
+    def drop(self, slot: int, reason: str, *, tokens: int = 0) -> None:
+        """Give a group up, whatever its stage. ``tokens`` is what was sampled for a pending one."""
+        if not reason:
+            raise InvalidDataError(f"slot {slot} was dropped without a reason")
+        if tokens < 0:
+            raise InvalidDataError(f"slot {slot} was dropped with {tokens} tokens")
+        group = self._groups.get(slot)
+        if group is None:
+            raise InvalidDataError(f"slot {slot} cannot be dropped: {self._whereabouts(slot)}")
+        if group.held is not None:
+            tokens = group.held.summary.tokens
+            if group.stage is Stage.READY:
+                self._leave_ready(slot, group.held)
+        else:
+            self._selection.forget(slot)
+        self._forget(slot)
+        self._dropped[reason] = self._dropped.get(reason, 0) + 1
+        self._dropped_tokens[reason] = self._dropped_tokens.get(reason, 0) + tokens
+        self._news.append(DroppedGroup(slot=slot, reason=reason, tokens=tokens))
+
+    def drain_dropped(self) -> tuple[DroppedGroup, ...]:
+        """Groups dropped since the last call, in order."""
+        news, self._news = tuple(self._news), []
+        return news
+
+    def explain(self, groups: int) -> str:
+        """Why :meth:`take` would wait, in words."""
+        return self._selection.explain(groups)
+
+    def statistics(self) -> ReplayBufferStatistics:
+        """Counts; ``waiting`` is empty, since nothing waits here."""
+        return ReplayBufferStatistics(
+            capacity=self.capacity,
+            admitted=self._admitted,
+            pending=self._counts[Stage.PENDING],
+            ready=self._counts[Stage.READY],
+            selected=self._counts[Stage.SELECTED],
+            released=self._released,
+            dropped=dict(self._dropped),
+            dropped_tokens=dict(self._dropped_tokens),
+            ready_tokens=self._ready_tokens,
+            waiting={},
+        )
+
+    def _require(self, slots: Iterable[int], stage: Stage) -> list[int]:
+        wanted = list(slots)
+        if len(set(wanted)) != len(wanted):
+            raise InvalidDataError(f"a slot is named twice in {wanted}")
+        for slot in wanted:
+            group = self._groups.get(slot)
+            if group is None or group.stage is not stage:
+                raise InvalidDataError(f"slot {slot} must be {stage.value}, but {self._whereabouts(slot)}")
+        return wanted
+
+    def _whereabouts(self, slot: int) -> str:
+        if slot in self._groups:
+            return f"it is {self._groups[slot].stage.value}"
+        return "it was released or dropped" if slot in self._known else "it was never admitted"
+
+    def _held(self, slot: int) -> SelectedGroup:
+        held = self._groups[slot].held
+        assert held is not None, "ready and selected groups hold rows"
+        return held
+
+    def _move(self, group: _Group, stage: Stage) -> None:
+        self._counts[group.stage] -= 1
+        self._counts[stage] += 1
+        group.stage = stage
+
+    def _become_ready(self, group: _Group, held: SelectedGroup) -> None:
+        self._move(group, Stage.READY)
+        self._ready_tokens += held.summary.tokens
+        self._selection.ready(held.summary)
+        self._eviction.ready(held.summary)
+
+    def _leave_ready(self, slot: int, held: SelectedGroup) -> None:
+        self._ready_tokens -= held.summary.tokens
+        self._selection.forget(slot)
+        self._eviction.forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self._counts[self._groups.pop(slot).stage] -= 1

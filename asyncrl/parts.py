@@ -1,0 +1,135 @@
+"""Names become parts here, and only here: packaging entry points, or a dotted path ``package.module:Name``.
+
+A package brings a part by declaring it in its own metadata; nothing of asyncrl has to be changed:
+
+    [project.entry-points."asyncrl.rollout_engines"]
+    mine = "my_package.engine:MyEngine"
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points, packages_distributions, requires
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+__all__ = ["PART_GROUPS", "check_part", "install_command", "load_part", "part_names"]
+
+PART_GROUPS = {
+    "asyncrl.rollout_engines": "rollout engine",
+    "asyncrl.training_engines": "training engine",
+    "asyncrl.weight_transports": "weight transport",
+    "asyncrl.replay_buffers": "replay buffer",
+    "asyncrl.reward_models": "reward model",
+    "asyncrl.environments": "environment",
+    "asyncrl.model_sources": "model source",
+    "asyncrl.trackers": "tracker",
+}
+"""Entry-point groups that asyncrl reads, and what one of them is called."""
+
+
+def part_names(group: str) -> tuple[str, ...]:
+    """Names installed in ``group``, sorted. Imports none of them."""
+    return tuple(sorted({entry.name for entry in entry_points(group=group)}))
+
+
+def check_part(group: str, name: str, *, path: str = "") -> None:
+    """Check that ``name`` is installed or is a dotted path, without importing it.
+
+    Raises:
+        ConfigError: unknown; ``path`` is the dotted key of the configuration that asked for it.
+    """
+    if ":" not in name:
+        _entry_point(group, name, path=path)
+
+
+def load_part(group: str, name: str, *, path: str = "") -> Any:
+    """The object behind ``name``: a class or function of the contract that ``group`` stands for.
+
+    Args:
+        group: one of :data:`PART_GROUPS`, or another package's group of its own.
+        name: an installed name, or ``package.module:Name`` for a part that is not packaged.
+        path: dotted key of the configuration that asked for it, for messages.
+
+    Raises:
+        ConfigError: unknown name (with the installed ones and the nearest), or it cannot be imported (with the cause
+            and the way to install what is missing).
+    """
+    value = name if ":" in name else _entry_point(group, name, path=path).value
+    module_name, _, attributes = value.partition(":")
+    what = f"{_noun(group)} {name!r}"
+    try:
+        part: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        remedy = _import_remedy(error, module_name)
+        raise ConfigError(
+            _message(path, f"{what} cannot be imported from {module_name}: {error}", remedy), path=path, remedy=remedy
+        ) from error
+    except ValueError as error:  # an empty module name, or one that starts with a dot
+        remedy = "write package.module:Name"
+        raise ConfigError(_message(path, f"{what} is no dotted path", remedy), path=path, remedy=remedy) from error
+    for attribute in attributes.split("."):
+        try:
+            part = getattr(part, attribute)
+        except AttributeError as error:
+            near = get_close_matches(attribute, [known for known in dir(part) if not known.startswith("_")], n=1)
+            remedy = f"did you mean {near[0]}?" if near else "check the name behind the colon"
+            raise ConfigError(
+                _message(path, f"{what}: {module_name} has no {attribute!r}", remedy), path=path, remedy=remedy
+            ) from error
+    return part
+
+
+def _entry_point(group: str, name: str, *, path: str) -> EntryPoint:
+    found = {entry.value: entry for entry in entry_points(group=group) if entry.name == name}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        remedy = f"write one of them out: {' or '.join(sorted(found))}"
+        raise ConfigError(
+            _message(path, f"two packages bring a {_noun(group)} {name!r}", remedy), path=path, remedy=remedy
+        )
+    names = part_names(group)
+    near = get_close_matches(name, names, n=1)
+    remedy = f"did you mean {near[0]!r}? " if near else ""
+    remedy += f"Installed: {', '.join(names) or 'none'}; others as package.module:Name"
+    raise ConfigError(_message(path, f"no {_noun(group)} named {name!r}", remedy), path=path, remedy=remedy)
+
+
+def _noun(group: str) -> str:
+    return PART_GROUPS.get(group, f"part of {group}")
+
+
+def _message(path: str, text: str, remedy: str) -> str:
+    return f"{path}: {text}; {remedy}" if path else f"{text}; {remedy}"
+
+
+def _import_remedy(error: ImportError, module_name: str) -> str:
+    missing = (error.name or "").partition(".")[0]
+    if not missing or not isinstance(error, ModuleNotFoundError):
+        return f"see the cause with: {sys.executable} -c 'import {module_name}'"
+    if module_name.partition(".")[0] == missing and missing not in packages_distributions():
+        return f"no module {missing!r} on the path: install it, or run where it lies"
+    if error.name and error.name.startswith(f"{module_name.partition('.')[0]}."):
+        return "check the module's name"
+    return f"install it: {install_command(missing)}"
+
+
+def install_command(package: str, *, wanted: Sequence[str] | None = None) -> str:
+    """The pip command that brings ``package``, through asyncrl's extra where one does."""
+    requirements = (requires("asyncrl") or []) if wanted is None else wanted
+    for requirement in requirements:
+        name = re.match(r"[\w.\-]+", requirement)
+        extra = re.search(r"extra\s*==\s*['\"]([\w.\-]+)['\"]", requirement)
+        if name and extra and _normal(name[0]) == _normal(package) and extra[1] != "dev":
+            return f"{sys.executable} -m pip install 'asyncrl[{extra[1]}]'"
+    return f"{sys.executable} -m pip install {package.replace('_', '-')}"
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,12 +1,12 @@
 """Arithmetic with a calculator: a small world of several turns, with a verified reward.
 
-The user asks ``(31+45)-8``. The tool computes one binary operation, so most questions need two calls, the second of
-which uses the answer of the first; then the assistant says the number. The reward is 1 if the last integer of its
+The user asks ``(31+45)-8``. The tool computes one binary operation, so most questions need several calls, each using
+the answer of the one before; then the assistant says the number. The reward is 1 if the last integer of its
 final message is the right one, otherwise 0; the calls themselves earn nothing.
 
 Demonstrations are *imperfect on purpose*: they stand for a warm start that knows how to call the tool but not when.
-A demonstrator guesses without the tool in ``guess_share`` of the conversations and, where two calls are needed, takes
-the answer of the first for the answer of the question in ``early_stop_share`` of them.
+A demonstrator guesses without the tool in ``guess_share`` of the conversations and, where several calls are needed,
+takes the answer of an earlier one for the answer of the question in ``early_stop_share`` of them.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class CalculatorFactory:
         seed: of the order of the questions.
         max_operand: operands are drawn from 1..``max_operand``.
         operators: those that appear in questions.
-        two_step_share: share of the questions with two operations; the others have one.
+        operation_shares: shares of the questions with one, two, three ... operations; they sum to 1.
         negative: whether results below zero may appear (otherwise such a ``-`` becomes a ``+``).
         guess_share: share of the demonstrations that answer without the tool.
-        early_stop_share: share of the two-step demonstrations that stop after one call.
+        early_stop_share: share of the demonstrations of several operations that stop before the last one.
         instructions: system message; none if empty.
     """
 
@@ -98,7 +98,7 @@ class CalculatorFactory:
         seed: int = 0,
         max_operand: int = 99,
         operators: Sequence[str] = ("+", "-"),
-        two_step_share: float = 0.7,
+        operation_shares: Sequence[float] = (0.3, 0.4, 0.3),
         negative: bool = False,
         guess_share: float = 0.15,
         early_stop_share: float = 0.6,
@@ -116,16 +116,21 @@ class CalculatorFactory:
                 f"max_operand is {max_operand}", path="env.options.max_operand", remedy="at least 9: splits need tasks"
             )
         for name, share in (
-            ("two_step_share", two_step_share),
             ("guess_share", guess_share),
             ("early_stop_share", early_stop_share),
         ):
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(f"{name} is {share}", path=f"env.options.{name}", remedy="a share lies in 0..1")
+        if not operation_shares or min(operation_shares) < 0 or abs(sum(operation_shares) - 1.0) > 1e-6:
+            raise ConfigError(
+                f"operation_shares is {list(operation_shares)}",
+                path="env.options.operation_shares",
+                remedy="shares of questions with 1, 2, ... operations, which sum to 1",
+            )
         self._seed = seed
         self._max_operand = max_operand
         self._operators = tuple(operators)
-        self._two_step_share = two_step_share
+        self._operation_shares = tuple(operation_shares)
         self._negative = negative
         self._guess_share = guess_share
         self._early_stop_share = early_stop_share
@@ -146,8 +151,8 @@ class CalculatorFactory:
         steps: list[list[Any]] = task["steps"]
         if draw.random() < self._guess_share:
             return [*messages, {"role": "assistant", "content": str(draw.randint(1, 2 * self._max_operand))}]
-        if len(steps) == 2 and draw.random() < self._early_stop_share:
-            steps = steps[:1]
+        if len(steps) > 1 and draw.random() < self._early_stop_share:
+            steps = steps[: draw.randrange(1, len(steps))]
         for number, (a, operator, b, result) in enumerate(steps):
             call_id = f"call_{number}"
             function = {"name": calculator.name, "arguments": {"a": a, "operator": operator, "b": b}}
@@ -168,7 +173,8 @@ class CalculatorFactory:
         value = draw.randint(1, self._max_operand)
         question = str(value)
         steps: list[list[Any]] = []
-        for number in range(2 if draw.random() < self._two_step_share else 1):
+        operations = draw.choices(range(1, len(self._operation_shares) + 1), self._operation_shares)[0]
+        for number in range(operations):
             operator = draw.choice(self._operators)
             operand = draw.randint(1, self._max_operand)
             result = _OPERATIONS[operator](value, operand)

@@ -1,4 +1,4 @@
-"""What flows: batches of rows (:class:`DataProto`), and batches that are still being made (:class:`DataProtoFuture`)."""
+"""What flows: batches of rows (:class:`DataProto`), and batches still being made (:class:`DataProtoFuture`)."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.data.ragged import offsets_of
+
 __all__ = ["arrays_equal", "tensors_equal", "values_equal"]
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,7 +21,7 @@ def tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.is_nested != right.is_nested or left.dim() != right.dim():
         return False
     if left.is_nested:
-        return _dense_equal(left.offsets(), right.offsets()) and _dense_equal(left.values(), right.values())
+        return _dense_equal(offsets_of(left), offsets_of(right)) and _dense_equal(left.values(), right.values())
     return _dense_equal(left, right)
 
 

@@ -6,15 +6,15 @@ import builtins
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
 
-from asyncrl.data.columns import Array, Columns, array_column, row_index, tensor_columns
-from asyncrl.data.equality import arrays_equal, tensors_equal, values_equal
+from asyncrl.data.columns import Array, Columns, array_column, is_list_of_tensors, row_index, tensor_columns
+from asyncrl.data.equality import values_equal
 from asyncrl.data.meta_info import concat_meta_info, union_meta_info
-from asyncrl.data.ragged import row_of
+from asyncrl.data.ragged import normalise_ragged, offsets_of, row_of
 from asyncrl.data.schema import Schema
 from asyncrl.errors import SchemaError
 
@@ -41,9 +41,9 @@ class DataProto:
 
     **Sharing.** The containers (``batch``, ``non_tensor_batch``, ``meta_info``) always belong to this object alone:
     setting or removing an entry never changes another batch. The *tensors and arrays* in them may be views of
-    another batch: ``slice``, ``chunk``, ``split``, ``select``, ``union``, ``with_columns``, iteration without shuffling
-    and ``unpad_dataproto`` copy nothing, so writing *into* a tensor writes through. ``select_idxs``, ``repeat``,
-    ``concat`` and :meth:`clone` copy.
+    another batch: ``slice``, ``chunk``, ``split``, ``select``, ``union``, ``with_columns``, mini-batches that are not
+    shuffled and ``unpad_dataproto`` copy nothing, so writing *into* a tensor writes through. ``select_idxs``,
+    ``repeat``, ``concat`` and ``clone`` copy. A batch received from another process may be :attr:`read_only`.
 
     ``to``, ``rename``, ``pop``, ``union``, ``reorder`` and ``padding`` change this object, as in verl; everything else
     returns a new one. They change everything or, when they raise, nothing.
@@ -52,7 +52,7 @@ class DataProto:
         >>> data = DataProto.from_dict(
         ...     tensors={
         ...         "input_ids": [torch.tensor([5, 6, 7]), torch.tensor([8])],
-        ...         "rewards": torch.tensor([1.0, 0.0]),
+        ...         "rewards": torch.tensor([1.0, 0.5]),
         ...     },
         ...     non_tensors={"answer": ["yes", ["no", "never"]]},
         ... )
@@ -60,6 +60,12 @@ class DataProto:
         2
         >>> data[1:].non_tensor_batch["answer"].tolist()
         [['no', 'never']]
+
+    Args:
+        batch: tensors; the container is copied, the tensors are not.
+        non_tensor_batch: arrays; likewise.
+        meta_info: everything else; likewise.
+        auto_padding: whether :meth:`chunk` may cut unequal chunks.
 
     Raises:
         SchemaError: columns differ in their number of rows, or are no columns at all.
@@ -99,7 +105,7 @@ class DataProto:
 
         A list of tensors becomes a ragged column; a list among ``non_tensors`` a 1-d object array of its elements,
         whatever they are. Ragged columns with equal lengths will share their offsets, so that torch can compute
-        between them. With ``auto_padding``, :meth:`chunk` accepts a number of rows that does not divide.
+        between them.
 
         Raises:
             SchemaError: columns differ in their number of rows, or ``num_batch_dims`` is not 1.
@@ -107,10 +113,9 @@ class DataProto:
         if num_batch_dims != 1:
             raise SchemaError(f"a DataProto has one batch dimension, got num_batch_dims={num_batch_dims}")
         columns = tensor_columns(tensors or {})
-        arrays = {name: array_column(name, value) for name, value in (non_tensors or {}).items()}
         return cls(
-            batch=_tensordict(columns, _common_rows(columns)) if columns else None,
-            non_tensor_batch=arrays,
+            batch=_tensordict(columns, rows=next(iter(columns.values())).shape[0]) if columns else None,
+            non_tensor_batch={name: array_column(name, value) for name, value in (non_tensors or {}).items()},
             meta_info=meta_info,
             auto_padding=auto_padding,
         )
@@ -133,14 +138,14 @@ class DataProto:
         tensors: dict[str, torch.Tensor] = {}
         others: dict[str, Any] = {}
         info = dict(meta_info or {})
-        for name in tensor_dict.keys():  # noqa: SIM118  iterating a TensorDict goes over its rows
-            value = tensor_dict.get(name)
+        for name in list(tensor_dict.keys()):
+            value: Any = tensor_dict.get(name)
             if isinstance(value, NonTensorStack):
-                others[name] = [element.data for element in value]
+                others[str(name)] = [element.data for element in value]
             elif isinstance(value, NonTensorData):
-                info[name] = value.data
+                info[str(name)] = value.data
             else:
-                tensors[name] = value
+                tensors[str(name)] = value
         return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=info, num_batch_dims=num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
@@ -151,42 +156,53 @@ class DataProto:
         """
         from tensordict import NonTensorData, NonTensorStack
 
-        columns = self._columns()
-        clash = sorted(self.meta_info.keys() & (columns.tensors.keys() | columns.arrays.keys()))
+        columns = self.columns()
+        clash = sorted(self.meta_info.keys() & {*columns.names})
         if clash:
-            raise SchemaError(
-                f"meta_info entries {clash} have names of columns and cannot share a TensorDict with them"
-            )
-        result = _tensordict(columns.tensors, columns.rows)
+            raise SchemaError(f"meta_info {clash} have names of columns: one TensorDict cannot hold both")
+        result: Any = _tensordict(columns.tensors, rows=columns.rows)
         for name, array in columns.arrays.items():
             result.set(name, NonTensorStack(*(NonTensorData(element) for element in array)))
         for name, value in self.meta_info.items():
             result.set(name, NonTensorData(value, batch_size=[columns.rows]))
-        return result
+        return result  # type: ignore[no-any-return]
 
-    def _columns(self) -> Columns:
+    def columns(self) -> Columns:
+        """The columns, checked: for code that computes on them."""
         self.check_consistency()
-        tensors = {} if self.batch is None else dict(self.batch.items())
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in () if self.batch is None else self._tensors():
+            tensors[name] = normalise_ragged(value, name) if value.is_nested else value
         return Columns(tensors=tensors, arrays=self.non_tensor_batch, rows=len(self))
 
-    def _with(self, columns: Columns) -> DataProto:
-        """A batch of other rows of the same columns."""
-        return type(self)(
-            batch=None if self.batch is None else _tensordict(columns.tensors, columns.rows),
-            non_tensor_batch=columns.arrays,
-            meta_info=self.meta_info,
-            auto_padding=self.auto_padding,
-        )
+    def with_rows(self, columns: Columns, *, meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """A batch of these columns with the ``meta_info`` of this one, or another. The columns are trusted."""
+        other = object.__new__(type(self))
+        keep_batch = self.batch is not None or columns.tensors
+        other.batch = _tensordict(columns.tensors, rows=columns.rows) if keep_batch else None
+        other.non_tensor_batch = dict(columns.arrays)
+        other.meta_info = dict(self.meta_info if meta_info is None else meta_info)
+        other.auto_padding = self.auto_padding
+        return other
+
+    def _become(self, columns: Columns) -> None:
+        other = self.with_rows(columns)
+        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+
+    def _tensors(self) -> Iterable[tuple[str, Any]]:
+        return () if self.batch is None else ((str(name), value) for name, value in self.batch.items())
 
     def check_consistency(self) -> None:
         """Raise :class:`SchemaError` unless this is a batch: one batch dimension, and every column as many rows."""
         rows: int | None = None
+        names: set[str] = set()
         if self.batch is not None:
             if len(self.batch.batch_size) != 1:
                 raise SchemaError(f"batch must have one batch dimension, got batch_size {tuple(self.batch.batch_size)}")
             rows = self.batch.batch_size[0]
-            for name, value in self.batch.items():
-                if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            for name, value in self._tensors():
+                names.add(name)
+                if not isinstance(value, torch.Tensor):
                     raise SchemaError(
                         f"column {name!r} of the batch must be a tensor, got {type(value).__name__}; "
                         "from_tensordict takes TensorDicts with other data"
@@ -197,11 +213,10 @@ class DataProto:
                     f"column {name!r} of non_tensor_batch must be an array with one entry for each row, "
                     f"got {'a 0-d array' if isinstance(array, np.ndarray) else type(array).__name__}"
                 )
-            if rows is None:
-                rows = len(array)
+            rows = len(array) if rows is None else rows
             if len(array) != rows:
                 raise SchemaError(f"column {name!r} has {len(array)} rows, the batch has {rows}")
-            if self.batch is not None and name in self.batch.keys():  # noqa: SIM118  `in` would look at the rows
+            if name in names:
                 raise SchemaError(f"column {name!r} is both in batch and in non_tensor_batch")
 
     # ------------------------------------------------------------------------------------------------------ looking
@@ -216,15 +231,14 @@ class DataProto:
     @property
     def schema(self) -> Schema:
         """Columns and rows."""
-        return Schema.of(self)
+        return self.columns().schema
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors and arrays. Python objects in object arrays count as their pointers only."""
-        columns = self._columns()
-        total = sum(array.nbytes for array in columns.arrays.values())
-        for value in columns.tensors.values():
-            total += value.values().nbytes + value.offsets().nbytes if value.is_nested else value.nbytes
+        total = sum(array.nbytes for array in self.non_tensor_batch.values())
+        for _, value in self._tensors():
+            total += value.values().nbytes + offsets_of(value).nbytes if value.is_nested else value.nbytes
         return total
 
     def equals(self, other: DataProto) -> bool:
@@ -232,15 +246,7 @@ class DataProto:
 
         The order of columns and the device do not matter, nor does ``auto_padding``.
         """
-        mine, theirs = self._columns(), other._columns()
-        return (
-            mine.rows == theirs.rows
-            and mine.tensors.keys() == theirs.tensors.keys()
-            and mine.arrays.keys() == theirs.arrays.keys()
-            and all(tensors_equal(value, theirs.tensors[name]) for name, value in mine.tensors.items())
-            and all(arrays_equal(array, theirs.arrays[name]) for name, array in mine.arrays.items())
-            and values_equal(self.meta_info, other.meta_info)
-        )
+        return self.columns().equal(other.columns()) and values_equal(self.meta_info, other.meta_info)
 
     def __eq__(self, other: object) -> bool:
         return self.equals(other) if isinstance(other, DataProto) else NotImplemented
@@ -250,36 +256,45 @@ class DataProto:
     def get_data_info(self) -> str:
         """Every column and entry with its type, one a line."""
         lines = ["batch"]
-        if self.batch is not None:
-            for name, value in self.batch.items():
-                shape = f"({len(self)}, *)" if value.is_nested else str(tuple(value.shape))
-                lines.append(f"  {name}: {shape} ({value.dtype}) {value.device}")
+        for name, value in self._tensors():
+            shape = f"({len(self)}, *)" if value.is_nested else str(tuple(value.shape))
+            lines.append(f"  {name}: {shape} ({value.dtype}) {value.device}")
         lines.append("non_tensor_batch")
         lines += [f"  {name}: ndarray{array.shape} ({array.dtype})" for name, array in self.non_tensor_batch.items()]
         lines.append("meta_info")
         lines += [f"  {name}: {type(value).__name__}" for name, value in self.meta_info.items()]
         return "\n".join(lines)
 
+    def print_size(self, prefix: str = "") -> None:
+        """Print rows and bytes, after ``prefix``."""
+        print(f"{prefix + ', ' if prefix else ''}{len(self)} rows, {self.size_bytes} bytes")  # noqa: T201  its purpose
+
     # --------------------------------------------------------------------------------------------------------- rows
 
-    def __getitem__(self, item: Any) -> Any:
-        """A row (:class:`DataProtoItem`) for an integer, a batch for a slice or an index of rows."""
+    @overload
+    def __getitem__(self, item: int | np.integer[Any]) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: builtins.slice | Sequence[int] | Array | torch.Tensor) -> DataProto: ...
+    def __getitem__(
+        self, item: int | np.integer[Any] | builtins.slice | Sequence[int] | Array | torch.Tensor
+    ) -> DataProtoItem | DataProto:
+        """A row for an integer (IndexError beyond the last), a batch for a slice or an index of rows."""
         if isinstance(item, builtins.slice):
             return self.slice(item.start, item.stop, item.step)
-        if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
-            return self.select_idxs(item)
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
             return self._item(int(item))
+        if isinstance(item, list | tuple | range | np.ndarray | torch.Tensor):
+            return self.select_idxs(item)
         raise TypeError(f"rows are selected by an integer, a slice or an index of rows, not by {type(item).__name__}")
 
     def _item(self, row: int) -> DataProtoItem:
-        columns = self._columns()
+        columns = self.columns()
         if not -columns.rows <= row < columns.rows:
             raise IndexError(f"row {row} is out of range for {columns.rows} rows")
         row %= columns.rows
         tensors = {name: row_of(each, row) if each.is_nested else each[row] for name, each in columns.tensors.items()}
         return DataProtoItem(
-            batch=None if self.batch is None else _tensordict(tensors, None),
+            batch=None if self.batch is None else _tensordict(tensors, rows=None),
             non_tensor_batch={name: array[row] for name, array in columns.arrays.items()},
             meta_info=dict(self.meta_info),
         )
@@ -288,16 +303,21 @@ class DataProto:
         """Rows as Python slices a list. Views for ``step`` 1 (dense tensors and arrays for any positive step)."""
         first, last, stride = builtins.slice(start, end, step).indices(len(self))
         if stride < 0:
-            return self.select_idxs(np.arange(first, last, stride))
-        return self._with(self._columns().slice(first, max(first, last), stride))
+            return self.with_rows(self.columns().take(np.arange(first, last, stride)))
+        return self.with_rows(self.columns().slice(first, max(first, last), stride))
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | Array | torch.Tensor) -> DataProto:
-        """The rows ``idxs``, copied: integers (negative ones from the end) in their order, or one boolean a row."""
-        return self._with(self._columns().take(row_index(idxs, len(self))))
+        """The rows ``idxs``, copied: integers (negative ones from the end) in their order, or one boolean a row.
+
+        Raises:
+            TypeError: neither integers nor booleans.
+            IndexError: out of range, or a mask of another length.
+        """
+        return self.with_rows(self.columns().take(row_index(idxs, len(self))))
 
     def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> None:
         """Replace the rows of *this* batch by the rows ``indices``."""
-        self._become(self.select_idxs(indices))
+        self._become(self.columns().take(row_index(indices, len(self))))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b."""
@@ -305,7 +325,7 @@ class DataProto:
             raise SchemaError(f"repeat_times must not be negative, got {repeat_times}")
         rows = np.arange(len(self))
         index = np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
-        return self._with(self._columns().take(index))
+        return self.with_rows(self.columns().take(index))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> DataProto:
         """Row i ``repeat_times[i]`` times, copies of a row side by side."""
@@ -315,14 +335,14 @@ class DataProto:
                 f"repeat_times must hold one integer >= 0 for each of the {len(self)} rows, "
                 f"got {times.dtype} of shape {times.shape}"
             )
-        return self._with(self._columns().take(np.repeat(np.arange(len(self)), times.astype(np.int64))))
+        return self.with_rows(self.columns().take(np.repeat(np.arange(len(self)), times.astype(np.int64))))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """``chunks`` batches of consecutive rows, as views, each with a ``meta_info`` dict of its own.
 
         Raises:
-            SchemaError: ``chunks`` does not divide the rows and padding is not enabled (:meth:`is_padding_enabled`).
-                With it, sizes differ by at most one, larger ones first.
+            SchemaError: ``chunks`` does not divide the rows and padding is not enabled. When it is, sizes differ by at
+                most one, larger ones first, and may be 0.
         """
         if chunks < 1:
             raise SchemaError(f"chunks must be at least 1, got {chunks}")
@@ -332,39 +352,36 @@ class DataProto:
                 f"{len(self)} rows cannot be cut into {chunks} equal chunks: pad them (pad_dataproto_to_divisor), "
                 "or create the batch with auto_padding=True to allow chunks that differ by one row"
             )
-        ends = np.cumsum([size + (number < larger) for number in range(chunks)]).tolist()
-        return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        columns = self.columns()
+        starts = [number * size + min(number, larger) for number in range(chunks + 1)]
+        return [self.with_rows(columns.slice(starts[n], starts[n + 1])) for n in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Batches of ``split_size`` rows, the last one perhaps smaller, as views. No rows, no batches."""
         if split_size < 1:
             raise SchemaError(f"split_size must be at least 1, got {split_size}")
-        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+        columns = self.columns()
+        starts = range(0, columns.rows, split_size)
+        return [self.with_rows(columns.slice(start, min(start + split_size, columns.rows))) for start in starts]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all batches, copied, in order. ``meta_info`` is joined by ``concat_meta_info``.
+        """The rows of all batches, copied, in order.
+
+        ``meta_info``: a key in several batches must have equal values, except ``metrics`` (a dict, or a list of dicts),
+        which become one dict of lists: for each name the values of the batches that have it.
 
         Raises:
             SchemaError: there is no batch, or columns, dtypes, shapes or ``meta_info`` differ: the message names the
-                batch by its position and each difference.
+                batch by its position, and each difference.
         """
         parts = list(data)
         if not parts:
             raise SchemaError("concat needs at least one batch: the columns of none are unknown")
-        expected = parts[0].schema.any_rows()
-        for number, part in enumerate(parts[1:], start=1):
-            difference = expected.diff(part.schema)
-            if difference:
-                raise SchemaError(f"batch {number} does not fit batch 0 in concat:\n{difference}")
-        columns = Columns.concat([part._columns() for part in parts])
-        with_tensors = any(part.batch is not None for part in parts)
-        return type(parts[0])(
-            batch=_tensordict(columns.tensors, columns.rows) if with_tensors else None,
-            non_tensor_batch=columns.arrays,
-            meta_info=concat_meta_info([part.meta_info for part in parts]),
-            auto_padding=any(part.auto_padding for part in parts),
-        )
+        columns = Columns.concat([part.columns() for part in parts])
+        joined = parts[0].with_rows(columns, meta_info=concat_meta_info([part.meta_info for part in parts]))
+        joined.auto_padding = any(part.auto_padding for part in parts)
+        return joined
 
     def padding(self, padding_size: int, padding_candidate: Literal["first", "last", ""] = "") -> None:
         """Append the last row (or the first) ``padding_size`` times to *this* batch.
@@ -377,7 +394,9 @@ class DataProto:
         if padding_size < 0 or (padding_size > 0 and len(self) == 0):
             raise SchemaError(f"cannot pad {len(self)} rows by {padding_size}")
         row = 0 if padding_candidate == "first" else len(self) - 1
-        self._become(self.select_idxs(np.r_[np.arange(len(self)), np.full(padding_size, row)]))
+        if padding_size:
+            columns = self.columns()
+            self._become(Columns.concat([columns, columns.take(np.full(padding_size, row))]))
 
     def is_padding_enabled(self) -> bool:
         """Whether :meth:`chunk` may cut unequal chunks."""
@@ -389,29 +408,7 @@ class DataProto:
         Raises:
             SchemaError: a named column is missing, ragged, or its second dimension is no multiple of ``n_split``.
         """
-        keys = tuple(split_keys or ())
-        columns = self._columns()
-        for name in keys:
-            value: Any = columns.tensors.get(name, columns.arrays.get(name))
-            if value is None:
-                raise SchemaError(f"column {name!r} is not in the batch: it has {_names(columns)}")
-            if (isinstance(value, torch.Tensor) and value.is_nested) or value.ndim < 2 or value.shape[1] % n_split:
-                raise SchemaError(
-                    f"column {name!r} ({self.schema[name]}) cannot be cut into {n_split}: its second dimension must "
-                    "be dense and a multiple of it"
-                )
-        repeated = self.select({*columns.tensors} - {*keys}, {*columns.arrays} - {*keys}).repeat(n_split)._columns()
-
-        def unfolded(value: Any) -> Any:
-            return value.reshape(columns.rows * n_split, value.shape[1] // n_split, *value.shape[2:])
-
-        return self._with(
-            Columns(
-                tensors={k: unfolded(v) if k in keys else repeated.tensors[k] for k, v in columns.tensors.items()},
-                arrays={k: unfolded(v) if k in keys else repeated.arrays[k] for k, v in columns.arrays.items()},
-                rows=columns.rows * n_split,
-            )
-        )
+        return self.with_rows(self.columns().unfold(n_split, tuple(split_keys or ())))
 
     def make_iterator(
         self,
@@ -446,19 +443,14 @@ class DataProto:
         Raises:
             SchemaError: naming a key that is not there.
         """
-        columns = self._columns()
+        columns = self.columns()
         tensors = _picked(columns.tensors, batch_keys, "batch")
         arrays = _picked(columns.arrays, non_tensor_batch_keys, "non_tensor_batch")
         info = _picked(self.meta_info, meta_info_keys, "meta_info")
         if deepcopy:
-            tensors = {name: value.clone() for name, value in tensors.items()}
+            tensors = tensor_columns({name: value.clone() for name, value in tensors.items()})
             arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
-        return type(self)(
-            batch=None if self.batch is None else _tensordict(tensors, columns.rows),
-            non_tensor_batch=arrays,
-            meta_info=info,
-            auto_padding=self.auto_padding,
-        )
+        return self.with_rows(Columns(tensors=tensors, arrays=arrays, rows=columns.rows), meta_info=info)
 
     def pop(
         self,
@@ -471,18 +463,13 @@ class DataProto:
         Raises:
             SchemaError: naming a key that is not there; nothing was taken then.
         """
-        tensor_keys, array_keys, info_keys = (
-            list(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)
-        )
-        taken = self.select(tensor_keys, array_keys, info_keys)
-        if not tensor_keys:
-            taken.batch = None
-        for name in tensor_keys:
-            self.batch.del_(name)  # type: ignore[union-attr]  # select would have raised
-        for name in array_keys:
-            del self.non_tensor_batch[name]
-        for name in info_keys:
+        taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        columns = taken.columns()
+        self._become(self.columns().without(columns.names))
+        for name in taken.meta_info:
             del self.meta_info[name]
+        if not columns.tensors:
+            taken.batch = None
         return taken
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
@@ -493,21 +480,7 @@ class DataProto:
         """
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise SchemaError(f"as many new names as old ones are needed, got {len(old)} old and {len(new)} new")
-        columns = self._columns()
-        names = [*columns.tensors, *columns.arrays]
-        missing = [name for name in old if name not in names]
-        if missing:
-            raise SchemaError(f"columns {missing} are not in the batch: it has {_names(columns)}")
-        renamed = dict(zip(old, new, strict=True))
-        after = [renamed.get(name, name) for name in names]
-        if len(set(after)) != len(after) or len(renamed) != len(old):
-            raise SchemaError(f"renaming {old} to {new} would give two columns one name")
-        if self.batch is not None:
-            tensors = {renamed.get(name, name): value for name, value in columns.tensors.items()}
-            self.batch = _tensordict(tensors, columns.rows)
-        self.non_tensor_batch = {renamed.get(name, name): array for name, array in columns.arrays.items()}
+        self._become(self.columns().rename(old, new))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -519,48 +492,38 @@ class DataProto:
         Raises:
             SchemaError: rows differ in number, or naming the column or entry that differs; nothing was changed then.
         """
-        mine, theirs = self._columns(), other._columns()
-        for side in (mine.tensors.keys() & theirs.arrays.keys(), mine.arrays.keys() & theirs.tensors.keys()):
-            if side:
-                raise SchemaError(f"columns {sorted(side)} are tensors in one batch and arrays in the other")
-        mine_empty, theirs_empty = (not (each.tensors or each.arrays) for each in (mine, theirs))
-        if mine.rows != theirs.rows and not mine_empty and not theirs_empty:
-            raise SchemaError(f"union needs as many rows on both sides, got {mine.rows} and {theirs.rows}")
-        for name in mine.tensors.keys() & theirs.tensors.keys():
-            if not tensors_equal(mine.tensors[name], theirs.tensors[name]):
-                raise SchemaError(f"column {name!r} differs between the two batches of a union")
-        for name in mine.arrays.keys() & theirs.arrays.keys():
-            if not arrays_equal(mine.arrays[name], theirs.arrays[name]):
-                raise SchemaError(f"column {name!r} differs between the two batches of a union")
+        columns = self.columns().union(other.columns())
         info = union_meta_info(self.meta_info, other.meta_info)
-        if self.batch is not None or other.batch is not None:
-            tensors = tensor_columns({**theirs.tensors, **mine.tensors})
-            ordered = {name: tensors[name] for name in {**mine.tensors, **theirs.tensors}}
-            self.batch = _tensordict(ordered, theirs.rows if mine_empty else mine.rows)
-        self.non_tensor_batch = {**theirs.arrays, **mine.arrays}
+        self._become(columns)
         self.meta_info = info
         return self
 
     def with_columns(self, **columns: Any) -> DataProto:
-        """A new batch with these columns added or replaced: tensors, lists of tensors (ragged), arrays, lists."""
-        mine = self._columns()
+        """A new batch with these columns added or replaced: tensors, lists of tensors (ragged), arrays, lists.
+
+        Raises:
+            SchemaError: a column has another number of rows than this batch.
+        """
+        mine = self.columns()
+        kept = mine.without(columns)
         tensors, others = _sorted_columns(columns)
-        kept_tensors = {name: value for name, value in mine.tensors.items() if name not in others}
-        kept_arrays = {name: array for name, array in mine.arrays.items() if name not in tensors}
-        return type(self).from_dict(
-            tensors={**kept_tensors, **tensors},
-            non_tensors={**kept_arrays, **others},
+        result = type(self).from_dict(
+            tensors={**kept.tensors, **tensors},
+            non_tensors={**kept.arrays, **others},
             meta_info=self.meta_info,
             auto_padding=self.auto_padding,
         )
+        if mine.rows and columns and len(result) != mine.rows:
+            raise SchemaError(f"columns {sorted(columns)} have {len(result)} rows, the batch has {mine.rows}")
+        return result
 
     # ------------------------------------------------------------------------------------------------------- places
 
     def to(self, device: torch.device | str | int) -> DataProto:
         """Move the tensors of *this* batch to ``device``, and return it."""
-        if self.batch is not None:
-            moved = {name: value.to(device) for name, value in self._columns().tensors.items()}
-            self.batch = _tensordict(tensor_columns(moved), len(self))
+        columns = self.columns()
+        moved = tensor_columns({name: value.to(device) for name, value in columns.tensors.items()})
+        self._become(Columns(tensors=moved, arrays=columns.arrays, rows=columns.rows))
         return self
 
     def clone(self) -> DataProto:
@@ -570,27 +533,15 @@ class DataProto:
     def __copy__(self) -> DataProto:
         return self.select()
 
-    def _become(self, other: DataProto) -> None:
-        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        return self.clone()
 
 
-def _tensordict(tensors: Mapping[str, torch.Tensor], rows: int | None) -> TensorDict:
-    # Imported here: tensordict takes as long to load as torch, and much of this package works without a batch.
+def _tensordict(tensors: Mapping[str, torch.Tensor], *, rows: int | None) -> TensorDict:
+    # Imported here: tensordict takes as long to load as torch, and half of this package works without it.
     from tensordict import TensorDict
 
     return TensorDict(dict(tensors), batch_size=[] if rows is None else [rows])
-
-
-def _common_rows(columns: Mapping[str, torch.Tensor]) -> int:
-    names = list(columns)
-    rows = int(columns[names[0]].shape[0])
-    for name in names[1:]:
-        if columns[name].shape[0] != rows:
-            raise SchemaError(
-                f"column {name!r} has {columns[name].shape[0]} rows, column {names[0]!r} has {rows}: "
-                "all columns of a batch have as many"
-            )
-    return rows
 
 
 def _sorted_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -598,20 +549,15 @@ def _sorted_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in columns.items():
-        of_tensors = isinstance(value, list | tuple) and value and all(isinstance(row, torch.Tensor) for row in value)
-        (tensors if isinstance(value, torch.Tensor) or of_tensors else others)[name] = value
+        (tensors if isinstance(value, torch.Tensor) or is_list_of_tensors(value) else others)[name] = value
     return tensors, others
 
 
 def _picked(entries: Mapping[str, Any], keys: Iterable[str] | None, place: str) -> dict[str, Any]:
     if keys is None:
         return dict(entries)
-    wanted = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
+    wanted = [keys] if isinstance(keys, str) else list(keys)
     missing = [key for key in wanted if key not in entries]
     if missing:
         raise SchemaError(f"{place} has no {missing}: it has {list(entries)}")
     return {key: entries[key] for key in entries if key in wanted}
-
-
-def _names(columns: Columns) -> list[str]:
-    return [*columns.tensors, *columns.arrays]

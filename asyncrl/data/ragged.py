@@ -18,16 +18,20 @@ therefore take several columns at once and keep shared offsets shared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeGuard
 
 import torch
 
 from asyncrl.errors import SchemaError
 
 __all__ = [
+    "check_offsets",
     "concat_ragged",
     "is_ragged",
     "lengths",
     "normalise_ragged",
+    "offsets_from_lengths",
     "offsets_of",
     "ragged_from_list",
     "ragged_from_padded",
@@ -42,7 +46,7 @@ __all__ = [
 ]
 
 
-def is_ragged(value: object) -> bool:
+def is_ragged(value: object) -> TypeGuard[torch.Tensor]:
     """Whether ``value`` is a nested tensor."""
     return isinstance(value, torch.Tensor) and value.is_nested
 
@@ -50,8 +54,12 @@ def is_ragged(value: object) -> bool:
 def ragged_from_values(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """A ragged column over ``values [T, ...]``, which is not copied.
 
-    The offsets are trusted: check them first if they come from outside (:func:`check_offsets`).
+    The offsets are trusted: check them first if they come from outside (:func:`check_offsets`). A column over values
+    that must not be written to (:attr:`asyncrl.data.DataProto.read_only`) is itself protected in the same way.
     """
+    if values.is_inference():
+        with torch.inference_mode():
+            return torch.nested.nested_tensor_from_jagged(values, offsets)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
@@ -93,19 +101,27 @@ def ragged_from_list(rows: Sequence[torch.Tensor], *, dtype: torch.dtype | None 
     values = torch.cat(list(rows))
     if dtype is not None:
         values = values.to(dtype)
-    return ragged_from_values(values, offsets_of([len(row) for row in rows], device=first.device))
+    return ragged_from_values(values, offsets_from_lengths([len(row) for row in rows]).to(first.device))
 
 
 def ragged_from_padded(padded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Rows ``padded[i][mask[i]]`` of ``padded [B, L, ...]`` and a boolean ``mask [B, L]``."""
     if mask.dtype != torch.bool or mask.shape != padded.shape[:2]:
         raise SchemaError(f"mask must be bool of shape {tuple(padded.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}")
-    return ragged_from_values(padded[mask], _offsets(mask.sum(dim=1)))
+    return ragged_from_values(padded[mask], offsets_from_lengths(mask.sum(dim=1)))
 
 
-def offsets_of(row_lengths: Sequence[int], *, device: torch.device | str | None = None) -> torch.Tensor:
-    """Offsets ``[B + 1]`` of rows with these lengths."""
-    return _offsets(torch.tensor(list(row_lengths), dtype=torch.int64)).to(device or "cpu")
+def offsets_from_lengths(row_lengths: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """Offsets ``[B + 1]`` of rows with these lengths, on their device."""
+    row_lengths = torch.as_tensor(row_lengths, dtype=torch.int64)
+    return torch.cat([torch.zeros(1, dtype=torch.int64, device=row_lengths.device), row_lengths.cumsum(0)])
+
+
+def offsets_of(column: torch.Tensor) -> torch.Tensor:
+    """Offsets ``[B + 1]`` of a column: the very tensor it holds."""
+    nested: Any = column  # torch's annotations do not know the methods of nested tensors
+    offsets: torch.Tensor = nested.offsets()
+    return offsets
 
 
 def values_of(column: torch.Tensor) -> torch.Tensor:
@@ -115,19 +131,19 @@ def values_of(column: torch.Tensor) -> torch.Tensor:
 
 def lengths(column: torch.Tensor) -> torch.Tensor:
     """Length of each row: int64 ``[B]``."""
-    return column.offsets().diff()
+    return offsets_of(column).diff()
 
 
 def rows_of(column: torch.Tensor) -> list[torch.Tensor]:
     """The rows ``[length, ...]``, as views."""
     values = column.values()
-    bounds: list[int] = column.offsets().tolist()
-    return [values[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    bounds: list[int] = offsets_of(column).tolist()
+    return [values[start:end] for start, end in pairwise(bounds)]
 
 
 def row_of(column: torch.Tensor, index: int) -> torch.Tensor:
     """Row ``index`` (0..B-1), as a view."""
-    start, end = column.offsets()[index : index + 2].tolist()
+    start, end = offsets_of(column)[index : index + 2].tolist()
     return column.values()[start:end]
 
 
@@ -146,14 +162,14 @@ def normalise_ragged(column: torch.Tensor, name: str) -> torch.Tensor:
         raise SchemaError(
             f"column {name!r} is ragged in dimension {ragged_dim}; rows may differ in length in dimension 1 only"
         )
-    values, offsets = column.values(), column.offsets()
-    if column.lengths() is None and offsets.dtype == torch.int64:
-        bounds = offsets[[0, -1]].tolist()
-        if bounds == [0, len(values)]:
+    nested: Any = column
+    values, offsets, row_lengths = column.values(), offsets_of(column).to(torch.int64), nested.lengths()
+    if row_lengths is None:
+        if offsets is offsets_of(column) and [int(offsets[0]), int(offsets[-1])] == [0, len(values)]:
             return column
-    starts = offsets[:-1]
-    row_lengths = offsets.diff() if column.lengths() is None else column.lengths()
-    return ragged_from_values(*_gather(values, starts.to(torch.int64), row_lengths.to(torch.int64)))
+        row_lengths = offsets.diff()
+    positions, offsets = _plan(offsets[:-1], row_lengths.to(torch.int64))
+    return ragged_from_values(values.index_select(0, positions), offsets)
 
 
 def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -161,7 +177,7 @@ def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     seen: list[torch.Tensor] = []
     shared: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
-        own = column.offsets()
+        own = offsets_of(column)
         for known in seen:
             if known is own:
                 shared[name] = column
@@ -181,7 +197,7 @@ def slice_ragged(columns: Mapping[str, torch.Tensor], start: int, end: int) -> d
     cut: dict[int, tuple[torch.Tensor, int, int]] = {}
     result: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
-        offsets = column.offsets()
+        offsets = offsets_of(column)
         if id(offsets) not in cut:
             first, last = offsets[[start, end]].tolist()
             cut[id(offsets)] = (offsets[start : end + 1] - first, first, last)
@@ -195,7 +211,7 @@ def take_ragged(columns: Mapping[str, torch.Tensor], index: torch.Tensor) -> dic
     plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     result: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
-        offsets = column.offsets()
+        offsets = offsets_of(column)
         if id(offsets) not in plans:
             rows = index.to(offsets.device)
             plans[id(offsets)] = _plan(offsets[:-1][rows], offsets.diff()[rows])
@@ -213,10 +229,10 @@ def concat_ragged(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     result: dict[str, torch.Tensor] = {}
     for name in parts[0]:
         columns = [part[name] for part in parts]
-        offsets = [column.offsets() for column in columns]
+        offsets = [offsets_of(column) for column in columns]
         key = tuple(id(each) for each in offsets)
         if key not in known:
-            known[key] = _offsets(torch.cat([each.diff() for each in offsets]))
+            known[key] = offsets_from_lengths(torch.cat([each.diff() for each in offsets]))
         result[name] = ragged_from_values(torch.cat([column.values() for column in columns]), known[key])
     return result
 
@@ -227,7 +243,7 @@ def to_padded(column: torch.Tensor, padding: float, *, length: int | None = None
     Raises:
         SchemaError: ``length`` is given and a row is longer.
     """
-    values, offsets = column.values(), column.offsets()
+    values, offsets = column.values(), offsets_of(column)
     row_lengths = offsets.diff()
     longest = int(row_lengths.max()) if len(row_lengths) else 0
     if length is None:
@@ -244,18 +260,8 @@ def to_padded(column: torch.Tensor, padding: float, *, length: int | None = None
     return padded.index_put((rows, positions), values)
 
 
-def _offsets(row_lengths: torch.Tensor) -> torch.Tensor:
-    zero = torch.zeros(1, dtype=torch.int64, device=row_lengths.device)
-    return torch.cat([zero, row_lengths.to(torch.int64).cumsum(0)])
-
-
 def _plan(starts: torch.Tensor, row_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions in ``values`` of the wanted rows, and the offsets they will have."""
-    offsets = _offsets(row_lengths)
+    offsets = offsets_from_lengths(row_lengths)
     shift = torch.repeat_interleave(starts - offsets[:-1], row_lengths)
     return torch.arange(len(shift), device=starts.device) + shift, offsets
-
-
-def _gather(values: torch.Tensor, starts: torch.Tensor, row_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    positions, offsets = _plan(starts, row_lengths)
-    return values.index_select(0, positions), offsets

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from asyncrl.data.ragged import is_ragged
 from asyncrl.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Schema:
     @staticmethod
     def of(data: DataProto) -> Schema:
         """The schema that ``data`` has, with its number of rows."""
-        return Schema(columns=_columns_of(data), rows=len(data))
+        return data.schema
 
     def any_rows(self) -> Schema:
         """The same columns for any number of rows."""
@@ -129,16 +130,10 @@ def column_of(name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> Column:
     """The schema of one column."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        if value.is_nested:
+        if is_ragged(value):
             return Column(name, "ragged", dtype, tuple(value.values().shape[1:]))
         return Column(name, "tensor", dtype, tuple(value.shape[1:]))
     shape = tuple(value.shape[1:])
     if value.dtype == object:
         return Column(name, "object", "object", shape)
     return Column(name, "array", {"U": "str", "S": "bytes"}.get(value.dtype.kind, str(value.dtype)), shape)
-
-
-def _columns_of(data: DataProto) -> tuple[Column, ...]:
-    tensors = [] if data.batch is None else [column_of(name, value) for name, value in data.batch.items()]
-    arrays = [column_of(name, value) for name, value in data.non_tensor_batch.items()]
-    return tuple(tensors + arrays)

@@ -1,0 +1,415 @@
+"""The trainer: policy and optimizer, sharded over ranks with FSDP2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms import PolicyObjective, TokenLosses, supervised_token_losses, token_weights
+from asyncrl.data import DataProto
+from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
+from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
+from engines.training.microbatch import assign_minibatches
+from engines.training.model import ComputeDtype, PolicyModel, load_policy_model, shard
+from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
+from engines.training.packed_rows import PackedRows, PaddedRows
+from engines.training.passes import LossesOf, Passes, Portion
+from engines.training.rank_group import RankGroup
+from engines.training.token_log_probs import Extras, TokenScores
+from engines.training.trainer_folder import export_model, full_tensor, load_trainer, save_trainer
+
+__all__ = ["FSDPEngine"]
+
+_OPTIONAL = ("proximal_log_probs", "reference_log_probs")
+
+
+class FSDPEngine:
+    """A :class:`~asyncrl.interfaces.TrainingEngine` on ``torch.distributed.fsdp.fully_shard``.
+
+    Weights, reduced gradients and moments are float32; the batch decides everything else: dropout is off, and a step
+    depends neither on how rows are spread over ranks nor on how they are cut into micro-batches, up to the order of
+    float32 additions. On the CPU the same calls give the same bits.
+
+    Rows are computed in padded micro-batches of similar lengths (see :func:`plan_microbatches`); on ranks with fewer
+    micro-batches, stand-ins of weight zero keep the collectives in step.
+
+    Args:
+        model_path: folder or hub id of a transformers causal LM.
+        objective: what :meth:`update` minimises.
+        rank: this process, 0..world_size-1.
+        world_size: number of ranks; 1 needs no network, and any number of such engines can live in one process.
+        master_addr: where several ranks meet.
+        master_port: likewise; needed for several ranks unless this process has a torch process group already.
+        device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: CUDA if there is any.
+        dtype: what matrix products are computed in.
+        lr: peak learning rate.
+        weight_decay: decoupled; not applied to tensors of one dimension (norms, biases).
+        betas: AdamW's decay rates of the two moments.
+        eps: AdamW's epsilon.
+        max_grad_norm: gradients are scaled down to this global norm; None leaves them.
+        schedule: see :class:`~engines.training.optimizer.LearningRate`.
+        warmup_steps: optimizer steps; one :meth:`update` makes ``minibatches * epochs`` of them.
+        total_steps: optimizer steps; needed unless the schedule is constant.
+        max_tokens_per_microbatch: padded tokens a rank computes at once. A longer row is computed alone.
+        gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
+        minibatches: optimizer steps per pass over a batch.
+        epochs: passes over a batch.
+        temperature: the one that tokens are sampled with: log-probs are of softmax(logits / temperature).
+        publish_dtype: what :meth:`named_tensors` and :meth:`export` cast floating weights to.
+        threads: CPU threads of torch, for the whole process; None leaves them as they are.
+        seed: order in which rows are dealt to minibatches.
+        collective_timeout_s: how long a rank waits for the others before it fails.
+
+    Raises:
+        ConfigError: a value that cannot be used; the message names it.
+        OSError: there is no such model.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        objective: PolicyObjective,
+        lr: float,
+        rank: int = 0,
+        world_size: int = 1,
+        master_addr: str = "127.0.0.1",
+        master_port: int | None = None,
+        device: str = "auto",
+        dtype: ComputeDtype = "float32",
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        max_grad_norm: float | None = 1.0,
+        schedule: Schedule = "constant",
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        max_tokens_per_microbatch: int = 8192,
+        gradient_checkpointing: bool = False,
+        minibatches: int = 1,
+        epochs: int = 1,
+        temperature: float = 1.0,
+        publish_dtype: ComputeDtype = "float32",
+        threads: int | None = None,
+        seed: int = 0,
+        collective_timeout_s: float = 1800.0,
+    ) -> None:
+        _check_options(
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            minibatches=minibatches,
+            epochs=epochs,
+            threads=threads,
+            max_grad_norm=max_grad_norm,
+            temperature=temperature,
+            dtype=dtype,
+            publish_dtype=publish_dtype,
+        )
+        self._rate = LearningRate(peak=lr, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._model_path = model_path
+        self._objective = objective
+        self._max_grad_norm = max_grad_norm
+        self._minibatches = minibatches
+        self._epochs = epochs
+        self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
+        self._seed = seed
+        self._updates = 0
+        self._optimizer_steps = 0
+        self._closed = False
+        self._ranks = RankGroup(
+            rank=rank,
+            world_size=world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            device=device,
+            timeout_s=collective_timeout_s,
+        )
+        try:
+            self._model: PolicyModel = load_policy_model(model_path, gradient_checkpointing=gradient_checkpointing)
+            shard(self._model, self._ranks.mesh, dtype=dtype)
+            self._optimizer = ShardedAdamW(
+                self._model.parameters_by_name(), weight_decay=weight_decay, betas=betas, eps=eps
+            )
+            self._passes = Passes(
+                self._model, self._ranks, max_tokens=max_tokens_per_microbatch, temperature=temperature
+            )
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One policy step: ``minibatches * epochs`` optimizer steps on a trajectory batch.
+
+        Columns: ``input_ids``, ``loss_mask``, ``behaviour_log_probs``, ``advantages`` ([B] or ragged); optionally
+        ``proximal_log_probs`` and ``reference_log_probs``. Without ``proximal_log_probs`` they are the current ones
+        if there is a single optimizer step, otherwise they are computed once, before the first. Other columns are
+        ignored. A rank may hold no rows, as long as the columns are there.
+
+        Returns:
+            ``loss`` and ``grad_norm`` (before clipping; both means over the optimizer steps), ``lr`` (of the last
+            step), the objective's metrics (means over trained tokens), ``tokens_trained`` and ``rows`` (global, each
+            counted once whatever the number of epochs).
+
+        Raises:
+            SchemaError: a column is missing or misshapen.
+            InvalidDataError: no token to train on, or a mask that includes a row's first token.
+            EngineError: loss or gradient norm is not finite (no step is made of it), or another rank failed.
+        """
+        self._check_open()
+        required = ["behaviour_log_probs", "advantages"]
+        if self._objective.kl_coefficient:
+            required.append("reference_log_probs")
+        rows = self._read(batch, required=required, optional=_OPTIONAL)
+        held = self._ranks.gather([*(name in rows.columns for name in _OPTIONAL), len(rows), int(rows.scored.sum())])
+        if any(each[: len(_OPTIONAL)] != held[0][: len(_OPTIONAL)] for each in held):
+            raise InvalidDataError(f"some ranks have the columns {', '.join(_OPTIONAL)}, others have not")
+        row_counts, token_counts = [each[-2] for each in held], [each[-1] for each in held]
+        _check_some(sum(token_counts))
+        if "proximal_log_probs" not in rows.columns and self._minibatches * self._epochs > 1:
+            rows.columns["proximal_log_probs"], _ = self._passes.score(rows, extras="none")
+
+        steps: list[dict[str, float]] = []
+        weights_of_steps: list[int] = []
+        for epoch in range(self._epochs):
+            for members in self._deal(row_counts, epoch=epoch):
+                portion = self._passes.portion(rows, members)
+                if portion.tokens == 0:
+                    continue
+                weights = self._objective.token_weights(
+                    _only(rows.scored, members), total_tokens=portion.tokens, total_rows=portion.rows
+                )
+                extras: Extras = "entropy_gradient" if self._objective.entropy_coefficient else "entropy"
+                losses_of = partial(self._policy_losses, rows)
+                steps.append(self._step(rows, portion, weights, losses_of=losses_of, extras=extras))
+                weights_of_steps.append(portion.tokens)
+        self._updates += 1
+        per_step = {"loss", "grad_norm"}
+        metrics = {
+            name: _mean([step[name] for step in steps], [1] * len(steps) if name in per_step else weights_of_steps)
+            for name in steps[0]
+        }
+        return metrics | {
+            "lr": steps[-1]["lr"],
+            "tokens_trained": float(sum(token_counts)),
+            "rows": float(sum(row_counts)),
+        }
+
+    def supervise(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step of cross-entropy, every token where ``loss_mask`` counting the same.
+
+        Returns:
+            ``loss`` (nats per token), ``accuracy`` (share of tokens that were the most likely one), ``grad_norm``
+            (before clipping), ``lr``, ``tokens``.
+
+        Raises:
+            SchemaError: as :meth:`update`.
+            InvalidDataError: as :meth:`update`.
+            EngineError: as :meth:`update`.
+        """
+        self._check_open()
+        rows = self._read(batch)
+        portion = self._passes.portion(rows, range(len(rows)))
+        _check_some(portion.tokens)
+        weights = token_weights(
+            rows.scored, aggregation="token_mean", total_tokens=portion.tokens, total_rows=portion.rows
+        )
+        metrics = self._step(rows, portion, weights, losses_of=_supervised_losses, extras="correct")
+        self._updates += 1
+        return metrics | {"tokens": float(portion.tokens)}
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Columns ``log_probs`` and ``entropy``: ragged float32, aligned with ``input_ids``, entry 0 of each row 0."""
+        self._check_open()
+        rows = self._read(batch, loss_mask=False)
+        log_probs, entropy = self._passes.score(rows, extras="entropy")
+        offsets = offsets_from_lengths(rows.lengths)
+        return DataProto.from_dict(
+            tensors={
+                "log_probs": ragged_from_values(log_probs, offsets),
+                "entropy": ragged_from_values(entropy, offsets),
+            }
+        )
+
+    # -------------------------------------------------------------------------------------------------------- weights
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under their checkpoint names, one at a time, tied ones once. Collective.
+
+        A tensor may be the trainer's own memory: it holds until the next step and must not be written to. Models whose
+        checkpoint names are not the module's (fused experts) are gathered whole first.
+        """
+        self._check_open()
+        dtype = self._publish_dtype
+        tensors = (
+            (name, full.to(dtype) if full.is_floating_point() else full)
+            for name, full in ((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
+        )
+        return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
+
+    def save(self, folder: Path) -> None:
+        """Write weights, moments and counters; replaces ``folder`` as a whole. Collective; rank 0 writes.
+
+        Raises:
+            OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
+        """
+        self._check_open()
+        counters = {"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._seed}
+        save_trainer(Path(folder), self._model, self._optimizer, self._ranks, counters=counters)
+
+    def load(self, folder: Path) -> None:
+        """Counterpart of :meth:`save`, at any world size. At the same world size training goes on bit for bit.
+
+        Hyperparameters are this engine's; only the seed is that of the engine that saved.
+
+        Raises:
+            CheckpointError: missing, damaged or of another model. Nothing has been changed then.
+        """
+        self._check_open()
+        counters = load_trainer(Path(folder), self._model, self._optimizer, self._ranks)
+        self._updates = counters["updates"]
+        self._optimizer_steps = counters["optimizer_steps"]
+        self._seed = counters["seed"]
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder: config, weights in ``publish_dtype``, the tokenizer of ``model_path`` if any.
+
+        Raises:
+            OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
+        """
+        self._check_open()
+        export_model(
+            Path(folder),
+            self._model,
+            self.named_tensors(),
+            self._ranks,
+            dtype=self._publish_dtype,
+            model_path=self._model_path,
+        )
+
+    def close(self) -> None:
+        """Leave the process group and free the model. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        del self._passes, self._optimizer, self._model
+        self._ranks.close()
+
+    # ------------------------------------------------------------------------------------------------------- internal
+
+    def _step(
+        self, rows: PackedRows, portion: Portion, weights: Tensor, *, losses_of: LossesOf, extras: Extras
+    ) -> dict[str, float]:
+        gradients = self._passes.accumulate(
+            rows,
+            portion,
+            weights,
+            losses_of=losses_of,
+            squared_norm=self._optimizer.squared_gradient_norm,
+            extras=extras,
+        )
+        for name, value in (("loss", gradients.loss), ("grad_norm", gradients.norm)):
+            if not math.isfinite(value):
+                self._optimizer.discard_gradients()
+                raise EngineError(
+                    f"{name} is {value} at optimizer step {self._optimizer_steps}: the weights were left as they are. "
+                    f"Look at the batch (advantages, log-probs) and at lr={self._rate.at(self._optimizer_steps):g}"
+                )
+        lr = self._rate.at(self._optimizer_steps)
+        self._optimizer.step(lr=lr, gradient_scale=clipping_scale(gradients.norm, self._max_grad_norm))
+        self._optimizer_steps += 1
+        return gradients.metrics | {"loss": gradients.loss, "grad_norm": gradients.norm, "lr": lr}
+
+    def _policy_losses(self, rows: PackedRows, scores: TokenScores, padded: PaddedRows, mask: Tensor) -> TokenLosses:
+        columns = {name: padded.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}
+        return self._objective.token_losses(
+            current_log_probs=scores.log_probs,
+            proximal_log_probs=columns.get("proximal_log_probs", scores.log_probs.detach()),
+            behaviour_log_probs=columns["behaviour_log_probs"],
+            advantages=columns["advantages"],
+            reference_log_probs=columns.get("reference_log_probs"),
+            entropy=scores.entropy,
+            mask=mask,
+        )
+
+    def _deal(self, row_counts: Sequence[int], *, epoch: int) -> Iterator[list[int]]:
+        """This rank's rows of each minibatch."""
+        first = sum(row_counts[: self._ranks.rank])
+        seed = (self._seed << 40) + (self._updates << 10) + epoch
+        assigned = assign_minibatches(sum(row_counts), minibatches=self._minibatches, seed=seed)
+        mine = assigned[first : first + row_counts[self._ranks.rank]]
+        for minibatch in range(self._minibatches):
+            yield [row for row, its in enumerate(mine) if its == minibatch]
+
+    def _read(
+        self,
+        batch: DataProto,
+        *,
+        loss_mask: bool = True,
+        required: Sequence[str] = (),
+        optional: Sequence[str] = (),
+    ) -> PackedRows:
+        """The batch as packed rows, or an error on every rank if any rank's batch cannot be used."""
+        rows: PackedRows | None = None
+        failure: InvalidDataError | None = None
+        try:
+            rows = PackedRows(
+                batch,
+                vocabulary=self._model.vocabulary,
+                loss_mask=loss_mask,
+                required=required,
+                optional=[name for name in optional if name not in required],
+            )
+        except InvalidDataError as error:
+            failure = error
+        self._ranks.agree(failure, doing="reading the batch")
+        assert rows is not None
+        return rows
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the training engine is closed")
+
+
+def _supervised_losses(scores: TokenScores, _padded: PaddedRows, mask: Tensor) -> TokenLosses:
+    losses = supervised_token_losses(scores.log_probs, mask=mask)
+    return TokenLosses(loss=losses.loss, metrics={"accuracy": scores.correct * mask})
+
+
+def _only(scored: Tensor, members: Sequence[int]) -> Tensor:
+    """[B] like ``scored``, 0 for rows that are no members."""
+    kept = torch.zeros_like(scored)
+    kept[list(members)] = scored[list(members)]
+    return kept
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _check_some(tokens: int) -> None:
+    if tokens == 0:
+        raise InvalidDataError("no token to train on: loss_mask is False everywhere, on every rank")
+
+
+def _check_options(
+    *, max_grad_norm: float | None, temperature: float, dtype: str, publish_dtype: str, **counts: int | None
+) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}", path=name, remedy="at least 1")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}", path="max_grad_norm", remedy="positive, or None")
+    if not temperature > 0:
+        raise ConfigError(f"temperature is {temperature}", path="temperature", remedy="positive; 1.0 for greedy")
+    for name, chosen in (("dtype", dtype), ("publish_dtype", publish_dtype)):
+        if chosen not in get_args(ComputeDtype):
+            raise ConfigError(f"{name} is {chosen!r}", path=name, remedy=f"one of {', '.join(get_args(ComputeDtype))}")

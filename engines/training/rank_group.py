@@ -1,0 +1,155 @@
+"""The ranks of one trainer, and the little they tell each other beside gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, ProcessGroup, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.errors import ConfigError, EngineError
+
+__all__ = ["RankGroup"]
+
+# torch keeps one default process group per process, so who made it and who still needs it is a fact of the process.
+_lock = threading.Lock()
+_users = 0
+
+
+class RankGroup:
+    """One rank's membership: its device, the mesh for FSDP, and agreement on small numbers.
+
+    The first engine of a process makes torch's default process group; engines after it join that, and the last one to
+    close destroys it. A default group that was there before is used and left alone. One rank alone needs no network:
+    it meets itself at a store in memory.
+
+    Attributes:
+        rank: this process, 0..world_size-1.
+        world_size: number of processes.
+        device: where this rank computes.
+        mesh: all ranks, one-dimensional.
+
+    Raises:
+        ConfigError: no port for several ranks, or a default group of another shape is there already.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        master_addr: str = "127.0.0.1",
+        master_port: int | None = None,
+        device: str = "auto",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} of {world_size}", remedy="0 <= rank < world_size")
+        self.rank = rank
+        self.world_size = world_size
+        self.device = _device_of(rank, device)
+        self._owner = _join(rank, world_size, master_addr, master_port, self.device, timeout_s)
+        self._closed = False
+        if dist.get_world_size() == world_size:
+            if dist.get_rank() != rank:
+                self.close()
+                raise ConfigError(f"rank {rank} was asked for, but this process is rank {dist.get_rank()} already")
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(group, ProcessGroup)
+        self._group = group
+        self.mesh = DeviceMesh.from_group(group, self.device.type)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sum of every number over the ranks, in float64."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, group=self._group)
+        summed: list[float] = tensor.tolist()
+        return summed
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of every rank, by rank. All give equally many."""
+        if self.world_size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [tensor.tolist() for tensor in everyone]
+
+    def agree(self, error: Exception | None, *, doing: str) -> None:
+        """Fail together: raise ``error`` on the ranks that have one, and :class:`EngineError` on all others.
+
+        Without it, a rank that fails alone leaves the others waiting in their next collective.
+        """
+        failed = [rank for rank, (flag,) in enumerate(self.gather([error is not None])) if flag]
+        if error is not None:
+            raise error
+        if failed:
+            raise EngineError(f"{doing} failed on rank {failed[0]} (of {len(failed)} that failed); see its error")
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._owner:
+            _leave()
+
+
+def _device_of(rank: int, device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        if torch.cuda.device_count() == 0:
+            raise ConfigError(f"device {device!r}: no CUDA device is visible", path="device", remedy="'cpu' or 'auto'")
+        if ":" not in device:
+            chosen = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _join(
+    rank: int, world_size: int, master_addr: str, master_port: int | None, device: torch.device, timeout_s: float
+) -> bool:
+    """Make or join the default group; True if it is one of ours, to be left again."""
+    global _users  # noqa: PLW0603  # mirrors torch's own process-wide group
+    with _lock:
+        if dist.is_initialized():
+            if dist.get_world_size() != world_size and world_size != 1:
+                raise ConfigError(
+                    f"{world_size} ranks were asked for, but this process already belongs to a torch process group of "
+                    f"{dist.get_world_size()}",
+                    remedy="use the same world size for all engines of a process, or 1",
+                )
+            if _users == 0:
+                return False
+            _users += 1
+            return True
+        store: Store
+        timeout = timedelta(seconds=timeout_s)
+        if world_size == 1:
+            store = HashStore()
+        elif master_port is None:
+            raise ConfigError(f"{world_size} ranks need master_port to meet at", path="master_port")
+        else:
+            store = TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        _users = 1
+        return True
+
+
+def _leave() -> None:
+    global _users  # noqa: PLW0603  # as above
+    with _lock:
+        _users -= 1
+        if _users == 0 and dist.is_initialized():
+            dist.destroy_process_group()

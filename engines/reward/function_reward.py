@@ -1,0 +1,254 @@
+"""Rewards by a Python function that somebody wrote: one row in, one number out."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from asyncrl.data import DataProto
+from asyncrl.data.ragged import rows_of
+from asyncrl.errors import ConfigError, RewardError, SchemaError
+from asyncrl.parts import load_part
+from engines.reward.scoring_process import ScoringProcess
+from engines.reward.scoring_program import as_number
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["FunctionReward"]
+
+_TEXTS = ("completion", "prompt")
+
+
+class FunctionReward:
+    """Calls a function for every row of a trajectory batch (:class:`asyncrl.interfaces.RewardModel`).
+
+    The function names what it wants to know as parameters, and gets it by keyword:
+
+    ============== ====================================================================================================
+    completion     text of the tokens that the policy sampled (special tokens left out); needs ``tokenizer``
+    prompt         text of the tokens before the first sampled one; needs ``tokenizer``
+    token_ids      list of the sampled tokens' ids
+    any column     the row's value in a column of ``batch.non_tensor_batch``. Trajectories bring ``task`` (dict), ``reply``
+                   (text of the last turn), ``info`` (of the environment's last step) and ``finish_reason``
+    ``**others``   everything above (the texts only with a tokenizer)
+    ============== ====================================================================================================
+
+    A column named like one of the first three is passed instead of them. The function returns a finite number (a
+    boolean counts as 0 or 1):
+
+        def exact(completion: str, task: dict[str, Any]) -> float:
+            return float(completion.strip() == task["answer"])
+
+    A plain function runs in processes of its own, one row at a time each, so it may block, set alarms, leak or crash;
+    one that passes its deadline is killed with everything it started. An ``async def`` function runs on the event loop,
+    ``concurrency`` rows at a time, and is cancelled at its deadline.
+
+    Args:
+        function: ``package.module:name``. The module is imported here too, to learn the parameters.
+        deadline_s: longest time for one row.
+        processes: at most so many run; they start when needed.
+        tokenizer: name or folder, as ``transformers.AutoTokenizer`` takes it.
+        concurrency: rows of an ``async def`` function that run at once.
+        start_deadline_s: longest time for starting a process and importing the module there.
+
+    Raises:
+        ConfigError: the function cannot be imported or called like this, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        function: str,
+        deadline_s: float = 10.0,
+        processes: int = 1,
+        tokenizer: str | None = None,
+        concurrency: int = 64,
+        start_deadline_s: float = 60.0,
+    ) -> None:
+        for name, value in (("deadline_s", deadline_s), ("start_deadline_s", start_deadline_s)):
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value}", path=name, remedy="a positive number of seconds")
+        for name, count in (("processes", processes), ("concurrency", concurrency)):
+            if count < 1:
+                raise ConfigError(f"{name} is {count}", path=name, remedy="1 or more")
+        self._name = function
+        self._deadline_s = deadline_s
+        self._function = _load(function)
+        self._wanted, self._required, self._takes_others = _parameters(function, self._function)
+        missing = [name for name in _TEXTS if name in self._required]
+        if missing and tokenizer is None:
+            raise ConfigError(
+                f"{function} wants the text {missing[0]!r}, but there is no tokenizer to decode with",
+                path="tokenizer",
+                remedy="name the model's tokenizer, or let the function take token_ids",
+            )
+        self._tokenizer_name = tokenizer
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._asynchronous = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(self._function, "__call__", None)  # noqa: B004  # an object with an asynchronous __call__
+        )
+        self._places = asyncio.Semaphore(concurrency)
+        self._processes = [ScoringProcess(function, start_deadline_s=start_deadline_s) for _ in range(processes)]
+        self._idle: asyncio.LifoQueue[ScoringProcess] = asyncio.LifoQueue()
+        for process in reversed(self._processes):
+            self._idle.put_nowait(process)
+        self._closed = False
+
+    async def score(self, batch: DataProto) -> DataProto:
+        """Column ``rewards`` ([B] float32) in the rows' order. Rows are scored at once, as far as there are places.
+
+        Raises:
+            RewardError: for one row the function raised, returned no finite number or passed its deadline; the message
+                names row and function. The other rows' calls are cancelled.
+            SchemaError: the batch lacks a column that the function requires.
+        """
+        if self._closed:
+            raise RewardError(f"{self._name} was asked for rewards after it was closed")
+        # Decoding and the first load of the tokenizer take longer than an event loop may stand still.
+        rows = await asyncio.to_thread(lambda: list(self._arguments(batch)))
+        try:
+            async with asyncio.TaskGroup() as calls:
+                running = [calls.create_task(self._score_row(batch, row, given)) for row, given in enumerate(rows)]
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+            raise first from first.__cause__
+        rewards = torch.tensor([call.result() for call in running], dtype=torch.float32)
+        return DataProto.from_dict({"rewards": rewards})
+
+    async def close(self) -> None:
+        """End all processes and what they started; calls that still run fail. Idempotent."""
+        self._closed = True
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    async def _score_row(self, batch: DataProto, row: int, arguments: dict[str, Any]) -> float:
+        try:
+            if self._asynchronous:
+                return await self._await(arguments)
+            async with self._process() as process:
+                return await process.call(arguments, deadline_s=self._deadline_s)
+        except RewardError as error:
+            raise RewardError(f"no reward for {_row_name(batch, row)}: {self._name} {error}") from error.__cause__
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[ScoringProcess]:
+        process = await self._idle.get()
+        try:
+            if self._closed:
+                raise RewardError("was closed")
+            yield process
+        finally:
+            self._idle.put_nowait(process)
+
+    async def _await(self, arguments: dict[str, Any]) -> float:
+        async with self._places:
+            deadline = asyncio.timeout(self._deadline_s)
+            try:
+                async with deadline:
+                    value = await self._function(**arguments)
+            except Exception as error:
+                if isinstance(error, TimeoutError) and deadline.expired():
+                    raise RewardError(f"took longer than its deadline of {self._deadline_s:g} s") from None
+                raise RewardError(f"raised\n{traceback.format_exc()}") from error
+        reply = as_number(value)
+        if "not_a_number" in reply:
+            raise RewardError(f"returned {reply['not_a_number']}")
+        return float(reply["value"])
+
+    def _arguments(self, batch: DataProto) -> Iterator[dict[str, Any]]:
+        """What the function gets for each row."""
+        columns = batch.non_tensor_batch
+        texts = self._tokenizer_name is not None
+        derived = {"token_ids", *(_TEXTS if texts else ())} - set(columns)
+        unknown = sorted(self._required - derived - set(columns))
+        if unknown:
+            raise SchemaError(
+                f"{self._name} requires {', '.join(unknown)}, which the batch has not: its columns of objects are "
+                f"{', '.join(sorted(columns)) or 'none'}"
+            )
+        wanted = derived | set(columns) if self._takes_others else (derived | set(columns)) & self._wanted
+        tokens = list(_sampled(batch)) if wanted & derived else [((), ())] * len(batch)
+        for row, (prompt, sampled) in enumerate(tokens):
+            given: dict[str, Any] = {name: _plain(columns[name][row]) for name in wanted & set(columns)}
+            if "token_ids" in wanted & derived:
+                given["token_ids"] = list(sampled)
+            for name, ids in (("completion", sampled), ("prompt", prompt)):
+                if name in wanted & derived:
+                    given[name] = self._decode(list(ids))
+            yield given
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._tokenizer is None:
+            self._tokenizer = _load_tokenizer(str(self._tokenizer_name))
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+
+def _load(name: str) -> Any:
+    module, colon, _ = name.partition(":")
+    if not colon or module == "__main__":
+        raise ConfigError(
+            f"{name!r} cannot be imported by another process",
+            path="function",
+            remedy="put the reward function into a module of its own and write package.module:name",
+        )
+    function = load_part("asyncrl.reward_functions", name, path="function")
+    if not callable(function):
+        raise ConfigError(f"{name} is a {type(function).__name__}, not a function", path="function")
+    return function
+
+
+def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    return tokenizer
+
+
+def _parameters(name: str, function: Any) -> tuple[frozenset[str], frozenset[str], bool]:
+    """Names that may be passed, those that must be, and whether any other may be too."""
+    kinds = inspect.Parameter
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is kinds.POSITIONAL_ONLY for p in parameters):
+        raise ConfigError(
+            f"{name} has positional-only parameters", path="function", remedy="arguments are passed by keyword"
+        )
+    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    required = frozenset(p.name for p in named if p.default is kinds.empty)
+    return frozenset(p.name for p in named), required, any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+
+
+def _sampled(batch: DataProto) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each row, the tokens before the first sampled one, and the sampled ones.
+
+    What was sampled is told by ``weight_versions`` where there are any: ``loss_mask`` may leave out sampled tokens.
+    """
+    columns: Mapping[str, torch.Tensor] = batch.batch if batch.batch is not None else {}
+    marks = next((name for name in ("weight_versions", "loss_mask") if name in columns.keys()), None)  # noqa: SIM118
+    if marks is None or "input_ids" not in columns.keys():  # noqa: SIM118  # a TensorDict iterates over rows
+        raise SchemaError("token_ids and texts need the columns input_ids and weight_versions (or loss_mask)")
+    for ids, mark in zip(rows_of(columns["input_ids"]), rows_of(columns[marks]), strict=True):
+        sampled = mark >= 0 if marks == "weight_versions" else mark.bool()
+        first = int(sampled.int().argmax()) if bool(sampled.any()) else len(ids)
+        yield tuple(ids[:first].tolist()), tuple(ids[sampled].tolist())
+
+
+def _plain(value: object) -> object:
+    """Numpy scalars as Python's own, so that a scoring process need not import numpy for them."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _row_name(batch: DataProto, row: int) -> str:
+    columns = batch.batch.keys() if batch.batch is not None else ()
+    if batch.batch is not None and "slot" in columns and "row" in columns:
+        return f"row {row} (slot {int(batch.batch['slot'][row])}, row {int(batch.batch['row'][row])} of its group)"
+    return f"row {row}"

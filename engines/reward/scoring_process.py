@@ -1,0 +1,129 @@
+"""A process of its own for functions that may hang, leak, crash or set alarms."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import RewardError
+
+__all__ = ["ScoringProcess"]
+
+_PROGRAM = Path(__file__).with_name("scoring_program.py")
+_LENGTH = struct.Struct(">I")
+
+
+class ScoringProcess:
+    """Runs one function, one call at a time; started when first needed, again after it was killed.
+
+    States: absent -> running -> absent (killed, crashed or closed). A call that passes its deadline or is cancelled
+    kills the process and its whole group, so a function that never returns, and what it started, is really gone.
+
+    Args:
+        function: ``package.module:name``.
+        start_deadline_s: longest time for starting Python and importing the module.
+    """
+
+    def __init__(self, function: str, *, start_deadline_s: float) -> None:
+        self._function = function
+        self._start_deadline_s = start_deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    async def call(self, arguments: dict[str, Any], *, deadline_s: float) -> float:
+        """The function's value for these keyword arguments.
+
+        Raises:
+            RewardError: it raised, returned no finite number, took longer than ``deadline_s``, or its process died.
+        """
+        request = pickle.dumps(arguments)
+        if self._process is not None and self._reader.at_eof():
+            await self.stop()  # died between two calls: no call's fault
+        try:
+            if self._process is None:
+                await self._start()
+            try:
+                async with asyncio.timeout(deadline_s):
+                    reply = await self._exchange(request)
+            except TimeoutError:
+                raise RewardError(f"took longer than its deadline of {deadline_s:g} s and was killed") from None
+        except BaseException:
+            # The process is in an unknown state, or still busy: whatever the reason, it goes.
+            await self.stop()
+            raise
+        if "error" in reply:
+            raise RewardError(f"raised\n{reply['error']}")
+        if "not_a_number" in reply:
+            raise RewardError(f"returned {reply['not_a_number']}")
+        return float(reply["value"])
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            opening = asyncio.ensure_future(asyncio.to_thread(self._open, theirs.fileno()))
+            try:
+                self._process = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                self._process = await opening  # the thread cannot be stopped; its process can, by our caller
+                raise
+            finally:
+                if self._process is None:
+                    self._writer.close()
+        try:
+            async with asyncio.timeout(self._start_deadline_s):
+                reply = await self._exchange(pickle.dumps({"path": sys.path, "function": self._function}))
+        except TimeoutError:
+            raise RewardError(f"its module was not imported within {self._start_deadline_s:g} s") from None
+        if "error" in reply:
+            raise RewardError(f"its module could not be imported\n{reply['error']}")
+
+    @staticmethod
+    def _open(descriptor: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603  # our own interpreter and program
+            # -P: the program's own folder must not shadow anybody's modules.
+            [sys.executable, "-P", str(_PROGRAM), str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+            start_new_session=True,
+        )
+
+    async def _exchange(self, body: bytes) -> dict[str, Any]:
+        try:
+            self._writer.write(_LENGTH.pack(len(body)) + body)
+            await self._writer.drain()
+            (count,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            reply: dict[str, Any] = json.loads(await self._reader.readexactly(count))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self.stop()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            raise RewardError(f"its process ended {how}") from None
+        return reply
+
+    async def stop(self) -> int:
+        """Kill the process and everything in its group; return its exit code (0 if there was none). Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        self._writer.close()
+        # Until it is waited for, a dead process keeps its id: this cannot hit a group that is not ours. One that had
+        # begun to exit keeps its exit code.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return await asyncio.shield(asyncio.to_thread(process.wait))

@@ -1,0 +1,129 @@
+"""The program that a scoring process runs: user functions, one row at a time, away from the event loop.
+
+Started as a file, ``python scoring_program.py FD``, by :mod:`engines.reward.scoring_process`. It imports the standard
+library and the user's module, nothing else, so that a start costs what the user's module costs.
+
+On the socket ``FD``, every message is 4 bytes of length (big endian) and a body. Requests are pickled, because columns
+may hold any object and come from our own parent; replies are JSON, because they come from the user's code.
+
+    parent                                             program
+    {"path": sys.path, "function": "module:name"}  ->
+                                                   <-  {"ready": true} or {"error": traceback}
+    {"completion": ..., "task": ...}               ->
+                                                   <-  {"value": 1.0}, {"not_a_number": repr} or {"error": traceback}
+
+The function runs in the main thread (libraries that set alarms need that); a second thread watches the socket. When it
+closes, because the parent closed it or died, the whole process group is killed: nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_LENGTH = struct.Struct(">I")
+_REPR_CHARACTERS = 200
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+
+
+def main() -> None:
+    """Import the function, then answer requests until the parent closes the socket."""
+    # Descriptor numbers are inherited; the parent's end is not.
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
+    try:
+        function = _load(requests.get())
+        reply: dict[str, Any] = {"ready": True}
+    except BaseException:  # noqa: BLE001  # whatever the user's module raises, SystemExit too, is the parent's to tell
+        function, reply = None, {"error": traceback.format_exc()}
+    _write(connection, reply)
+    while function is not None:
+        _write(connection, _answer(function, requests.get()))
+
+
+def _load(hello: dict[str, Any]) -> Callable[..., Any]:
+    sys.path[:] = hello["path"]
+    module, _, attributes = hello["function"].partition(":")
+    part: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        part = getattr(part, attribute)
+    function: Callable[..., Any] = part
+    return function
+
+
+def _answer(function: Callable[..., Any], request: bytes) -> dict[str, Any]:
+    try:
+        value = function(**pickle.loads(request))  # noqa: S301  # from our own parent
+        return as_number(value)
+    except BaseException:  # noqa: BLE001  # as above
+        return {"error": traceback.format_exc()}
+
+
+def as_number(value: Any) -> dict[str, Any]:
+    """``{"value": float}`` if ``value`` is one finite float32, else ``{"not_a_number": why}``.
+
+    Booleans count as 0 and 1; scalars of numpy and torch as what they hold (that is the vendors' edge of ``Any``).
+    """
+    shown = repr(value)[:_REPR_CHARACTERS]
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, int | float):
+        return {"not_a_number": f"{shown} of type {type(value).__name__}"}
+    if math.isnan(value) or abs(value) > _LARGEST_FLOAT32:
+        return {"not_a_number": f"{shown}, which is no finite float32"}
+    return {"value": float(value)}
+
+
+def _read(connection: socket.socket, requests: queue.SimpleQueue[Any]) -> None:
+    hello = True
+    while (body := _receive(connection)) is not None:
+        requests.put(pickle.loads(body) if hello else body)  # noqa: S301  # from our own parent
+        hello = False
+    _end()
+
+
+def _end() -> None:
+    os.killpg(os.getpid(), signal.SIGKILL)  # we lead our group: this kills us and whatever the function started
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    header = _exactly(connection, _LENGTH.size)
+    return None if header is None else _exactly(connection, _LENGTH.unpack(header)[0])
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    body = bytearray()
+    while len(body) < count:
+        try:
+            part = connection.recv(min(count - len(body), 1 << 20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        body += part
+    return bytes(body)
+
+
+def _write(connection: socket.socket, reply: dict[str, Any]) -> None:
+    body = json.dumps(reply).encode()
+    try:
+        connection.sendall(_LENGTH.pack(len(body)) + body)
+    except ConnectionError:
+        _end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,457 @@
+"""Functions as rewards: what they are given, what becomes of their failures, and that nothing stays behind."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from blockbuster import blockbuster_ctx
+
+from asyncrl.data import DataProto
+from asyncrl.errors import ConfigError, RewardError, SchemaError
+from asyncrl.interfaces import RewardModel
+from engines.reward.function_reward import FunctionReward
+
+Module = Callable[[str], str]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Module:
+    """Write a module of reward functions; returns its name."""
+
+    def write(source: str) -> str:
+        name = f"rewards_{abs(hash(request.node.nodeid))}"
+        (tmp_path / f"{name}.py").write_text(dedent(source))
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    return write
+
+
+@asynccontextmanager
+async def rewarding(**options: Any) -> AsyncIterator[FunctionReward]:
+    reward = FunctionReward(**options)
+    try:
+        yield reward
+    finally:
+        await reward.close()
+
+
+def batch(answers: list[str], **columns: Any) -> DataProto:
+    """Rows of a prompt of two tokens, then one sampled token per character, an environment's token, a sampled one."""
+    rows = [[1, 2, *map(ord, answer), 3, 4] for answer in answers]
+    versions = [[-1, -1, *[5] * len(answer), -1, 6] for answer in answers]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": [torch.tensor(row) for row in rows],
+            "weight_versions": [torch.tensor(row, dtype=torch.int32) for row in versions],
+            "slot": torch.full((len(rows),), 40),
+            "row": torch.arange(len(rows)),
+        },
+        non_tensors={"task": [{"answer": answer.upper()} for answer in answers], **columns},
+    )
+
+
+async def scores(reward: FunctionReward, rows: DataProto) -> list[float]:
+    scored = await reward.score(rows)
+    assert scored.batch is not None
+    assert scored.batch["rewards"].dtype == torch.float32
+    column: list[float] = scored.batch["rewards"].tolist()
+    return column
+
+
+def alive(pid: int) -> bool:
+    """Whether ``pid`` runs; a zombie nobody has reaped yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def gone(pid: int) -> bool:
+    """Whether ``pid`` ends within ten seconds. A signal is delivered by the kernel when it likes."""
+    until = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < until:
+        await asyncio.to_thread(os.sched_yield)
+    return not alive(pid)
+
+
+async def test_a_function_gets_what_it_names(module: Module) -> None:
+    name = module(
+        """
+        def reward(token_ids, task, level=0):
+            return sum(token_ids) + 1000 * level + (0.5 if task["answer"] == "AB" else 0)
+        """
+    )
+    async with rewarding(function=f"{name}:reward") as reward:
+        _: RewardModel = reward
+        # sampled: the characters and the closing 4; neither prompt nor environment
+        assert await scores(reward, batch(["ab", "c"])) == [97 + 98 + 4 + 0.5, 99 + 4]
+        assert await scores(reward, batch(["ab", "c"], level=[1, 2])) == [1199.5, 2103.0]
+
+
+async def test_other_columns_come_by_keyword_if_the_function_takes_any(module: Module) -> None:
+    name = module(
+        """
+        def reward(**columns):
+            assert sorted(columns) == ["level", "task", "token_ids"], columns
+            assert type(columns["level"]) is int, type(columns["level"])
+            return columns["level"]
+        """
+    )
+    import numpy as np
+
+    async with rewarding(function=f"{name}:reward") as reward:
+        assert await scores(reward, batch(["a", "b"], level=np.array([3, 4]))) == [3.0, 4.0]
+
+
+async def test_text_is_decoded_from_the_sampled_tokens_only(module: Module, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<end>": 0, "What": 1, "is": 2, "it?": 3, "it": 4, "works": 5, "TOOL": 6}
+    backend = Tokenizer(models.WordLevel(words, unk_token="What"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(tmp_path / "tokenizer")
+    name = module(
+        """
+        def reward(completion, prompt):
+            assert (prompt, completion) == ("What is it?", "it works"), (prompt, completion)
+            return 1
+        """
+    )
+    rows = DataProto.from_dict(
+        tensors={
+            "input_ids": [torch.tensor([1, 2, 3, 4, 6, 5, 0])],
+            "loss_mask": [torch.tensor([False, False, False, True, False, True, True])],
+        }
+    )
+    async with rewarding(function=f"{name}:reward", tokenizer=str(tmp_path / "tokenizer")) as reward:
+        assert await scores(reward, rows) == [1.0]
+
+
+async def test_rows_keep_their_order_in_a_pool_of_processes(module: Module) -> None:
+    name = module(
+        """
+        import os, time
+        def reward(token_ids):
+            time.sleep(0.02 * (token_ids[0] % 3))
+            return token_ids[0]
+        def process(token_ids):
+            return os.getpid()
+        """
+    )
+    letters = "fedcbagh"
+    async with rewarding(function=f"{name}:reward", processes=2) as reward:
+        assert await scores(reward, batch(list(letters))) == [float(ord(letter)) for letter in letters]
+    async with rewarding(function=f"{name}:process", processes=1) as reward:
+        assert len(set(await scores(reward, batch(list(letters))))) == 1  # started once, kept
+
+
+async def test_a_scoring_process_loads_no_torch_and_runs_the_function_in_its_main_thread(module: Module) -> None:
+    name = module(
+        """
+        import sys, threading
+        def reward(task):
+            heavy = {"torch", "numpy", "ray", "transformers", "tensordict"} & set(sys.modules)
+            assert not heavy, heavy
+            return threading.current_thread() is threading.main_thread()
+        """
+    )
+    async with rewarding(function=f"{name}:reward") as reward:
+        assert await scores(reward, batch(["a"])) == [1.0]
+
+
+NO_NUMBER = [
+    ("return 1 / 0", "raised\n.*ZeroDivisionError"),
+    ("return None", "returned None of type NoneType"),
+    ("return '1.0'", "returned '1.0' of type str"),
+    ("return [1.0]", r"returned \[1.0\] of type list"),
+    ("return float('nan')", "returned nan, which is no finite float32"),
+    ("return -1e300", "returned -1e\\+300, which is no finite float32"),
+]
+END_OF_PROCESS = [
+    ("raise SystemExit(3)", "raised\n.*SystemExit: 3"),
+    ("import os; os._exit(7)", "its process ended with exit code 7"),
+    ("import os; os.kill(os.getpid(), 11)", "its process ended by SIGSEGV"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        *(("def", body, message) for body, message in NO_NUMBER + END_OF_PROCESS),
+        *(("async def", body, message) for body, message in NO_NUMBER),
+    ],
+)
+async def test_a_failure_is_an_error_that_names_row_and_function(
+    module: Module, kind: str, body: str, message: str
+) -> None:
+    name = module(
+        f"""
+        {kind} reward(token_ids):
+            if token_ids[0] == ord("x"):
+                {body}
+            return 1.0
+        """
+    )
+    async with rewarding(function=f"{name}:reward") as reward:
+        with pytest.raises(RewardError, match=rf"(?s)row 1 \(slot 40, row 1 of its group\): {name}:reward {message}"):
+            await reward.score(batch(["a", "x", "b"]))
+        assert await scores(reward, batch(["a", "b"])) == [1.0, 1.0]  # the next batch is none the worse
+
+
+@pytest.mark.parametrize("returned", ["True", "1", "1.0", "numpy.float32(1)", "numpy.array(1)", "numpy.True_"])
+async def test_what_counts_as_a_number(module: Module, returned: str) -> None:
+    name = module(
+        f"""
+        import numpy
+        def reward(token_ids):
+            return {returned}
+        """
+    )
+    async with rewarding(function=f"{name}:reward") as reward:
+        assert await scores(reward, batch(["a"])) == [1.0]
+
+
+async def test_a_function_that_hangs_is_killed_with_its_children_and_replaced(module: Module, tmp_path: Path) -> None:
+    name = module(
+        f"""
+        import os, pathlib, signal, subprocess, time
+        def reward(token_ids):
+            if token_ids[0] != ord("x"):
+                return os.getpid()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            child = subprocess.Popen(["sleep", "600"])
+            pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+            while True:
+                pass
+        """
+    )
+    async with rewarding(function=f"{name}:reward", deadline_s=1.0) as reward:
+        with pytest.raises(RewardError, match=r"row 0 .*took longer than its deadline of 1 s and was killed"):
+            await reward.score(batch(["x"]))
+        stuck, child = map(int, (tmp_path / "pids").read_text().split())
+        assert await gone(stuck)
+        assert await gone(child)
+        (successor,) = await scores(reward, batch(["a"]))
+        assert successor != stuck
+
+
+async def test_the_event_loop_is_never_blocked(module: Module) -> None:
+    name = module(
+        """
+        import time
+        def reward(token_ids):
+            time.sleep(0.3)
+            return 1.0
+        """
+    )
+    beats = 0
+    with blockbuster_ctx():
+        async with rewarding(function=f"{name}:reward") as reward:
+            scoring = asyncio.ensure_future(reward.score(batch(["a", "b"])))
+            while not scoring.done():
+                await asyncio.sleep(0.001)  # a heartbeat, not a wait
+                beats += 1
+            await scoring
+    assert beats > 20  # of several hundred
+
+
+async def test_cancelling_ends_the_call_and_its_process(module: Module, tmp_path: Path) -> None:
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
+    name = module(
+        f"""
+        import os, time
+        def reward(token_ids):
+            with open({str(fifo)!r}, "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(600)
+        """
+    )
+    async with rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+        scoring = asyncio.ensure_future(reward.score(batch(["a", "b"])))
+        pid = int(await asyncio.to_thread(fifo.read_text))
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert await gone(pid)
+
+
+async def test_closing_ends_what_runs_and_leaves_no_process(module: Module, tmp_path: Path) -> None:
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
+    name = module(
+        f"""
+        import os, time
+        def reward(token_ids):
+            with open({str(fifo)!r}, "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(600)
+        """
+    )
+    reward = FunctionReward(function=f"{name}:reward", deadline_s=500)
+    scoring = asyncio.ensure_future(reward.score(batch(["a"])))
+    pid = int(await asyncio.to_thread(fifo.read_text))
+    await reward.close()
+    with pytest.raises(RewardError):
+        await scoring
+    assert not alive(pid)
+    await reward.close()
+    with pytest.raises(RewardError, match="after it was closed"):
+        await reward.score(batch(["a"]))
+
+
+async def test_a_process_that_dies_between_two_calls_is_replaced(module: Module) -> None:
+    name = module(
+        """
+        import os
+        def reward(token_ids):
+            return os.getpid()
+        """
+    )
+    async with rewarding(function=f"{name}:reward") as reward:
+        (first,) = await scores(reward, batch(["a"]))
+        os.kill(int(first), 9)
+        assert await gone(int(first))
+        (second,) = await scores(reward, batch(["a"]))
+        assert second != first
+
+
+async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_path: Path) -> None:
+    import signal
+    import subprocess
+    import sys
+
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
+    name = module(
+        f"""
+        import os, time
+        def reward(task):
+            with open({str(fifo)!r}, "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(600)
+        """
+    )
+    program = dedent(
+        f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from engines.reward.scoring_process import ScoringProcess
+        asyncio.run(ScoringProcess("{name}:reward", start_deadline_s=60).call({{"task": 1}}, deadline_s=600))
+        """
+    )
+    parent = await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", program])
+    try:
+        pid = int(await asyncio.to_thread(fifo.read_text))
+        assert alive(pid)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(parent.wait)
+    assert await gone(pid)
+
+
+async def test_an_async_function_runs_on_the_loop_so_many_at_a_time(module: Module) -> None:
+    name = module(
+        """
+        import asyncio, os
+        running = most = 0
+        async def reward(token_ids):
+            global running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            return os.getpid()
+        """
+    )
+    import importlib
+
+    async with rewarding(function=f"{name}:reward", concurrency=3) as reward:
+        assert await scores(reward, batch(list("abcdefgh"))) == [float(os.getpid())] * 8
+    assert importlib.import_module(name).most == 3
+
+
+async def test_an_async_function_is_cancelled_at_its_deadline(module: Module) -> None:
+    name = module(
+        """
+        import asyncio
+        ended = False
+        async def reward(token_ids):
+            global ended
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended = True
+        async def times_out_itself(token_ids):
+            raise TimeoutError("the judge was slow")
+        """
+    )
+    import importlib
+
+    async with rewarding(function=f"{name}:reward", deadline_s=0.05) as reward:
+        with pytest.raises(RewardError, match=r"row 0 .*took longer than its deadline of 0\.05 s"):
+            await reward.score(batch(["a"]))
+    assert importlib.import_module(name).ended
+    async with rewarding(function=f"{name}:times_out_itself") as reward:
+        with pytest.raises(RewardError, match=r"(?s)raised.*the judge was slow"):
+            await reward.score(batch(["a"]))
+
+
+async def test_a_required_column_that_is_missing_is_named(module: Module) -> None:
+    name = module("def reward(ground_truth, token_ids): return 1.0")
+    async with rewarding(function=f"{name}:reward") as reward:
+        with pytest.raises(SchemaError, match=r"requires ground_truth, which the batch has not: .* are task"):
+            await reward.score(batch(["a"]))
+
+
+async def test_no_rows_need_no_process(module: Module) -> None:
+    name = module("def reward(task): return 1.0")
+    async with rewarding(function=f"{name}:reward") as reward:
+        assert await scores(reward, batch(["a"]).select_idxs([])) == []
+
+
+async def test_a_module_that_cannot_be_imported_there_is_told(module: Module) -> None:
+    name = module(
+        """
+        import sys
+        if "pytest" not in sys.modules:
+            raise ImportError("only in tests")
+        def reward(task): return 1.0
+        """
+    )
+    async with rewarding(function=f"{name}:reward") as reward:
+        with pytest.raises(RewardError, match=r"(?s)its module could not be imported.*only in tests"):
+            await reward.score(batch(["a"]))
+
+
+def test_wrong_arguments_are_refused_at_once(module: Module) -> None:
+    name = module(
+        """
+        number = 3
+        def texts(completion): return 1.0
+        def positional(task, /): return 1.0
+        def good(task): return 1.0
+        """
+    )
+    for options, message in [
+        ({"function": "rewards.reward"}, "cannot be imported by another process"),
+        ({"function": "__main__:reward"}, "cannot be imported by another process"),
+        ({"function": "no_such_module_here:reward"}, "no_such_module_here"),
+        ({"function": f"{name}:god"}, "did you mean good"),
+        ({"function": f"{name}:number"}, "is a int, not a function"),
+        ({"function": f"{name}:texts"}, "wants the text 'completion'"),
+        ({"function": f"{name}:positional"}, "positional-only"),
+        ({"function": f"{name}:good", "processes": 0}, "processes is 0"),
+        ({"function": f"{name}:good", "deadline_s": 0}, "deadline_s is 0"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            FunctionReward(**options)  # type: ignore[arg-type]

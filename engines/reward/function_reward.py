@@ -37,8 +37,8 @@ class FunctionReward:
     completion     text of the tokens that the policy sampled (special tokens left out); needs ``tokenizer``
     prompt         text of the tokens before the first sampled one; needs ``tokenizer``
     token_ids      list of the sampled tokens' ids
-    any column     the row's value in a column of ``batch.non_tensor_batch``. Trajectories bring ``task`` (dict), ``reply``
-                   (text of the last turn), ``info`` (of the environment's last step) and ``finish_reason``
+    any column     the row's value in a column of ``batch.non_tensor_batch``. Trajectories bring ``task`` (dict),
+                   ``reply`` (text of the last turn), ``info`` (of the environment's last step), ``finish_reason``
     ``**others``   everything above (the texts only with a tokenizer)
     ============== ====================================================================================================
 

@@ -264,6 +264,29 @@ async def test_the_event_loop_is_never_blocked(module: Module) -> None:
     assert beats > 20  # of several hundred
 
 
+def test_uvloop_drives_it_too(module: Module) -> None:
+    import uvloop
+
+    name = module(
+        """
+        import time
+        def reward(token_ids):
+            if token_ids[0] == ord("x"):
+                time.sleep(600)
+            return 2.0
+        """
+    )
+
+    async def story() -> None:
+        async with rewarding(function=f"{name}:reward", processes=2, deadline_s=0.5) as reward:
+            assert await scores(reward, batch(["a", "b"])) == [2.0, 2.0]
+            with pytest.raises(RewardError, match=r"row 1 .*took longer"):
+                await reward.score(batch(["a", "x"]))
+            assert await scores(reward, batch(["a", "b"])) == [2.0, 2.0]
+
+    uvloop.run(story())
+
+
 async def test_cancelling_ends_the_call_and_its_process(module: Module, tmp_path: Path) -> None:
     fifo = tmp_path / "started"
     os.mkfifo(fifo)

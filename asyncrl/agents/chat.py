@@ -15,6 +15,8 @@ Where it can differ from rendering the whole conversation from its messages:
 * inside an assistant turn, if the model spells a text with other tokens than the tokenizer would, or a tool call with
   other spaces than the template: the sampled ids are the truth, a later turn sees what was said;
 * templates that rewrite *earlier* turns (dropping old reasoning): here nothing is rewritten;
+* templates without tool calls (SmolLM2's): calls in *given* messages are written as text, the way they are parsed;
+  tools are not declared, so the environment's instructions have to name them;
 * templates that render an answer differently depending on the *content* of the assistant's turn (one that checks tool
   call ids against it): the turn is rendered with a placeholder as its content.
 
@@ -70,6 +72,7 @@ class ChatRenderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(template_options or {})
+        self._knows_calls = "tool_calls" in str(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template", path="model", remedy="use an instruct model")
         closing = self._after_turn([{"role": "user", "content": "?"}], [], generation_prompt=False)
@@ -202,7 +205,7 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages),
+                list(messages) if self._knows_calls else [_with_calls_as_text(message) for message in messages],
                 tools=[each.schema() for each in tools] or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
@@ -212,6 +215,18 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    """For templates that know nothing of tool calls: the calls as part of the content."""
+    if not message.get("tool_calls"):
+        return message
+    calls = (
+        json.dumps({"name": call["function"]["name"], "arguments": call["function"]["arguments"]})
+        for call in message["tool_calls"]
+    )
+    written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    return {"role": message["role"], "content": "\n".join(filter(None, [message.get("content"), *written]))}
 
 
 def _call(written: str, *, number: int) -> dict[str, Any]:

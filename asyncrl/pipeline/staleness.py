@@ -123,6 +123,11 @@ class AdmissionLaw:
         return self._issued
 
     @property
+    def next_slot(self) -> int:
+        """Lowest slot that was never issued, by this run or the one it goes on from."""
+        return self._next_slot
+
+    @property
     def live(self) -> int:
         """Groups trained on since ``first_version``, or still to be: outstanding and new ones, without the dropped."""
         return len(self._outstanding) + self._next_slot - self._first_slot - len(self._dropped)

@@ -1,0 +1,238 @@
+"""From configuration to running parts: the one place where names become worker groups.
+
+Everything made here is closed by :meth:`Assembly.aclose`, in the reverse order, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from asyncrl.algorithms import PolicyObjective
+from asyncrl.config import Config
+from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, SamplingParams
+from asyncrl.parts import load_part
+from asyncrl.pipeline.reward_worker import RewardWorker
+from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
+from asyncrl.rollout.pool import RolloutPool
+from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
+from asyncrl.single_controller import ClassWithInitArgs, Worker, WorkerGroup
+
+__all__ = ["Assembly", "Role", "trainer_options", "warm_start_options"]
+
+Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference"]
+
+
+def trainer_options(config: Config) -> dict[str, Any]:
+    """Keyword arguments of the training engine for policy optimisation."""
+    trainer, algorithm = config.trainer, config.algorithm
+    return {
+        "objective": PolicyObjective(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            behaviour_weight_cap=algorithm.behaviour_weight_cap,
+            kl_coefficient=algorithm.kl_coefficient,
+            kl_estimator=algorithm.kl_estimator,
+            entropy_coefficient=algorithm.entropy_coefficient,
+            aggregation=algorithm.aggregation,
+            fixed_length=config.rollout.max_tokens if algorithm.aggregation == "fixed_length" else None,
+        ),
+        "lr": trainer.lr,
+        "schedule": trainer.schedule,
+        "warmup_steps": trainer.warmup_steps,
+        "total_steps": config.steps * trainer.minibatches * trainer.epochs,
+        "minibatches": trainer.minibatches,
+        "epochs": trainer.epochs,
+        "threads": trainer.threads,
+        "temperature": config.rollout.temperature,
+        **_common_options(config),
+    }
+
+
+def warm_start_options(config: Config) -> dict[str, Any]:
+    """Keyword arguments of the training engine for the supervised warm start."""
+    return {
+        "objective": PolicyObjective(),
+        "lr": config.sft.lr,
+        "schedule": config.sft.schedule,
+        "warmup_steps": config.sft.warmup_steps,
+        "total_steps": config.sft.steps,
+        "threads": config.sft.threads,
+        **_common_options(config),
+    }
+
+
+def _common_options(config: Config) -> dict[str, Any]:
+    trainer = config.trainer
+    return {
+        "dtype": config.model.dtype,
+        "weight_decay": trainer.weight_decay,
+        "betas": (trainer.beta1, trainer.beta2),
+        "max_grad_norm": trainer.max_grad_norm,
+        "max_tokens_per_microbatch": trainer.max_tokens_per_microbatch,
+        "gradient_checkpointing": trainer.gradient_checkpointing,
+        "seed": config.seed,
+        **trainer.options,
+    }
+
+
+@dataclass(slots=True)
+class _Request:
+    """A worker group to be made: what, how many ranks, on which share of a machine."""
+
+    role: Role
+    name: str
+    worker: type[Worker]
+    spec: Any
+    world_size: int
+    num_cpus: float
+    num_gpus: float
+
+
+class Assembly:
+    """The worker groups of a run and what connects them.
+
+    Args:
+        config: the run.
+        log_folder: where worker processes write what they print.
+
+    Attributes:
+        environments: tasks and demonstrations, for the driver's own use.
+        trainer, pool, reward, reference: worker groups; the last two only where the configuration asks for them.
+    """
+
+    def __init__(self, config: Config, *, log_folder: Path) -> None:
+        self.config = config
+        self._log_folder = log_folder
+        self._stack = AsyncExitStack()
+        self.environments: EnvironmentFactory = make_environments(config)
+        self.trainer: Any  # a worker group: its methods are the worker's, bound at run time
+        self.pool: RolloutPool
+        self.reward: Any = None
+        self.reference: Any = None
+
+    async def start(self, roles: Collection[Role] = ("trainer", "rollout", "reward", "reference")) -> None:
+        """Start the cluster, if one is needed, and the worker processes of ``roles`` that the run uses."""
+        requests = [request for request in self._requests() if request.role in roles]
+        make_group = self._ray_backend(requests) if self.config.cluster.backend == "ray" else _local_group
+        replicas: dict[str, WorkerGroup] = {}
+        for request in requests:
+            group = make_group(request)
+            self._stack.push_async_callback(group.aclose)
+            if request.role == "rollout":
+                replicas[request.name] = group
+            else:
+                setattr(self, request.role, group)
+        if replicas:
+            self.pool = RolloutPool(replicas, kv_cache=self.config.weights.kv_cache)
+
+    def make_buffer(self) -> ReplayBuffer:
+        """A replay buffer for this run."""
+        config = self.config
+        make = load_part("asyncrl.replay_buffers", config.buffer.kind)
+        buffer: ReplayBuffer = make(
+            capacity=config.capacity_groups, max_staleness=config.max_staleness, selection=config.buffer.selection
+        )
+        return buffer
+
+    async def aclose(self) -> None:
+        """Close groups, transports and the cluster. Idempotent."""
+        await self._stack.aclose()
+
+    def _ray_backend(self, requests: list[_Request]) -> Callable[[_Request], WorkerGroup]:
+        from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+        from asyncrl.single_controller.ray_cluster import RayCluster
+
+        cluster = self.config.cluster
+        needed = sum(request.world_size * request.num_cpus for request in requests)
+        self._stack.enter_context(
+            RayCluster(
+                address=cluster.address,
+                num_cpus=cluster.num_cpus or max(float(os.cpu_count() or 1), needed),
+                log_folder=self._log_folder,
+            )
+        )
+
+        def make(request: _Request) -> WorkerGroup:
+            pool = RayResourcePool([request.world_size], num_cpus=request.num_cpus, num_gpus=request.num_gpus)
+            return RayWorkerGroup(
+                resource_pool=pool,
+                ray_cls_with_init=RayClassWithInitArgs(request.worker, request.spec),
+                name=request.name,
+            )
+
+        return make
+
+    def _requests(self) -> list[_Request]:
+        config = self.config
+        transport_options = {"namespace": f"asyncrl-{os.getpid()}", **config.weights.options}
+        trainer = config.trainer
+        spec = TrainerSpec(
+            engine=trainer.engine, transport=config.weights.transport, transport_options=transport_options
+        )
+        requests = [
+            _Request("trainer", "trainer", TrainerWorker, spec, trainer.world_size, trainer.num_cpus, trainer.num_gpus)
+        ]
+        rollout = config.rollout
+        rollout_spec = _rollout_spec(config, transport_options)
+        requests += [
+            _Request(
+                "rollout", f"rollout-{replica}", RolloutWorker, rollout_spec, 1, rollout.num_cpus, rollout.num_gpus
+            )
+            for replica in range(rollout.replicas)
+        ]
+        if config.reward.source != "environment":
+            reward_spec = (config.reward.source, dict(config.reward.options))
+            requests.append(_Request("reward", "reward", RewardWorker, reward_spec, 1, 0.0, 0.0))
+        if config.algorithm.kl_coefficient > 0:
+            frozen = TrainerSpec(engine=trainer.engine)
+            requests.append(
+                _Request("reference", "reference", TrainerWorker, frozen, 1, trainer.num_cpus, trainer.num_gpus)
+            )
+        return requests
+
+
+def make_environments(config: Config) -> EnvironmentFactory:
+    """The configured environment factory."""
+    make = load_part("asyncrl.environments", config.env.name)
+    environments: EnvironmentFactory = make(**config.env.options)
+    return environments
+
+
+def _rollout_spec(config: Config, transport_options: dict[str, Any]) -> RolloutSpec:
+    rollout = config.rollout
+    engine_options = {"dtype": config.model.dtype, "threads": rollout.threads, "seed": config.seed, **rollout.options}
+    return RolloutSpec(
+        engine=rollout.engine,
+        engine_options=engine_options,
+        environment=config.env.name,
+        environment_options=dict(config.env.options),
+        transport=config.weights.transport,
+        transport_options=transport_options,
+        sampling=SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=tuple(rollout.stop),
+        ),
+        limits=EpisodeLimits(
+            max_turns=config.env.max_turns,
+            max_tokens=rollout.max_tokens,
+            deadline_s=config.env.deadline_s,
+            latency_s=config.env.latency_s,
+            max_attempts=rollout.max_attempts,
+        ),
+    )
+
+
+def _local_group(request: _Request) -> WorkerGroup:
+    from asyncrl.single_controller.local import LocalWorkerGroup
+
+    return LocalWorkerGroup(
+        ClassWithInitArgs(request.worker, request.spec), world_size=request.world_size, name=request.name
+    )

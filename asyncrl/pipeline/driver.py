@@ -1,0 +1,308 @@
+"""The loop: one batch's way from prompt to published weights, as stages that overlap on different batches.
+
+    prompts -> admission -> rollout (-> reward, reference) -> buffer -> update -> publish -> engines
+       ^                                                                            |
+       '------------------------ a new version admits new groups ------------------'
+
+Each stage is a task of one TaskGroup; between them lie futures (rows that stay where they were made) and the buffer.
+How far they may drift apart is one number, ``max_staleness``: at 0 they take turns, at 1 they are one step apart, and
+so on (:mod:`asyncrl.pipeline.staleness` has the law and its proof). The first error ends every stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl.algorithms import get_advantage
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.errors import EnvironmentFailure
+from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
+from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
+from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
+from asyncrl.pipeline.staleness import AdmissionLaw, Certificate, certify
+from asyncrl.rollout.pool import RolloutPool
+from asyncrl.rollout.prompts import derive_seed, prompt_rows
+from asyncrl.telemetry.timeline import Timeline
+
+__all__ = ["Driver", "Observer", "StepRecord", "TrainingPlan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """The numbers of a run.
+
+    Attributes:
+        steps: training steps in all, those before a resume included.
+        groups_per_step: groups (prompts) in a batch.
+        group_size: rollouts of each prompt (G).
+        advantage: name in :mod:`asyncrl.algorithms`.
+        seed: every prompt's, rollout's and turn's seed derives from it.
+        kv_cache: what becomes of running requests' keys and values when weights change.
+        eval_tasks: held-out tasks of an evaluation.
+        eval_every: steps between evaluations beside training; 0 for none.
+        success_reward: reward from which an episode counts as a success.
+        checkpoint_every: steps between checkpoints; 0 for none.
+        sample_trajectories: groups per step whose first trajectory is written down as text.
+    """
+
+    steps: int
+    groups_per_step: int
+    group_size: int
+    advantage: str
+    seed: int
+    eval_tasks: int
+    eval_every: int = 0
+    success_reward: float = 1.0
+    checkpoint_every: int = 0
+    sample_trajectories: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What is known after a training step."""
+
+    step: int
+    weight_version: int
+    metrics: dict[str, float]
+    certificate: Certificate
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    buffer_ready: int
+    buffer_pending: int
+
+
+class Observer(Protocol):
+    """Is told what happens. Must not block: it is called on the event loop."""
+
+    def stepped(self, record: StepRecord) -> None: ...
+
+    def evaluated(self, result: EvaluationResult, *, step: int) -> None: ...
+
+    def sampled(self, trajectory: dict[str, Any], *, slot: int) -> None: ...
+
+
+class Trainer(Protocol):
+    """The calls the loop makes on the trainer's worker group."""
+
+    def update(self, batch: DataProtoFuture) -> Any: ...
+
+    def publish(self, version: int) -> Any: ...
+
+    def release(self, version: int) -> Any: ...
+
+
+Score = Callable[[DataProtoFuture], DataProtoFuture]
+"""A stage between rollout and buffer: rows in, further columns of the same rows out."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Driver:
+    """Runs a plan on parts that were put together elsewhere (:mod:`asyncrl.pipeline.assembly`).
+
+    Attributes:
+        reward: adds ``scores`` [B] and tells them in its header; None when the environment's reward counts.
+        reference: adds ``reference_log_probs``; None without a KL term.
+        save_checkpoint: awaited between two steps, with this driver and the step that is done.
+        staleness: tokens trained on, by staleness.
+        outstanding: slots issued, neither trained on nor dropped yet.
+    """
+
+    plan: TrainingPlan
+    trainer: Trainer
+    pool: RolloutPool
+    buffer: ReplayBuffer
+    law: AdmissionLaw
+    environments: EnvironmentFactory
+    timeline: Timeline
+    observer: Observer
+    accounts: TokenAccounts = field(default_factory=TokenAccounts)
+    reward: Score | None = None
+    reference: Score | None = None
+    save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
+    staleness: Counter[int] = field(default_factory=Counter)
+    outstanding: set[int] = field(default_factory=set)
+    _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _done: bool = False
+    _failures_in_a_row: int = 0
+
+    async def run(self) -> None:
+        """Train until ``plan.steps`` is reached.
+
+        Raises:
+            ExceptionGroup: of what ended the stages; the first cause is in it with its name.
+        """
+        self.buffer.on_drop(self._dropped)
+        async with asyncio.TaskGroup() as stages:
+            stages.create_task(self._issue(stages), name="issue")
+            stages.create_task(self._train(stages), name="train")
+
+    def balance(self, *, generated: int, in_flight: int) -> TokenBalance:
+        """The token equation: what the engines count against what became of it here.
+
+        ``in_flight`` is what episodes that still run have sampled; groups in the buffer are added to it.
+        """
+        return self.accounts.balance(generated=generated, in_flight=in_flight + self.buffer.statistics().ready_tokens)
+
+    # ------------------------------------------------------------------------------------------ prompts and rollouts
+
+    async def _issue(self, stages: asyncio.TaskGroup) -> None:
+        """Issue groups as the law admits them and the buffer has room for them."""
+        while True:
+            while not self._done and not self.law.may_issue():
+                self._admission_changed.clear()
+                with self.timeline.wait("issue", "staleness bound"):
+                    await self._admission_changed.wait()
+            if self._done:
+                return
+            slot = self.law.issue()
+            self.outstanding.add(slot)
+            with self.timeline.wait("issue", "room in the buffer"):
+                await self.buffer.admit(slot)
+            stages.create_task(self._group(slot), name=f"group {slot}")
+
+    async def _group(self, slot: int) -> None:
+        """Roll one group out and put it into the buffer."""
+        try:
+            with self.timeline.span("rollout", f"group {slot}"):
+                rows, summary = await self._roll_out(slot)
+        except EnvironmentFailure as failure:
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row > 2 * self.plan.groups_per_step:
+                raise
+            self.buffer.drop(slot, "environment_failed", tokens=failure.tokens_generated)
+            return
+        self._failures_in_a_row = 0
+        self.buffer.put(summary, rows)
+        self._gauge()
+
+    async def _roll_out(self, slot: int) -> tuple[DataProtoFuture, GroupSummary]:
+        plan = self.plan
+        task = self.environments.task(slot, split="train")
+        sample = slot % plan.groups_per_step < plan.sample_trajectories
+        rows = self.pool.rollout(
+            prompt_rows(
+                [task] * plan.group_size,
+                slot=slot,
+                seeds=[derive_seed(plan.seed, "train", slot, row) for row in range(plan.group_size)],
+                purpose="train",
+                sample=sample,
+            )
+        )
+        header = await rows.header()
+        meta = header.meta_info
+        summary = GroupSummary(**meta["summary"])
+        self.accounts.drop("environment_failed", meta["wasted_tokens"])
+        if sample:
+            self.observer.sampled(meta["sample"], slot=slot)
+        if self.reward is not None:
+            with self.timeline.span("reward", f"group {slot}"):
+                scores = self.reward(rows)
+                rewards = (await scores.header()).meta_info["scores"]
+            rows = rows.union(scores)
+            summary = replace(summary, rewards=tuple(rewards))
+        if self.reference is not None:
+            with self.timeline.span("reference", f"group {slot}"):
+                reference = self.reference(rows)
+                await reference.header()
+            rows = rows.union(reference)
+        return rows, summary
+
+    def _dropped(self, group: DroppedGroup) -> None:
+        """A group was given up, here or by the buffer: a later prompt takes its place."""
+        self.accounts.drop(group.reason, group.tokens)
+        self.outstanding.discard(group.slot)
+        self.law.dropped(group.slot)
+        self._admission_changed.set()
+
+    # ------------------------------------------------------------------------------------------ training and weights
+
+    async def _train(self, stages: asyncio.TaskGroup) -> None:
+        """Train step by step; publishing a version overlaps with the update that follows it."""
+        publication: asyncio.Task[None] | None = None
+        for step in range(self.law.version + 1, self.plan.steps + 1):
+            with self.timeline.wait("train", "rollouts"):
+                groups = await self.buffer.select(self.plan.groups_per_step, weight_version=step - 1)
+            with self.timeline.span("train", f"step {step}", groups=len(groups)):
+                record = await self._update(step, groups)
+            self.observer.stepped(record)
+            if publication is not None:
+                with self.timeline.wait("train", "publication"):
+                    await publication
+            publication = stages.create_task(self._publish(step), name=f"publish {step}")
+            if self.plan.checkpoint_every and step % self.plan.checkpoint_every == 0 and self.save_checkpoint:
+                with self.timeline.span("checkpoint", f"step {step}"):
+                    await publication
+                    await self.save_checkpoint(self, step)
+            if self.plan.eval_every and step % self.plan.eval_every == 0 and step < self.plan.steps:
+                stages.create_task(self._evaluate(step, after=publication), name=f"evaluate {step}")
+        if publication is not None:
+            await publication
+        self._done = True
+        self._admission_changed.set()
+
+    async def _update(self, step: int, groups: Sequence[SelectedGroup]) -> StepRecord:
+        """One batch: concatenate the groups' rows where they lie, add advantages, update."""
+        summaries = [group.summary for group in groups]
+        certificate = certify(summaries, trainer_version=step - 1)
+        rewards = torch.tensor([reward for summary in summaries for reward in summary.rewards])
+        group_ids = torch.tensor([summary.slot for summary in summaries for _ in summary.rewards])
+        advantages = get_advantage(self.plan.advantage)(rewards, group_ids)
+        batch = DataProtoFuture.concat([_as_future(group.rows) for group in groups])
+        batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
+        (metrics, *_others) = await self.trainer.update(batch)
+        slots = [summary.slot for summary in summaries]
+        self.buffer.release(slots)
+        self.accounts.train(int(metrics["tokens_trained"]))
+        self.outstanding.difference_update(slots)
+        self.staleness.update(certificate.histogram)
+        statistics = self.buffer.statistics()
+        self._gauge()
+        return StepRecord(
+            step=step,
+            weight_version=step,
+            metrics=metrics,
+            certificate=certificate,
+            rewards=tuple(rewards.tolist()),
+            lengths=tuple(length for summary in summaries for length in summary.lengths),
+            buffer_ready=statistics.ready,
+            buffer_pending=statistics.pending,
+        )
+
+    async def _publish(self, version: int) -> None:
+        """Bring the weights of ``version`` into every engine, then let the law admit new groups."""
+        with self.timeline.span("publish", f"version {version}"):
+            (manifest, *_others) = await self.trainer.publish(version)
+            await self.pool.publish(manifest)
+            await self.trainer.release(version)
+        self.law.published(version)
+        self._admission_changed.set()
+
+    async def _evaluate(self, step: int, *, after: asyncio.Task[None]) -> None:
+        """Score the held-out tasks beside training, from the moment this step's weights serve."""
+        await asyncio.wait([after])
+        self.observer.evaluated(await self.evaluate(), step=step)
+
+    async def evaluate(self) -> EvaluationResult:
+        """Score the held-out tasks with the weights the pool serves now."""
+        with self.timeline.span("evaluate", f"version {self.pool.weight_version}"):
+            return await evaluate(
+                self.pool,
+                self.environments,
+                tasks=self.plan.eval_tasks,
+                seed=self.plan.seed,
+                success_reward=self.plan.success_reward,
+            )
+
+    def _gauge(self) -> None:
+        statistics = self.buffer.statistics()
+        self.timeline.counter("groups", ready=statistics.ready, pending=statistics.pending)
+
+
+def _as_future(rows: DataProto | DataProtoFuture) -> DataProtoFuture:
+    return rows if isinstance(rows, DataProtoFuture) else DataProtoFuture.from_value(rows)

@@ -1,0 +1,68 @@
+"""The held-out score: greedy episodes on tasks that are never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.interfaces import EnvironmentFactory
+from asyncrl.rollout.pool import RolloutPool
+from asyncrl.rollout.prompts import derive_seed, prompt_rows
+
+__all__ = ["EvaluationResult", "evaluate"]
+
+_ROWS_PER_CALL = 32
+"""Small enough that several replicas share the tasks, large enough that a call costs nothing beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Score of one weight version.
+
+    Attributes:
+        weight_version: version the pool served when the evaluation began.
+        success: share of tasks whose reward reached the success reward, 0..1.
+        reward_mean: mean reward.
+        tokens_mean: sampled tokens per task.
+        tasks: how many.
+    """
+
+    weight_version: int
+    success: float
+    reward_mean: float
+    tokens_mean: float
+    tasks: int
+
+
+async def evaluate(
+    pool: RolloutPool,
+    environments: EnvironmentFactory,
+    *,
+    tasks: int,
+    seed: int,
+    success_reward: float = 1.0,
+    split: Literal["train", "held_out"] = "held_out",
+) -> EvaluationResult:
+    """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool."""
+    version = pool.weight_version
+    headers = []
+    for first in range(0, tasks, _ROWS_PER_CALL):
+        numbers = range(first, min(first + _ROWS_PER_CALL, tasks))
+        rows = prompt_rows(
+            [environments.task(number, split=split) for number in numbers],
+            slot=first,
+            seeds=[derive_seed(seed, "eval", number) for number in numbers],
+            purpose="eval",
+        )
+        headers.append(pool.rollout(rows).header())
+    summaries = [header.meta_info["summary"] for header in await asyncio.gather(*headers)]
+    rewards = [reward for summary in summaries for reward in summary["rewards"]]
+    tokens = sum(summary["tokens"] for summary in summaries)
+    return EvaluationResult(
+        weight_version=version,
+        success=sum(reward >= success_reward - 1e-9 for reward in rewards) / len(rewards),
+        reward_mean=sum(rewards) / len(rewards),
+        tokens_mean=tokens / len(rewards),
+        tasks=len(rewards),
+    )

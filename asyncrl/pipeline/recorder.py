@@ -1,0 +1,97 @@
+"""Writes down what the loop tells: metrics, samples and scores, to the run's folder, the trackers and the screen."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.interfaces import Tracker
+from asyncrl.pipeline.driver import StepRecord
+from asyncrl.pipeline.evaluation import EvaluationResult
+from asyncrl.telemetry.progress import Progress
+from asyncrl.telemetry.run_directory import RunDirectory
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """An :class:`asyncrl.pipeline.driver.Observer`.
+
+    Attributes:
+        history: what the summary needs at the end, and a checkpoint carries over: scores by step, rewards by step.
+    """
+
+    def __init__(
+        self, run: RunDirectory, progress: Progress, tracker: Tracker, *, history: dict[str, Any] | None = None
+    ) -> None:
+        self._run = run
+        self._progress = progress
+        self._tracker = tracker
+        self._stepped_s = time.monotonic()
+        self.history: dict[str, Any] = history or {"evaluations": [], "rewards": []}
+
+    def supervised(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step of the warm start is done."""
+        self._log({f"sft/{name}": value for name, value in metrics.items()}, step=0, version=0)
+        self._progress.advance()
+        self._progress.update(loss=metrics["loss"])
+
+    def stepped(self, record: StepRecord) -> None:
+        """As :meth:`asyncrl.pipeline.driver.Observer.stepped`."""
+        reward = sum(record.rewards) / len(record.rewards)
+        now_s, tokens = time.monotonic(), sum(record.lengths)
+        tokens_per_s = tokens / max(now_s - self._stepped_s, 1e-9)
+        self._stepped_s = now_s
+        self.history["rewards"].append(reward)
+        metrics = {
+            "reward_mean": reward,
+            "length_mean": tokens / len(record.lengths),
+            "tokens_per_s": tokens_per_s,
+            "staleness_max": record.certificate.maximum,
+            "staleness_mean": record.certificate.mean,
+            "groups_ready": record.buffer_ready,
+            "groups_pending": record.buffer_pending,
+            "groups_without_signal": _groups_without_signal(record),
+            **{f"train/{name}": value for name, value in record.metrics.items()},
+        }
+        self._log(metrics, step=record.step, version=record.weight_version)
+        self._progress.advance()
+        self._progress.update(
+            reward=reward,
+            tokens_per_s=tokens_per_s,
+            staleness=record.certificate.maximum,
+            queue_depth=record.buffer_ready,
+        )
+
+    def evaluated(self, result: EvaluationResult, *, step: int) -> None:
+        """As :meth:`asyncrl.pipeline.driver.Observer.evaluated`."""
+        self.history["evaluations"].append({"step": step, "success": result.success, "reward": result.reward_mean})
+        metrics = {
+            "eval/success": result.success,
+            "eval/reward_mean": result.reward_mean,
+            "eval/tokens_mean": result.tokens_mean,
+            "eval/tasks": float(result.tasks),
+        }
+        self._log(metrics, step=step, version=result.weight_version)
+        self._progress.update(success=result.success)
+        self._progress.note(
+            f"held-out success {result.success:.3f} on {result.tasks} tasks (weight version {result.weight_version})"
+        )
+
+    def sampled(self, trajectory: dict[str, Any], *, slot: int) -> None:
+        """As :meth:`asyncrl.pipeline.driver.Observer.sampled`."""
+        self._run.log_trajectory({"slot": slot, **trajectory})
+
+    def _log(self, metrics: Mapping[str, float], *, step: int, version: int) -> None:
+        self._run.log_metrics(metrics, step=step, version=version)
+        self._tracker.log(metrics, step=step)
+
+
+def _groups_without_signal(record: StepRecord) -> float:
+    """Share of the groups whose rows all got the same reward: their advantages are 0."""
+    rows_per_group = len(record.rewards) // max(record.certificate.groups, 1)
+    starts = range(0, len(record.rewards), rows_per_group)
+    flat = Counter(len(set(record.rewards[start : start + rows_per_group])) == 1 for start in starts)
+    return flat[True] / max(record.certificate.groups, 1)

@@ -1,0 +1,129 @@
+"""A rank of the trainer as a worker: a training engine, and the transport its weights leave by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.data import DataProto
+from asyncrl.interfaces import TrainingEngine, WeightTransport
+from asyncrl.parts import load_part
+from asyncrl.single_controller import Dispatch, Execute, Worker, register
+from asyncrl.weights.manifest import WeightManifest
+
+__all__ = ["TrainerSpec", "TrainerWorker"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What a trainer rank is made from; picklable.
+
+    Attributes:
+        engine: entry point or dotted path of the training engine.
+        transport: entry point of the weight transport; None for a group that publishes nothing (a reference policy).
+        transport_options: keyword arguments of the transport.
+    """
+
+    engine: str
+    transport: str | None = None
+    transport_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TrainerWorker(Worker):
+    """Collective methods are plain ``def``: they run one after another, in the order of the calls, on every rank."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._engine: Any = None
+        self._transport: WeightTransport | None = None
+        if spec.transport is not None and self.rank == 0:
+            self._transport = load_part("asyncrl.weight_transports", spec.transport)(**spec.transport_options)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def build(self, model_path: str, options: dict[str, Any]) -> None:
+        """Make the training engine for a model; replaces the one held, if any (a new stage, a new optimizer)."""
+        self._close_engine()
+        make_engine = load_part("asyncrl.training_engines", self._spec.engine)
+        self._engine = make_engine(
+            model_path,
+            rank=self.rank,
+            world_size=self.world_size,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            **options,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def supervise(self, batch: DataProto) -> dict[str, float]:
+        """One supervised step."""
+        return self._held().supervise(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One policy step."""
+        return self._held().update(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def reference_log_probs(self, batch: DataProto) -> DataProto:
+        """Column ``reference_log_probs`` (ragged, like ``input_ids``) under the weights held."""
+        scored = self._held().log_probs(batch)
+        assert scored.batch is not None
+        return DataProto.from_dict(tensors={"reference_log_probs": scored.batch["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish(self, version: int) -> WeightManifest | None:
+        """Make the current weights available as ``version``; the manifest from rank 0, None from the others."""
+        tensors = self._held().named_tensors()
+        if self._transport is not None:
+            return self._transport.publish(tensors, version=version)
+        for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
+            del tensor
+        return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def release(self, version: int) -> None:
+        """Free a published version that every replica holds by now."""
+        if self._transport is not None:
+            self._transport.release(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save(self, folder: Path) -> None:
+        """Write everything training goes on from."""
+        self._held().save(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load(self, folder: Path) -> None:
+        """Go on from what :meth:`save` wrote."""
+        self._held().load(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model folder."""
+        self._held().export(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def ready(self) -> str:
+        """The device this rank computes on; answers as soon as the process is up."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def close(self) -> None:
+        """Leave the process group and unlink what was published."""
+        self._close_engine()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _close_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _held(self) -> TrainingEngine:
+        if self._engine is None:
+            raise RuntimeError("the trainer holds no model yet: call build(model_path, options) first")
+        engine: TrainingEngine = self._engine
+        return engine

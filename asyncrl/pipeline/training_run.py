@@ -1,0 +1,288 @@
+"""One run from its configuration to its summary: the phases around the loop.
+
+    model -> workers -> warm start -> serve -> score -> train -> score -> summary
+
+A phase's seconds stand in the summary; whatever happens in one, workers, transports and files are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.agents.chat import ChatRenderer
+from asyncrl.config import Config
+from asyncrl.interfaces import EnvironmentFactory
+from asyncrl.parts import load_part
+from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
+from asyncrl.pipeline.assembly import Assembly, trainer_options, warm_start_options
+from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
+from asyncrl.pipeline.driver import Driver, TrainingPlan
+from asyncrl.pipeline.recorder import Recorder
+from asyncrl.pipeline.staleness import AdmissionLaw
+from asyncrl.pipeline.warm_start import demonstrations, file_conversations, supervise
+from asyncrl.telemetry.progress import Progress
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.timeline import Timeline
+from asyncrl.telemetry.trackers import open_trackers
+
+__all__ = ["TrainingRun", "load_renderer", "model_folder"]
+
+TRAINING_STAGES = ("rollout", "reward", "reference", "train", "publish")
+"""Stages whose overlap is reported: those a batch passes through."""
+
+
+class TrainingRun:
+    """Everything one ``asyncrl train`` (or ``sft``) owns."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        progress: Progress,
+        *,
+        timeline: Timeline,
+        checkpoint: Path | None = None,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._progress = progress
+        self._checkpoint = checkpoint
+        self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
+        self._trackers = open_trackers(
+            config.telemetry.trackers, run.path, name=config.name, config=config.model_dump(mode="json")
+        )
+        history = self._resumed.history if self._resumed is not None else None
+        self._recorder = Recorder(run, progress, self._trackers, history=history)
+        self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+        self._timeline = timeline
+        self._phases_s: dict[str, float] = {}
+        self._assembly = Assembly(config, log_folder=run.logs)
+
+    async def train(self) -> dict[str, Any]:
+        """Run every phase; returns the summary that was written to ``summary.json``."""
+        config = self._config
+        try:
+            with self._phase("start"):
+                model, _ = await asyncio.gather(
+                    asyncio.to_thread(model_folder, config, self._run, self._assembly.environments),
+                    self._assembly.start(),
+                )
+            if self._checkpoint is not None:
+                model = str(self._checkpoint / "model")
+            elif config.sft.steps:
+                model = await self.warm_start(model)
+            driver = await self._serve(model)
+            if config.eval.tasks and config.eval.first and self._resumed is None:
+                with self._phase("score before"):
+                    self._recorder.evaluated(await driver.evaluate(), step=0)
+            with self._phase("train"):
+                self._progress.stage("train", config.steps - driver.law.version)
+                await driver.run()
+            if config.eval.tasks:
+                with self._phase("score after"):
+                    self._recorder.evaluated(await driver.evaluate(), step=config.steps)
+            with self._phase("save"):
+                await self._save(driver, config.steps)
+            summary = await self._summary(driver)
+            self._run.write_summary(summary)
+            return summary
+        finally:
+            await self._close()
+
+    async def warm_start(self, model: str) -> str:
+        """Supervised steps on the configured conversations; returns the folder of the model they end in."""
+        config, sft = self._config, self._config.sft
+        folder = self._run.checkpoints / "warm_start"
+        with self._phase("warm start"), self._timeline.span("sft", "warm start"):
+            self._progress.stage("warm start", sft.steps)
+            renderer = await asyncio.to_thread(load_renderer, model)
+            conversations, tools = demonstrations(self._assembly.environments)
+            if sft.data is not None:
+                conversations = await asyncio.to_thread(file_conversations, sft.data, seed=config.seed)
+            await self._assembly.trainer.build(model, warm_start_options(config))
+            await supervise(
+                self._assembly.trainer,
+                conversations,
+                renderer=renderer,
+                tools=tools,
+                steps=sft.steps,
+                batch_size=sft.batch_size,
+                on_step=self._recorder.supervised,
+            )
+            await self._assembly.trainer.export(folder)
+        return str(folder)
+
+    async def supervise_only(self) -> dict[str, Any]:
+        """The warm start alone (``asyncrl sft``); returns where the model is and how the last step went."""
+        try:
+            with self._phase("start"):
+                model, _ = await asyncio.gather(
+                    asyncio.to_thread(model_folder, self._config, self._run, self._assembly.environments),
+                    self._assembly.start(roles=("trainer",)),
+                )
+            folder = await self.warm_start(model)
+            summary = {"model": folder, "steps": self._config.sft.steps, "phases_s": self._phases_s}
+            self._run.write_summary(summary)
+            return summary
+        finally:
+            await self._close()
+
+    async def _serve(self, model: str) -> Driver:
+        """Bring policy, reference and replicas up on ``model`` and put the loop together."""
+        config, assembly = self._config, self._assembly
+        step = self._resumed.step if self._resumed is not None else 0
+        with self._phase("serve"):
+            await asyncio.gather(
+                self._build_trainer(model),
+                assembly.pool.start(model, weight_version=step),
+                *([assembly.reference.build(model, trainer_options(config))] if assembly.reference else []),
+            )
+        reward, reference = assembly.reward, assembly.reference
+        return Driver(
+            plan=_plan(config),
+            trainer=assembly.trainer,
+            pool=assembly.pool,
+            buffer=assembly.make_buffer(),
+            law=_law(config, self._resumed),
+            environments=assembly.environments,
+            timeline=self._timeline,
+            observer=self._recorder,
+            accounts=_accounts(self._resumed),
+            staleness=Counter(self._resumed.staleness if self._resumed is not None else {}),
+            reward=reward.score if reward is not None else None,
+            reference=reference.reference_log_probs if reference is not None else None,
+            save_checkpoint=self._save,
+        )
+
+    async def _build_trainer(self, model: str) -> None:
+        await self._assembly.trainer.build(model, trainer_options(self._config))
+        if self._checkpoint is not None:
+            await self._assembly.trainer.load(self._checkpoint / "trainer")
+
+    async def _save(self, driver: Driver, step: int) -> None:
+        balance = await self._balance(driver)
+        state = DriverState(
+            step=step,
+            next_slot=driver.law.next_slot,
+            outstanding=tuple(driver.law.outstanding),
+            generated=balance.generated,
+            trained=balance.trained,
+            dropped=dict(balance.dropped),
+            staleness=dict(driver.staleness),
+            history=self._recorder.history,
+        )
+        await self._checkpoints.save(self._assembly.trainer, state, step=step)
+
+    async def _balance(self, driver: Driver) -> TokenBalance:
+        """The token equation now. Exact when nothing is being generated, as at the end of a run."""
+        counts = await self._assembly.pool.token_counts()
+        before = self._resumed.generated if self._resumed is not None else 0
+        return driver.balance(generated=before + counts.delivered, in_flight=counts.in_flight)
+
+    async def _summary(self, driver: Driver) -> dict[str, Any]:
+        balance = await self._balance(driver)
+        if balance.difference:
+            raise AssertionError(f"{balance.difference} tokens are unaccounted for: {balance}")
+        history = self._recorder.history
+        scores = {record["step"]: record["success"] for record in history["evaluations"]}
+        train_s = self._phases_s["train"]
+        return {
+            "name": self._config.name,
+            "seed": self._config.seed,
+            "success_before": scores.get(0),
+            "success_after": scores.get(self._config.steps),
+            "reward_first": history["rewards"][0] if history["rewards"] else None,
+            "reward_last": history["rewards"][-1] if history["rewards"] else None,
+            "wall_s": sum(self._phases_s.values()),
+            "phases_s": self._phases_s,
+            "steps": self._config.steps,
+            "weight_version": self._assembly.pool.weight_version,
+            "overlap_share": self._timeline.overlap_share(TRAINING_STAGES),
+            "staleness": {
+                "max": max(driver.staleness, default=0),
+                "histogram": {str(age): tokens for age, tokens in sorted(driver.staleness.items())},
+            },
+            "max_staleness": self._config.max_staleness,
+            "tokens": balance.as_record(),
+            "tokens_per_s": balance.trained / train_s if train_s else 0.0,
+            "waits": self._timeline.wait_s(),
+        }
+
+    async def _close(self) -> None:
+        try:
+            await self._assembly.aclose()
+        finally:
+            self._trackers.close()
+            self._timeline.save(self._run.timeline_path)
+            self._run.close()
+            self._progress.close()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        self._progress.note(name)
+        try:
+            yield
+        finally:
+            self._phases_s[name] = self._phases_s.get(name, 0.0) + time.monotonic() - started
+
+
+def _plan(config: Config) -> TrainingPlan:
+    return TrainingPlan(
+        steps=config.steps,
+        groups_per_step=config.trainer.groups_per_step,
+        group_size=config.trainer.group_size,
+        advantage=config.algorithm.advantage,
+        seed=config.seed,
+        eval_tasks=config.eval.tasks,
+        eval_every=config.eval.every if config.eval.tasks else 0,
+        checkpoint_every=config.checkpoint.every,
+        sample_trajectories=config.telemetry.trajectories_per_step,
+    )
+
+
+def _law(config: Config, resumed: DriverState | None) -> AdmissionLaw:
+    groups = config.trainer.groups_per_step
+    if resumed is None:
+        return AdmissionLaw(groups, max_staleness=config.max_staleness, total_groups=config.steps * groups)
+    return AdmissionLaw(
+        groups,
+        max_staleness=config.max_staleness,
+        total_groups=(config.steps - resumed.step) * groups,
+        first_version=resumed.step,
+        first_slot=resumed.next_slot,
+        again=resumed.outstanding,
+    )
+
+
+def _accounts(resumed: DriverState | None) -> TokenAccounts:
+    """Carry on the counts; what was sampled and neither trained on nor dropped by then is lost and told so."""
+    if resumed is None:
+        return TokenAccounts()
+    lost = resumed.generated - resumed.trained - sum(resumed.dropped.values())
+    dropped = {**resumed.dropped, "interrupted": resumed.dropped.get("interrupted", 0) + lost}
+    return TokenAccounts(trained=resumed.trained, dropped=dropped)
+
+
+def model_folder(config: Config, run: RunDirectory, environments: EnvironmentFactory) -> str:
+    """Where the policy's weights come from: the configured path, or the folder its source has just filled."""
+    if config.model.path is not None:
+        return config.model.path
+    assert config.model.source is not None
+    folder = run.path / "model"
+    make = load_part("asyncrl.model_sources", config.model.source, path="model.source")
+    make(folder, seed=config.seed, demonstrations=environments.demonstration, **config.model.options)
+    return str(folder)
+
+
+def load_renderer(model: str) -> ChatRenderer:
+    """The chat renderer of a model folder."""
+    from transformers import AutoTokenizer
+
+    return ChatRenderer(AutoTokenizer.from_pretrained(model))

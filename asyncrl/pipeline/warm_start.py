@@ -1,0 +1,113 @@
+"""The supervised warm start: conversations in, an optimizer step per batch, the next batch tokenized meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from asyncrl.agents.chat import ChatRenderer
+from asyncrl.data import DataProto
+from asyncrl.data.ragged import ragged_from_list
+from asyncrl.errors import InvalidDataError
+from asyncrl.interfaces import EnvironmentFactory, Message, Tool
+
+__all__ = ["conversation_rows", "demonstrations", "file_conversations", "supervise"]
+
+Conversations = Callable[[int], Sequence[Message]]
+"""Conversation number i, from 0 without an end."""
+
+_AHEAD = 2
+"""Batches handed to the trainer at once: one runs, one waits, so the trainer never idles and memory stays bounded."""
+
+
+class SupervisedTrainer(Protocol):
+    """The call the warm start makes on the trainer's worker group."""
+
+    def supervise(self, batch: DataProto) -> Any: ...
+
+
+def demonstrations(environments: EnvironmentFactory) -> tuple[Conversations, Sequence[Tool]]:
+    """The environment's own demonstrations, and the tools its prompts declare."""
+    return environments.demonstration, environments.make().tools
+
+
+def file_conversations(path: Path, *, seed: int) -> Conversations:
+    """Conversations of a JSON-lines file with ``messages`` in each line, shuffled anew each time round.
+
+    Raises:
+        InvalidDataError: a line is no conversation; names file and line. Also if there is none.
+    """
+    conversations: list[list[Message]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidDataError(f"{path}:{number}: not JSON ({error})") from error
+        messages = record.get("messages") if isinstance(record, dict) else None
+        if not isinstance(messages, list) or not any(
+            isinstance(message, dict) and message.get("role") == "assistant" for message in messages
+        ):
+            raise InvalidDataError(f'{path}:{number}: needs "messages" with at least one turn of the assistant')
+        conversations.append(messages)
+    if not conversations:
+        raise InvalidDataError(f"{path} holds no conversation")
+
+    def conversation(index: int) -> Sequence[Message]:
+        epoch, place = divmod(index, len(conversations))
+        order = np.random.default_rng([seed, epoch]).permutation(len(conversations))
+        return conversations[int(order[place])]
+
+    return conversation
+
+
+def conversation_rows(
+    renderer: ChatRenderer, conversations: Sequence[Sequence[Message]], tools: Sequence[Tool]
+) -> DataProto:
+    """Ragged ``input_ids`` and ``loss_mask`` (True on the assistant's own tokens) for B conversations."""
+    encoded = [renderer.encode_conversation(messages, tools) for messages in conversations]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ragged_from_list([torch.tensor(row.token_ids, dtype=torch.int64) for row in encoded]),
+            "loss_mask": ragged_from_list([torch.tensor(row.loss_mask, dtype=torch.bool) for row in encoded]),
+        }
+    )
+
+
+async def supervise(
+    trainer: SupervisedTrainer,
+    conversations: Conversations,
+    *,
+    renderer: ChatRenderer,
+    tools: Sequence[Tool],
+    steps: int,
+    batch_size: int,
+    on_step: Callable[[int, dict[str, float]], None],
+) -> None:
+    """Run ``steps`` optimizer steps on consecutive batches; ``on_step(step, metrics)`` after each, from 1."""
+
+    def rows(step: int) -> DataProto:
+        first = step * batch_size
+        return conversation_rows(renderer, [conversations(first + row) for row in range(batch_size)], tools)
+
+    running: deque[tuple[int, Any]] = deque()
+
+    async def finish_oldest() -> None:
+        step, future = running.popleft()
+        on_step(step, (await future)[0])
+
+    for step in range(steps):
+        batch = await asyncio.to_thread(rows, step)
+        if len(running) == _AHEAD:
+            await finish_oldest()
+        running.append((step + 1, trainer.supervise(batch)))
+    while running:
+        await finish_oldest()

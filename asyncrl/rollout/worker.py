@@ -1,0 +1,229 @@
+"""A rollout replica as a worker: an engine, the environments its agents act in, and the weights that arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from asyncrl.agents.chat import ChatRenderer
+from asyncrl.agents.episode import run_episode
+from asyncrl.data import DataProto
+from asyncrl.errors import EnvironmentFailure, RequestAbortedError
+from asyncrl.interfaces import (
+    EnvironmentFactory,
+    KVCachePolicy,
+    PauseMode,
+    RolloutEngine,
+    SamplingParams,
+    Task,
+    WeightTransport,
+)
+from asyncrl.parts import load_part
+from asyncrl.rollout.metering import MeteredEngine, TokenMeter
+from asyncrl.rollout.prompts import derive_seed
+from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
+from asyncrl.single_controller import Dispatch, Execute, Worker, register
+from asyncrl.weights.manifest import WeightManifest
+
+__all__ = ["EpisodeLimits", "RolloutSpec", "RolloutWorker"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """What bounds one episode.
+
+    Attributes:
+        max_turns: assistant turns.
+        max_tokens: tokens of the whole trajectory, prompt and environment included.
+        deadline_s: seconds for each call of the environment.
+        latency_s: seconds added to each step of the environment (a simulated slow tool).
+        max_attempts: how often an episode is tried when its environment fails.
+    """
+
+    max_turns: int
+    max_tokens: int
+    deadline_s: float = 60.0
+    latency_s: float = 0.0
+    max_attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """Everything a replica is made from; picklable. Part names are entry points or dotted paths."""
+
+    engine: str
+    environment: str
+    transport: str
+    limits: EpisodeLimits
+    sampling: SamplingParams
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    environment_options: Mapping[str, Any] = field(default_factory=dict)
+    transport_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RolloutWorker(Worker):
+    """Runs episodes on its engine. Everything is ``async``: rollouts, weights and statistics share one event loop."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._meter = TokenMeter()
+        self._engine: RolloutEngine | None = None
+        self._renderer: ChatRenderer | None = None
+        factory = load_part("asyncrl.environments", spec.environment)
+        self._environments: EnvironmentFactory = factory(**spec.environment_options)
+        self._transport: WeightTransport = load_part("asyncrl.weight_transports", spec.transport)(
+            **spec.transport_options
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def start(self, model_path: str, weight_version: int) -> float:
+        """Load the model and begin to serve ``weight_version``. Returns the seconds it took."""
+        started = time.monotonic()
+        make_engine = load_part("asyncrl.rollout_engines", self._spec.engine)
+        self._renderer = await asyncio.to_thread(_load_renderer, model_path)
+        self._engine = make_engine(model_path, weight_version=weight_version, **self._spec.engine_options)
+        await self._engine.start()
+        return time.monotonic() - started
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def rollout(self, prompts: DataProto) -> DataProto:
+        """Run one episode per row (:func:`asyncrl.rollout.prompts.prompt_rows`), all at once.
+
+        Returns the trajectory columns of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
+        group's summary. With ``purpose == "eval"`` episodes are greedy.
+
+        Raises:
+            EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
+                sampled for the group, finished episodes included.
+        """
+        assert prompts.batch is not None
+        purpose: str = prompts.meta_info["purpose"]
+        tasks: list[Task] = list(prompts.non_tensor_batch["task"])
+        seeds = [int(seed) for seed in prompts.batch["seed"]]
+        slot = int(prompts.batch["slot"][0])
+        with self._meter.account(purpose) as account:
+            engine = MeteredEngine(self._running_engine(), self._meter, account)
+            try:
+                async with asyncio.TaskGroup() as episodes:
+                    running = [
+                        episodes.create_task(self._episode(engine, task, purpose, f"{purpose}-{slot}-{row}", seed))
+                        for row, (task, seed) in enumerate(zip(tasks, seeds, strict=True))
+                    ]
+            except BaseExceptionGroup as group:
+                failure = _first_failure(group)
+                if isinstance(failure, EnvironmentFailure | RequestAbortedError):
+                    failure.tokens_generated = account.tokens
+                raise failure from None
+        trajectories = [task.result() for task in running]
+        batch = trajectories_to_batch(trajectories, slot=slot)
+        wasted = account.tokens - batch.meta_info["summary"]["tokens"]
+        batch.meta_info["wasted_tokens"] = wasted
+        if prompts.meta_info.get("sample"):
+            batch.meta_info["sample"] = self._readable(trajectories[0], tasks[0])
+        return batch
+
+    async def _episode(self, engine: MeteredEngine, task: Task, purpose: str, name: str, seed: int) -> Trajectory:
+        assert self._renderer is not None
+        limits = self._spec.limits
+        sampling = self._spec.sampling
+        if purpose == "eval":
+            sampling = SamplingParams(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=0.0,
+                stop=sampling.stop,
+                stop_token_ids=sampling.stop_token_ids,
+            )
+        for attempt in range(limits.max_attempts):
+            try:
+                return await run_episode(
+                    engine,
+                    self._environments.make(),
+                    self._renderer,
+                    task,
+                    sampling=sampling,
+                    max_turns=limits.max_turns,
+                    max_tokens=limits.max_tokens,
+                    deadline_s=limits.deadline_s,
+                    latency_s=limits.latency_s,
+                    request_prefix=f"{name}-{attempt}",
+                    seed=derive_seed(seed, attempt),
+                )
+            except EnvironmentFailure:
+                if attempt + 1 == limits.max_attempts:
+                    raise
+        raise AssertionError("max_attempts is at least 1")
+
+    def _readable(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
+        assert self._renderer is not None
+        return {
+            "task": task,
+            "text": str(self._renderer.tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=False)),
+            "reward": trajectory.reward,
+            "finish": trajectory.finish_reason,
+            "weight_versions": sorted({version for version in trajectory.weight_versions if version >= 0}),
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def prepare_weights(self, manifest: WeightManifest) -> float:
+        """First phase: fetch, verify and shadow the weights. Returns the seconds it took."""
+        started = time.monotonic()
+        pulled = self._transport.pull(manifest)
+        tensors = await asyncio.to_thread(pulled.__enter__)
+        try:
+            await self._running_engine().prepare_weights(tensors, version=manifest.version)
+        finally:
+            del tensors
+            pulled.__exit__(None, None, None)
+        return time.monotonic() - started
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> float:
+        """Second phase: sample under ``version`` from the next token on. Returns the seconds it took."""
+        started = time.monotonic()
+        await self._running_engine().commit_weights(version, kv_cache=kv_cache)
+        return time.monotonic() - started
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop decoding."""
+        await self._running_engine().pause(mode)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def resume(self) -> None:
+        """Go on decoding."""
+        await self._running_engine().resume()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def statistics(self) -> dict[str, Any]:
+        """The engine's statistics, and tokens delivered and in flight for training and evaluation."""
+        return {
+            "engine": asdict(self._running_engine().statistics()),
+            "delivered": {purpose: self._meter.delivered(purpose) for purpose in ("train", "eval")},
+            "in_flight": {purpose: self._meter.in_flight(purpose) for purpose in ("train", "eval")},
+        }
+
+    async def aclose(self) -> None:
+        """Close the engine and forget the weights."""
+        if self._engine is not None:
+            await self._engine.close()
+        self._transport.close()
+
+    def _running_engine(self) -> RolloutEngine:
+        if self._engine is None:
+            raise RuntimeError("the rollout worker was not started: call start(model_path, weight_version) first")
+        return self._engine
+
+
+def _load_renderer(model_path: str) -> ChatRenderer:
+    from transformers import AutoTokenizer
+
+    return ChatRenderer(AutoTokenizer.from_pretrained(model_path))
+
+
+def _first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_failure(first) if isinstance(first, BaseExceptionGroup) else first

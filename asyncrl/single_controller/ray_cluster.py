@@ -1,0 +1,65 @@
+"""A Ray cluster for as long as a run needs it: joined where there is one, started on this machine otherwise."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+
+from asyncrl.errors import ResourceError
+
+__all__ = ["RayCluster"]
+
+
+class RayCluster:
+    """``with RayCluster(...):`` connects to Ray, and takes down again what it started.
+
+    A program that has called ``ray.init`` itself keeps its connection: then this does nothing.
+
+    Args:
+        address: cluster to join (``auto``, ``host:port``, ``ray://host:port``); None starts one on this machine,
+            reachable from this machine only.
+        num_cpus: logical CPUs of a cluster started here. They are what actors ask for, not cores they are bound to.
+        log_folder: gets a link to the logs of Ray's processes.
+
+    Raises:
+        ResourceError: the cluster cannot be reached or started.
+    """
+
+    def __init__(self, *, address: str | None = None, num_cpus: float | None = None, log_folder: Path) -> None:
+        self._address = address
+        self._num_cpus = num_cpus
+        self._log_folder = log_folder
+        self._owns = False
+
+    def __enter__(self) -> Self:
+        if ray.is_initialized():
+            return self
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._address is None:
+            options |= {"num_cpus": self._num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            # Ray's usage report and its look-ups of cloud hosts: a run on one machine talks to nobody.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        else:
+            options["address"] = self._address
+        try:
+            context = ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            what = "started here" if self._address is None else f"reached at {self._address}"
+            raise ResourceError(f"no Ray cluster could be {what}: {error}") from error
+        self._owns = True
+        self._link_logs(Path(str(context.address_info.get("session_dir") or "")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._owns:
+            self._owns = False
+            ray.shutdown()
+
+    def _link_logs(self, session: Path) -> None:
+        link = self._log_folder / "ray"
+        if session.is_absolute() and not link.exists():
+            link.symlink_to(session / "logs", target_is_directory=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import msgspec
+import xxhash
+
+from asyncrl.errors import WeightMismatchError
 
 __all__ = ["TensorEntry", "WeightManifest"]
 
@@ -53,3 +56,24 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     def size_bytes(self) -> int:
         """Payload bytes of all tensors."""
         return sum(entry.size_bytes for entry in self.tensors)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that stand for the version and every tensor's entry (xxh3-128), not for where they lie."""
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode((self.version, self.tensors)))
+
+    def encode(self) -> bytes:
+        """Bytes for the wire; :meth:`decode` reads them."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> WeightManifest:
+        """Counterpart of :meth:`encode`.
+
+        Raises:
+            WeightMismatchError: these bytes are no manifest.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise WeightMismatchError(f"{len(data)} bytes are no weight manifest: {error}") from error

@@ -1,0 +1,320 @@
+"""Weights through shared memory: one file per version in ``/dev/shm``, for a trainer and engines on one machine.
+
+A file belongs to whoever created it for as long as that process holds its shared ``flock``; readers hold one too, for
+as long as a tensor over the file is alive. The kernel lets go of locks when a process dies, however it dies, so
+
+- a file that can be locked exclusively has neither owner nor reader: :meth:`SharedMemoryTransport.purge_stale` removes
+  it (process numbers would lie here: they are reused, and differ between containers that share a ``/dev/shm``);
+- a released file without readers is written again for a later version. Its pages are already there, and getting fresh
+  pages from the kernel is most of the cost of a publication;
+- a released file that is still read is only unlinked. What a reader sees never changes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+import xxhash
+
+from asyncrl.errors import WeightError, WeightVersionError
+from asyncrl.weights.manifest import TensorEntry, WeightManifest
+from engines.weights.block import HEADER_SIZE_BYTES, aligned, block_size, header, tensor_bytes, tensor_views, verify
+
+__all__ = ["SharedMemoryTransport"]
+
+_TRANSPORT = "shared_memory"
+_PREFIX = "asyncrl"
+_NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_CHUNK_SIZE_BYTES = 512 << 10  # stays in the second-level cache between checksum and write
+
+
+class SharedMemoryTransport:
+    """Implements :class:`asyncrl.interfaces.WeightTransport` for processes that share a memory file system.
+
+    Publisher and pullers are made with the same ``namespace`` and ``directory``. Its calls block (a pull as long as
+    it takes to read the weights once): call them from a thread where an event loop runs.
+
+    Tensors from :meth:`pull` lie over a private, copy-on-write map of the file. Writing to one changes this process's
+    copy and nothing else. The map lives as long as any tensor over it, so none ever dangles, but it keeps the memory
+    of the whole version: a :class:`RuntimeWarning` says so if more than one (a loop variable) is alive when the
+    ``with`` block ends.
+
+    Args:
+        namespace: name of the run: letters, digits, ``_``, ``.`` and ``-``.
+        max_versions: versions held at once. Memory stays allocated for as many as were ever held together.
+        directory: where the files lie; by default ``/dev/shm``, or the temporary directory where there is none.
+
+    Stale files of the namespace are removed on the way in.
+    """
+
+    def __init__(self, *, namespace: str, max_versions: int = 2, directory: str | None = None) -> None:
+        if not _NAMESPACE.fullmatch(namespace):
+            raise ValueError(f"a namespace is 1..100 letters, digits, '_', '.' or '-', got {namespace!r}")
+        if max_versions < 1:
+            raise ValueError(f"max_versions must be at least 1, got {max_versions}")
+        self.namespace = namespace
+        self.max_versions = max_versions
+        self.directory = Path(directory) if directory is not None else _memory_directory()
+        self._lock = threading.Lock()
+        self._files = _OwnFiles()
+        self._last_version = -1
+        self._closed = False
+        self._name = f"{_PREFIX}.{namespace}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._location = re.compile(re.escape(f"{_PREFIX}.{namespace}.") + r"[0-9]+\.[0-9a-f]+\.[0-9]+")
+        self._finalizer = weakref.finalize(self, self._files.remove_all)
+        self.purge_stale()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions held, oldest first."""
+        return tuple(self._files.published)
+
+    def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> WeightManifest:
+        """Write the tensors, one at a time as they come, and make them available under ``version``.
+
+        Raises:
+            WeightVersionError: ``version`` is not newer than the last one published.
+            WeightError: ``max_versions`` are held already, a tensor is not plain, or memory ran out. Nothing is
+                published then, and the same version can be tried again.
+        """
+        with self._lock:
+            if self._closed:
+                raise WeightError(f"version {version} cannot be published: the transport is closed")
+            if version <= self._last_version:
+                raise WeightVersionError(
+                    f"versions only grow: {version} cannot be published after {self._last_version}"
+                )
+            if len(self._files.published) >= self.max_versions:
+                raise WeightError(
+                    f"version {version} cannot be published: {self.max_versions} versions are held "
+                    f"({', '.join(map(str, self.versions))}); release one first"
+                )
+            file = self._files.spare.pop() if self._files.spare else _VersionFile.create(self.directory, self._name)
+            try:
+                entries = file.write(tensors)
+                path = self.directory / f"{self._name}.{version}"
+                manifest = WeightManifest(
+                    version=version, transport=_TRANSPORT, location=path.name, tensors=tuple(entries)
+                )
+                file.seal(manifest, path)
+            except BaseException as error:
+                file.remove()
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                    raise WeightError(
+                        f"no memory left in {self.directory} for version {version}: {error}; enlarge it "
+                        f"(docker: --shm-size), or give another directory"
+                    ) from error
+                raise
+            self._files.published[version] = file
+            self._last_version = version
+            return manifest
+
+    @contextmanager
+    def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Verified tensors by name, over the published bytes, valid inside the ``with`` block.
+
+        Raises:
+            WeightMismatchError: a byte of the block, or an entry of the manifest, is not what it was.
+            WeightError: the version is not available (any more), or belongs to another transport.
+        """
+        block = self._map(manifest)
+        verify(block, manifest)
+        tensors, slices = tensor_views(block, manifest)
+        alive = [weakref.ref(part) for part in slices]
+        del block, slices
+        yield MappingProxyType(tensors)
+        # Not after an exception: its traceback keeps the frames of the block, and all their tensors, alive.
+        tensors.clear()
+        left = sum(reference() is not None for reference in alive)
+        if left > 1:
+            warnings.warn(
+                f"{left} tensors of weight version {manifest.version} outlive the block that pulled them; they keep "
+                f"{manifest.size_bytes} bytes of shared memory: copy what is needed",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def release(self, version: int) -> None:
+        """Free what ``version`` occupies, for a later version or altogether. Idempotent."""
+        with self._lock:
+            file = self._files.published.pop(version, None)
+            if file is None:
+                return
+            if file.retire(self.directory / f"{self._name}.spare-{version}"):
+                self._files.spare.append(file)
+            else:
+                file.remove()
+
+    def close(self) -> None:
+        """Unlink every file. Idempotent; also done when the interpreter ends."""
+        with self._lock:
+            self._closed = True
+            self._files.remove_all()
+
+    def purge_stale(self) -> tuple[str, ...]:
+        """Remove files of this namespace that have neither owner nor reader; returns their names."""
+        removed = []
+        for path in sorted(self.directory.glob(f"{_PREFIX}.*")):
+            # prefix.NAMESPACE.process.token.version, and a namespace may have dots
+            if path.name.rsplit(".", 3)[0] != f"{_PREFIX}.{self.namespace}":
+                continue
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError:  # another user's, a link, or removed meanwhile: not ours to purge
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(descriptor)
+        return tuple(removed)
+
+    def _map(self, manifest: WeightManifest) -> memoryview:
+        name = manifest.location
+        if manifest.transport != _TRANSPORT or not self._location.fullmatch(name):
+            raise WeightError(
+                f"version {manifest.version} lies at {manifest.transport}:{name}, not in the shared memory of "
+                f"namespace {self.namespace!r}"
+            )
+        try:
+            descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightError(
+                f"version {manifest.version} is not available: {error.strerror} ({self.directory / name})"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes == 0:
+                return memoryview(b"")
+            # The map keeps a duplicate of the descriptor, and with it the lock, until the last view of it is gone.
+            return memoryview(
+                mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            )
+        except BlockingIOError as error:
+            raise WeightError(f"version {manifest.version} was released") from error
+        finally:
+            os.close(descriptor)
+
+
+class _VersionFile:
+    """A file of this process, under a shared lock from creation to removal."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+
+    @classmethod
+    def create(cls, directory: Path, name: str) -> _VersionFile:
+        while True:
+            path = directory / f"{name}.new-{secrets.token_hex(4)}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # Between creation and lock it looked stale, and another process may have purged it.
+            if os.fstat(descriptor).st_nlink:
+                return cls(descriptor, path)
+            os.close(descriptor)
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[TensorEntry]:
+        """Write tensors one after the other and take their checksums while the bytes are warm."""
+        entries: list[TensorEntry] = []
+        names: set[str] = set()
+        offset = HEADER_SIZE_BYTES
+        for name, tensor in tensors:
+            if name in names:
+                raise WeightError(f"tensor {name} was published twice in one version")
+            names.add(name)
+            data = tensor_bytes(name, tensor)
+            entries.append(
+                TensorEntry(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    offset=offset,
+                    size_bytes=len(data),
+                    checksum=self._write_at(offset, data),
+                )
+            )
+            end = offset + len(data)
+            offset = aligned(end)
+            self._write_at(end, memoryview(bytes(offset - end)))
+        return entries
+
+    def seal(self, manifest: WeightManifest, path: Path) -> None:
+        """Make the written block complete, under its final name."""
+        os.ftruncate(self._descriptor, block_size(manifest))
+        self._path.rename(path)
+        self._path = path
+        self._write_at(0, memoryview(header(manifest)))
+
+    def retire(self, path: Path) -> bool:
+        """Take the block out of sight. True if the file can be written again; if not, only removed."""
+        try:
+            self._path.rename(path)
+        except FileNotFoundError:  # somebody emptied the directory: there is nothing to use again
+            return False
+        self._path = path
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a reader is left
+            return False
+        # A reader that had opened the old name and locks only now finds no header.
+        self._write_at(0, memoryview(bytes(HEADER_SIZE_BYTES)))
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+        # While one lock is exchanged for the other there is none, and another process may have purged the file.
+        return os.fstat(self._descriptor).st_nlink > 0
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _write_at(self, offset: int, data: memoryview) -> int:
+        """Write all of ``data`` (pwrite: a full memory file system is an error then, not a signal)."""
+        checksum = xxhash.xxh3_64()
+        for start in range(0, len(data), _CHUNK_SIZE_BYTES):
+            chunk = data[start : start + _CHUNK_SIZE_BYTES]
+            checksum.update(chunk)
+            while chunk:
+                written = os.pwrite(self._descriptor, chunk, offset)
+                offset += written
+                chunk = chunk[written:]
+        return checksum.intdigest()
+
+
+class _OwnFiles:
+    """Files this process created; a forked child leaves them alone."""
+
+    def __init__(self) -> None:
+        self.published: dict[int, _VersionFile] = {}
+        self.spare: list[_VersionFile] = []
+        self._process = os.getpid()
+
+    def remove_all(self) -> None:
+        if os.getpid() != self._process:
+            return
+        for file in (*self.published.values(), *self.spare):
+            file.remove()
+        self.published.clear()
+        self.spare.clear()
+
+
+def _memory_directory() -> Path:
+    memory = Path("/dev/shm")  # noqa: S108 files there are created exclusively, mode 0600
+    return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

@@ -1,0 +1,67 @@
+"""From a Hugging Face folder to a decoder: the only place that loads transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.errors import AsyncRLError, EngineError
+from engines.rollout.embedded.decoder import Decoder
+
+__all__ = ["LoadedModel", "load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """What the engine needs of a model folder.
+
+    Attributes:
+        decoder: the model, checked.
+        tokenizer: None if the folder has none; only stop strings need it.
+        stop_token_ids: end-of-sequence ids of the generation config and the tokenizer.
+    """
+
+    decoder: Decoder
+    tokenizer: Any  # Any: transformers' tokenizers share no typed interface
+    stop_token_ids: frozenset[int]
+
+
+def load(model_path: str, *, dtype: torch.dtype, device: str, max_model_tokens: int | None) -> LoadedModel:
+    """Load model and tokenizer and prove that the model can be served.
+
+    Raises:
+        EngineError: it cannot be loaded, or not be served.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        model = model.to(device).eval().requires_grad_(False)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise EngineError(f"cannot load {model_path} on {device}: {type(error).__name__}: {error}") from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError, ImportError, KeyError):
+        tokenizer = None  # a model without a tokenizer is served; a request with stop strings is refused by name
+    decoder = Decoder(model, max_model_tokens=max_model_tokens)
+    with torch.inference_mode():
+        try:
+            decoder.check()
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"{type(model).__name__} cannot be served by the transformers engine: {type(error).__name__}: {error}"
+            ) from error
+    stop = set(_ids(getattr(model.generation_config, "eos_token_id", None)))
+    stop.update(_ids(getattr(tokenizer, "eos_token_id", None)))
+    return LoadedModel(decoder=decoder, tokenizer=tokenizer, stop_token_ids=frozenset(stop))
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,43 @@
+"""Who computes: worker groups whose methods return futures at once.
+
+The names most programs need, loaded on first use. The distributed backend is ``asyncrl.single_controller.ray``, the one
+in this process ``asyncrl.single_controller.local``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.data.future import Future as Future
+    from asyncrl.single_controller.decorator import register as register
+    from asyncrl.single_controller.dispatch import Dispatch as Dispatch
+    from asyncrl.single_controller.dispatch import Execute as Execute
+    from asyncrl.single_controller.resource_pool import ResourcePool as ResourcePool
+    from asyncrl.single_controller.worker import Worker as Worker
+    from asyncrl.single_controller.worker_group import ClassWithInitArgs as ClassWithInitArgs
+    from asyncrl.single_controller.worker_group import WorkerGroup as WorkerGroup
+
+_HOMES = {
+    "ClassWithInitArgs": "asyncrl.single_controller.worker_group",
+    "Dispatch": "asyncrl.single_controller.dispatch",
+    "Execute": "asyncrl.single_controller.dispatch",
+    "Future": "asyncrl.data.future",
+    "ResourcePool": "asyncrl.single_controller.resource_pool",
+    "Worker": "asyncrl.single_controller.worker",
+    "WorkerGroup": "asyncrl.single_controller.worker_group",
+    "register": "asyncrl.single_controller.decorator",
+}
+
+__all__ = ["ClassWithInitArgs", "Dispatch", "Execute", "Future", "ResourcePool", "Worker", "WorkerGroup", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'asyncrl.single_controller' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

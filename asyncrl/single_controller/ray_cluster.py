@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import sys
 from pathlib import Path
 from typing import Any, Self
-
-import ray
 
 from asyncrl.errors import ResourceError
 
@@ -16,6 +16,9 @@ __all__ = ["RayCluster"]
 
 class RayCluster:
     """``with RayCluster(...):`` connects to Ray, and takes down again what it started.
+
+    A cluster started here answers only to holders of a random token, kept in this process's ``RAY_AUTH_TOKEN``;
+    a program that imported Ray earlier has its own settings for that.
 
     A program that has called ``ray.init`` itself keeps its connection: then this does nothing.
 
@@ -36,17 +39,19 @@ class RayCluster:
         self._owns = False
 
     def __enter__(self) -> Self:
+        if self._address is None:
+            _ask_for_a_token()
+        import ray
+
         if ray.is_initialized():
             return self
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._address is None:
-            options |= {"num_cpus": self._num_cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-            # Ray's usage report and its look-ups of cloud hosts: a run on one machine talks to nobody.
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            options |= {"num_cpus": self._num_cpus, "include_dashboard": False}
         else:
             options["address"] = self._address
         try:
-            context = ray.init(**options)
+            context: Any = ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             what = "started here" if self._address is None else f"reached at {self._address}"
             raise ResourceError(f"no Ray cluster could be {what}: {error}") from error
@@ -56,6 +61,8 @@ class RayCluster:
 
     def __exit__(self, *_: object) -> None:
         if self._owns:
+            import ray
+
             self._owns = False
             ray.shutdown()
 
@@ -63,3 +70,15 @@ class RayCluster:
         link = self._log_folder / "ray"
         if session.is_absolute() and not link.exists():
             link.symlink_to(session / "logs", target_is_directory=True)
+
+
+def _ask_for_a_token() -> None:
+    """Ray's services listen on every interface and run what they are sent: let them ask for a secret.
+
+    Ray reads these variables when it is imported, and never again.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run on one machine talks to nobody
+    if "ray" in sys.modules:
+        return
+    if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

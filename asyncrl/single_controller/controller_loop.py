@@ -1,0 +1,174 @@
+"""The loop that all controller work runs on, and the owners of that work."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ["ControllerLoop", "TaskOwner", "Work"]
+
+logger = logging.getLogger(__name__)
+
+_default_lock = threading.Lock()
+_default: ControllerLoop | None = None
+
+
+class ControllerLoop:
+    """An asyncio loop, and a door to it for other threads.
+
+    Futures and worker groups of one process share :meth:`default`: a daemon thread that starts when it is first
+    needed, so that ``result()`` works in scripts, notebooks and inside other event loops. :meth:`current` puts
+    everything on the loop that is running, where tests can make time and order deterministic.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.owner = TaskOwner(self, name="controller loop")
+        self._process = os.getpid()
+
+    @staticmethod
+    def default() -> ControllerLoop:
+        """The background loop of this process, started if need be (a forked child gets one of its own)."""
+        global _default
+        with _default_lock:
+            if _default is None or _default._process != os.getpid() or _default.loop.is_closed():
+                _default = _start_thread()
+            return _default
+
+    @staticmethod
+    def current() -> ControllerLoop:
+        """The loop that runs in this thread.
+
+        Raises:
+            RuntimeError: none does.
+        """
+        return ControllerLoop(asyncio.get_running_loop())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller runs on this loop, where blocking would wait for itself."""
+        return _running_loop() is self.loop
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call ``function`` soon on the loop, in the order of these calls. From any thread."""
+        if self.is_here:
+            self.loop.call_soon(function, *arguments)
+        else:
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def __repr__(self) -> str:
+        return f"<ControllerLoop {'closed' if self.loop.is_closed() else 'open'}>"
+
+
+class Work:
+    """One task of an owner. Exists at once; the task itself begins on the loop."""
+
+    __slots__ = ("_cancelled", "_loop", "_task")
+
+    def __init__(self, loop: ControllerLoop) -> None:
+        self._loop = loop
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancel the task, or keep it from beginning. From any thread."""
+        self._cancelled = True
+        if not self._loop.loop.is_closed():
+            self._loop.call(self._cancel_task)
+
+    def _cancel_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(
+        self,
+        owner: TaskOwner,
+        make: Callable[[], Coroutine[Any, Any, Any]],
+        then: Callable[[asyncio.Task[Any]], object],
+    ) -> None:
+        task = self._loop.loop.create_task(make())
+        self._task = task
+        owner._tasks.add(task)
+        task.add_done_callback(owner._tasks.discard)
+        task.add_done_callback(then)
+        if self._cancelled:
+            task.cancel()
+
+
+class TaskOwner:
+    """A set of tasks that belong to somebody and end with it."""
+
+    def __init__(self, loop: ControllerLoop, *, name: str) -> None:
+        self._loop = loop
+        self._name = name
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, make: Callable[[], Coroutine[Any, Any, Any]], then: Callable[[asyncio.Task[Any]], object]) -> Work:
+        """Run ``make()`` as a task and hand the finished task to ``then``. From any thread; tasks begin in order."""
+        work = Work(self._loop)
+        self._loop.call(work._begin, self, make, then)
+        return work
+
+    async def cancel_all(self) -> None:
+        """Cancel every task but the calling one, and wait until they have ended. On the loop."""
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __repr__(self) -> str:
+        return f"<TaskOwner {self._name}: {len(self._tasks)} tasks>"
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _start_thread() -> ControllerLoop:
+    loop = asyncio.new_event_loop()
+    controller = ControllerLoop(loop)
+    started = threading.Event()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.call_soon(started.set)
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=run, name="asyncrl-controller", daemon=True)
+    thread.start()
+    started.wait()
+
+    def stop() -> None:
+        if controller._process != os.getpid() or loop.is_closed():
+            return
+
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=1.0)
+            loop.stop()
+
+        # The loop refers to its tasks weakly; the frame below holds this one until the thread has ended.
+        ending = asyncio.run_coroutine_threadsafe(end(), loop)
+        thread.join(timeout=2.0)
+        del ending
+
+    atexit.register(stop)
+    return controller

@@ -1,0 +1,92 @@
+"""``@register``: which methods of a worker class its group offers, and how their calls are split and collected."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from asyncrl.data.proto import DataProto
+from asyncrl.errors import DispatchError
+from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, DispatchMode, Execute
+
+__all__ = ["Registration", "register", "registrations"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_ATTRIBUTE = "__asyncrl_registration__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """How a worker group calls one method. ``returns_batch``: its result is a DataProtoFuture."""
+
+    name: str
+    dispatch_mode: DispatchMode
+    execute_mode: Execute = Execute.ALL
+    blocking: bool = False
+    materialize_futures: bool = True
+    pad: bool = True
+    returns_batch: bool = False
+
+
+def register(
+    dispatch_mode: DispatchMode = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = False,
+    materialize_futures: bool = True,
+    *,
+    pad: bool = True,
+) -> Callable[[F], F]:
+    """Offer a worker method (``def`` or ``async def``) through its group. The method itself stays as it is.
+
+    Args:
+        dispatch_mode: how arguments are split and results collected.
+        execute_mode: which ranks run it.
+        blocking: wait for the value instead of returning a future; ``group.method(..., blocking=...)`` overrides it.
+        materialize_futures: give the method batches. If False, it gets a DataProtoFuture for every batch and awaits
+            what it needs.
+        pad: where rows do not divide, repeat rows so that all ranks get equally many, and take theirs off the result.
+            If False, shares differ by one row.
+    """
+    if not isinstance(dispatch_mode, Dispatch) and not (
+        isinstance(dispatch_mode, dict) and dispatch_mode.keys() == {"dispatch_fn", "collect_fn"}
+    ):
+        raise DispatchError(
+            f"dispatch_mode must be a Dispatch or {{'dispatch_fn': ..., 'collect_fn': ...}}, got {dispatch_mode!r}"
+        )
+    if not isinstance(execute_mode, Execute):
+        raise DispatchError(f"execute_mode must be an Execute, got {execute_mode!r}")
+
+    def decorate(method: F) -> F:
+        single = execute_mode is Execute.RANK_ZERO or not isinstance(dispatch_mode, Dispatch)
+        registration = Registration(
+            name=method.__name__,
+            dispatch_mode=dispatch_mode,
+            execute_mode=Execute.RANK_ZERO if dispatch_mode is Dispatch.RANK_ZERO else execute_mode,
+            blocking=blocking,
+            materialize_futures=materialize_futures,
+            pad=pad,
+            returns_batch=dispatch_mode in PROTO_MODES
+            if isinstance(dispatch_mode, Dispatch) and dispatch_mode in PROTO_MODES
+            else (single or dispatch_mode is Dispatch.RANK_ZERO) and _returns_batch(method),
+        )
+        setattr(method, _ATTRIBUTE, registration)
+        return method
+
+    return decorate
+
+
+def registrations(worker_class: type) -> dict[str, Registration]:
+    """Registered methods of a class and its parents, by name."""
+    found: dict[str, Registration] = {}
+    for name, member in inspect.getmembers(worker_class):
+        registration = getattr(member, _ATTRIBUTE, None)
+        if isinstance(registration, Registration):
+            found[name] = registration
+    return found
+
+
+def _returns_batch(method: Callable[..., Any]) -> bool:
+    annotation = inspect.signature(method).return_annotation
+    return annotation is DataProto or (isinstance(annotation, str) and annotation.split(".")[-1] == "DataProto")

@@ -1,0 +1,87 @@
+"""Worker: the class behind one rank."""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Worker", "WorkerContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """A worker's place in its group. ``local_rank`` counts the group's workers on one node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_name: str
+    master_addr: str
+    master_port: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables that SPMD programs (``torch.distributed``) read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    @staticmethod
+    def of_environment() -> WorkerContext:
+        """The place that ``torchrun`` or nobody has given this process."""
+        return WorkerContext(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            group_name="",
+            master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(os.environ.get("MASTER_PORT", "0")),
+        )
+
+
+constructing: ContextVar[WorkerContext] = ContextVar("constructing")
+"""The place of the worker that is being constructed."""
+
+
+class Worker:
+    """Derive from it, and mark methods with ``@register``.
+
+    ``async def`` methods run side by side on the worker's event loop. Plain methods run one after another, in the
+    order of the calls, in one thread of their own, in which the worker was constructed too: collectives keep their
+    order and the loop stays free. An ``aclose`` or ``close`` method is called at shutdown.
+
+    Attributes:
+        rank, world_size, local_rank, local_world_size: as in ``torchrun``. On Ray each worker sees its own GPUs only,
+            so its device is ``cuda:0`` whatever its ``local_rank``.
+        group_name: name of the worker group; empty outside of one.
+        master_addr, master_port: where rank 0 may listen.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_name: str
+    master_addr: str
+    master_port: int
+
+    # In __new__, so that a subclass that forgets super().__init__() still knows its place.
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Worker:  # noqa: PYI034  typing.Self would bind subclasses' arguments
+        worker = super().__new__(cls)
+        context = constructing.get(None) or WorkerContext.of_environment()
+        worker.rank = context.rank
+        worker.world_size = context.world_size
+        worker.local_rank = context.local_rank
+        worker.local_world_size = context.local_world_size
+        worker.group_name = context.group_name
+        worker.master_addr = context.master_addr
+        worker.master_port = context.master_port
+        return worker

@@ -1,0 +1,399 @@
+"""WorkerGroup: workers that are called as one, and answer with futures."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from asyncrl.data.future import DataProtoFuture, Future
+from asyncrl.data.plan import Block, Plan
+from asyncrl.data.proto import DataProto
+from asyncrl.errors import AsyncRLError, DeadlineError, DispatchError, InfrastructureError, WorkerDiedError, WorkerError
+from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
+from asyncrl.single_controller.decorator import Registration, registrations
+from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, Share, collect
+from asyncrl.single_controller.host import Call, Cancelled, Failed, Reply, Returned, ReturnedBatch
+
+__all__ = ["ClassWithInitArgs", "WorkerGroup"]
+
+SIBLING_GRACE_S = 0.1
+"""After the first failure of a call, how long to wait for what its other ranks have to say."""
+
+
+class ClassWithInitArgs:
+    """A worker class and the arguments every rank is constructed with."""
+
+    def __init__(self, cls: type[Any], *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self) -> Any:
+        """Construct one here."""
+        return self.cls(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.cls.__name__})"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A call that has gone to one rank. ``reply`` ends with the reply, or with :class:`WorkerDiedError`."""
+
+    rank: int
+    call: Call
+    reply: asyncio.Future[tuple[Reply, Block | None]]
+
+
+class WorkerGroup(ABC):
+    """``world_size`` workers of one class, whose registered methods are methods of the group.
+
+    A method of the group returns a future at once: :class:`DataProtoFuture` where batches are joined (or the method is
+    annotated ``-> DataProto`` and one rank runs it), :class:`Future` otherwise. Constructing a group does not wait for
+    its workers either; calls wait their turn, and :meth:`ready` tells.
+
+    Calls whose arguments are there reach the workers in the order of the program; a call that waits for a future lets
+    later ones pass. All ranks see calls in one order.
+
+    ``async with group:`` (or ``with``) waits until it is ready, and shuts it down at the end.
+    """
+
+    def __init__(
+        self, cls_with_init: ClassWithInitArgs, *, world_size: int, name: str, loop: ControllerLoop | None = None
+    ) -> None:
+        self.cls_with_init = cls_with_init
+        self.name = name or cls_with_init.cls.__name__
+        self.world_size = world_size
+        self._loop = loop or ControllerLoop.default()
+        self._owner = TaskOwner(self._loop, name=self.name)
+        self._call_ids = itertools.count()
+        self._sequences = [0] * world_size
+        self._closed = False
+        self._shutdown: Future[None] | None = None
+        self._ready: Future[None] = Future(self._loop, f"start of {self.name}")
+        for registration in registrations(cls_with_init.cls).values():
+            self._bind(registration)
+
+    if TYPE_CHECKING:
+        # Registered methods of the worker class.
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+    # ------------------------------------------------------------------------------------------- what a backend does
+
+    @abstractmethod
+    async def _start(self) -> list[Failed | None]:
+        """Place and construct the workers; what became of each rank's ``__init__``."""
+
+    @abstractmethod
+    def _submit(self, rank: int, call: Call) -> asyncio.Future[tuple[Reply, Block | None]]:
+        """Send a call to a rank, without waiting."""
+
+    @abstractmethod
+    def _cancel(self, rank: int, call: Call) -> None:
+        """Cancel a call in its worker, without waiting."""
+
+    @abstractmethod
+    def _skip(self, rank: int, sequence: int) -> None:
+        """Tell a worker not to wait for the call of this number."""
+
+    @abstractmethod
+    def _store(self, data: DataProto) -> Plan:
+        """Put a batch where the workers can fetch it. In the caller's thread."""
+
+    @abstractmethod
+    async def _close_workers(self) -> list[Failed | None]:
+        """Let every worker close itself."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """Free everything at once. Idempotent; from any thread."""
+
+    # ------------------------------------------------------------------------------------------------------ life cycle
+
+    def ready(self) -> Future[None]:
+        """Done when every worker is constructed; fails like a call if one cannot be, and the group is gone then."""
+        return self._ready
+
+    def _begin(self) -> None:
+        self._ready._run(self._start_all, self._owner)
+
+    async def _start_all(self) -> None:
+        try:
+            failures = await self._start()
+            errors = [
+                failure.to_error(group=self.name, rank=rank, method="__init__")
+                for rank, failure in enumerate(failures)
+                if failure is not None
+            ]
+            if errors:
+                raise _first_of(errors)
+        except BaseException:
+            self._closed = True
+            self._kill()
+            raise
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """:meth:`aclose`, blocking this thread."""
+        self._close(timeout_s).result()
+
+    async def aclose(self, timeout_s: float = 10.0) -> None:
+        """End running calls, let the workers close themselves for at most ``timeout_s``, then end them. Idempotent.
+
+        Raises:
+            DeadlineError: a worker did not close itself in time. The group is gone all the same.
+            WorkerError: a worker's ``close`` or ``aclose`` raised. The group is gone all the same.
+        """
+        await self._close(timeout_s)
+
+    def _close(self, timeout_s: float) -> Future[None]:
+        if self._shutdown is None:
+            self._closed = True
+            self._shutdown = Future(self._loop, f"shutdown of {self.name}")
+            self._shutdown._run(lambda: self._end(timeout_s), self._loop.owner)
+        return self._shutdown
+
+    async def _end(self, timeout_s: float) -> None:
+        try:
+            await self._owner.cancel_all()
+            if self._ready.done() and self._ready.exception() is None:
+                async with asyncio.timeout(timeout_s):
+                    failures = await self._close_workers()
+                for rank, failure in enumerate(failures):
+                    if failure is not None:
+                        raise failure.to_error(group=self.name, rank=rank, method="close")
+        except TimeoutError:
+            label = f"closing the workers of {self.name}"
+            message = f"{label} took longer than {timeout_s:g} s; they were ended"
+            raise DeadlineError(message, waiting_for=label, timeout_s=timeout_s) from None
+        finally:
+            self._kill()
+
+    def __enter__(self) -> Self:
+        self._ready.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        await self._ready
+        return self
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ready" if self._ready.done() else "starting"
+        return f"<{type(self).__name__} {self.name}: {self.world_size} x {self.cls_with_init.cls.__name__}, {state}>"
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """Call a method, registered or not, on every rank with the same arguments."""
+        registration = Registration(name=method_name, dispatch_mode=Dispatch.ONE_TO_ALL)
+        return self._execute(registration, Arguments(args, kwargs))
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method, registered or not, on rank 0."""
+        registration = Registration(name=method_name, dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+        return self._execute(registration, Arguments(args, kwargs))
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """:meth:`execute_all`, under verl's name."""
+        return self.execute_all(method_name, *args, **kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """:meth:`execute_all`, waiting for the values."""
+        return self.execute_all(method_name, *args, **kwargs).result()
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """:meth:`execute_rank_zero`, under verl's name."""
+        return self.execute_rank_zero(method_name, *args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`execute_rank_zero`, waiting for the value."""
+        return self.execute_rank_zero(method_name, *args, **kwargs).result()
+
+    def _bind(self, registration: Registration) -> None:
+        name = registration.name
+        if hasattr(type(self), name):
+            raise DispatchError(
+                f"{self.cls_with_init.cls.__name__}.{name} cannot be registered: worker groups have a {name} of their own"
+            )
+        method = inspect.getattr_static(self.cls_with_init.cls, name)
+        signature = inspect.signature(method)
+        own = list(signature.parameters.values())[1:]
+        kind = DataProtoFuture if registration.returns_batch else Future
+        offered = signature.replace(parameters=own, return_annotation=kind)
+        checked = isinstance(registration.dispatch_mode, Dispatch)
+        takes_blocking = "blocking" in offered.parameters
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            blocking = registration.blocking if takes_blocking else kwargs.pop("blocking", registration.blocking)
+            if checked:
+                offered.bind(*args, **kwargs)
+            future = self._execute(registration, Arguments(args, kwargs))
+            return future.result() if blocking else future
+
+        call.__name__ = name
+        call.__qualname__ = f"{self.name}.{name}"
+        call.__doc__ = method.__doc__
+        call.__module__ = method.__module__
+        call.__signature__ = offered  # type: ignore[attr-defined]
+        setattr(self, name, call)
+
+    def _execute(self, registration: Registration, arguments: Arguments) -> Future[Any]:
+        if self._closed:
+            error = self._ready.exception() if self._ready.done() and not self._ready.cancelled() else None
+            raise InfrastructureError(f"worker group {self.name} is closed: it takes no more calls") from error
+        label = f"{self.name}.{registration.name}"
+        ranks = 1 if registration.execute_mode is Execute.RANK_ZERO else self.world_size
+        scatter = Scatter(
+            registration.dispatch_mode, arguments, ranks=ranks, pad=registration.pad, store=self._store, group=self
+        )
+        kind = DataProtoFuture if registration.returns_batch else Future
+        return kind(self._loop, label)._run(lambda: self._call(registration, scatter, label), self._owner)
+
+    async def _call(self, registration: Registration, scatter: Scatter, label: str) -> Any:
+        try:
+            await self._ready._completed()
+            arguments = await scatter.resolve(_resolver(label))
+            replies = await self._replies(self._send(registration, arguments), label)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise InfrastructureError(
+                    f"worker group {self.name} was shut down while {label} was going on"
+                ) from None
+            raise
+        values = [_value(reply, block) for reply, block in replies]
+        if registration.execute_mode is Execute.RANK_ZERO and registration.dispatch_mode not in SPLIT:
+            result = values[0]
+        else:
+            result = collect(registration.dispatch_mode, values, scatter.shares, group=self, method=label)
+        return await _as_plan(result, label) if registration.returns_batch else result
+
+    def _send(self, registration: Registration, arguments: Sequence[Arguments]) -> list[Submission]:
+        """To all ranks in one go: no other call of this group comes between."""
+        call_id = next(self._call_ids)
+        submissions: list[Submission] = []
+        for rank, each in enumerate(arguments):
+            call = Call(
+                call_id=call_id,
+                sequence=self._sequences[rank],
+                method=registration.name,
+                arguments=each,
+                materialize_futures=registration.materialize_futures,
+                keep_batch=registration.returns_batch,
+            )
+            self._sequences[rank] += 1
+            try:
+                submissions.append(Submission(rank, call, self._submit(rank, call)))
+            except BaseException:
+                self._skip(rank, call.sequence)
+                self._abandon(submissions)
+                raise
+        return submissions
+
+    async def _replies(self, submissions: Sequence[Submission], label: str) -> list[tuple[Reply, Block | None]]:
+        pending = {submission.reply: submission for submission in submissions}
+        errors: list[BaseException] = []
+        try:
+            while pending and not errors:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                errors += self._failures([pending.pop(reply) for reply in done], label)
+            if errors and pending:
+                self._abandon(pending.values())
+                done, _ = await asyncio.wait(pending, timeout=SIBLING_GRACE_S)
+                errors += self._failures([pending[reply] for reply in done], label, abandoned=True)
+        except asyncio.CancelledError:
+            self._abandon(pending.values())
+            raise
+        if errors:
+            raise _first_of(errors)
+        return [submission.reply.result() for submission in submissions]
+
+    def _failures(
+        self, submissions: Sequence[Submission], label: str, *, abandoned: bool = False
+    ) -> list[BaseException]:
+        errors: list[BaseException] = []
+        for submission in sorted(submissions, key=lambda each: each.rank):
+            rank, method = submission.rank, submission.call.method
+            if (error := submission.reply.exception()) is not None:
+                errors.append(error)
+                continue
+            reply, _ = submission.reply.result()
+            if isinstance(reply, Failed):
+                errors.append(reply.to_error(group=self.name, rank=rank, method=method))
+            elif isinstance(reply, Cancelled) and not abandoned:
+                message = f"{label} was cancelled by its own code on rank {rank}"
+                errors.append(WorkerError(message, group=self.name, rank=rank, method=method))
+        return errors
+
+    def _abandon(self, submissions: Any) -> None:
+        for submission in submissions:
+            # What becomes of it is nobody's business any more; without this, asyncio would log its failure.
+            submission.reply.add_done_callback(_ignore)
+            self._cancel(submission.rank, submission.call)
+
+
+SPLIT = frozenset({Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC})
+
+
+def _value(reply: Reply, block: Block | None) -> Any:
+    if isinstance(reply, ReturnedBatch):
+        assert block is not None
+        return Plan.shard(block, reply.header)
+    assert isinstance(reply, Returned)
+    return reply.value
+
+
+async def _as_plan(result: Any, label: str) -> Plan:
+    if isinstance(result, Plan):
+        return result
+    if isinstance(result, DataProtoFuture):
+        return await result._plan()
+    if isinstance(result, DataProto):
+        return Plan.of(result)
+    raise DispatchError(f"{label} is to return a DataProto and returned {type(result).__name__}")
+
+
+def _resolver(label: str) -> Callable[[Any], Awaitable[Any]]:
+    async def resolve(future: Future[Any]) -> Any:
+        try:
+            return await future._completed()
+        except AsyncRLError as error:
+            raise _travelled(error, label) from error.__cause__
+
+    return resolve
+
+
+def _travelled(error: AsyncRLError, label: str) -> AsyncRLError:
+    """The same error for the next future on its way, so that each tells its own way."""
+    again = copy.copy(error)
+    again.__notes__ = [*getattr(error, "__notes__", ())]
+    again.add_note(f"it was an argument of {label}, which was not called")
+    return again
+
+
+def _first_of(errors: Sequence[BaseException]) -> BaseException:
+    """The first error, except that a dead process explains what the other ranks saw of it."""
+    died = [error for error in errors if isinstance(error, WorkerDiedError)]
+    first = cast("BaseException", (died or errors)[0])
+    for error in errors:
+        if error is not first:
+            first.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return first
+
+
+def _ignore(reply: asyncio.Future[Any]) -> None:
+    if not reply.cancelled():
+        reply.exception()

@@ -11,9 +11,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points, packages_distributions, requires
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, packages_distributions, requires
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -120,15 +119,18 @@ def _import_remedy(error: ImportError, module_name: str) -> str:
     return f"install it: {install_command(missing)}"
 
 
-def install_command(package: str, *, wanted: Sequence[str] | None = None) -> str:
-    """The pip command that brings ``package``, through asyncrl's extra where one does."""
-    requirements = (requires("asyncrl") or []) if wanted is None else wanted
+def install_command(package: str) -> str:
+    """The pip command that brings ``package``, in the range that asyncrl's metadata names."""
+    try:
+        requirements = requires("asyncrl") or []
+    except PackageNotFoundError:  # asyncrl itself is on the path but not installed
+        requirements = []
     for requirement in requirements:
         name = re.match(r"[\w.\-]+", requirement)
-        extra = re.search(r"extra\s*==\s*['\"]([\w.\-]+)['\"]", requirement)
-        if name and extra and _normal(name[0]) == _normal(package) and extra[1] != "dev":
-            return f"{sys.executable} -m pip install 'asyncrl[{extra[1]}]'"
-    return f"{sys.executable} -m pip install {package.replace('_', '-')}"
+        if name is not None and _normal(name[0]) == _normal(package):
+            package = re.sub(r"[\s()]", "", requirement.partition(";")[0])
+            break
+    return f"{sys.executable} -m pip install '{package}'"
 
 
 def _normal(name: str) -> str:

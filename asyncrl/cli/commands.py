@@ -1,0 +1,172 @@
+"""The commands that need a configuration, and ``plot``. Each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+
+from .failure import INTERRUPTED, TERMINATED
+from .output import quiet_pipe, show
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+__all__ = ["check_outside", "eval_command", "generate_command", "plot_command", "sft_command", "train_command"]
+
+
+def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl train``."""
+    file = namespace.file
+    if file is None and namespace.resume is not None:
+        file = namespace.resume / "config.toml"
+    config = _configuration(file, settings)
+    if namespace.dry_run:
+        return _dry_run(config)
+    from asyncrl.pipeline.run import train
+
+    summary = train(config, resume=namespace.resume)
+    if namespace.json:
+        _show_json(summary)
+    else:
+        from asyncrl.telemetry import print_report
+
+        with quiet_pipe():
+            print_report(summary)
+    return _exit_code(summary)
+
+
+def sft_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl sft``."""
+    config = _configuration(namespace.file, settings)
+    if namespace.dry_run:
+        return _dry_run(config)
+    from asyncrl.pipeline.run import sft
+
+    summary = sft(config)
+    _show_summary(summary, as_json=namespace.json)
+    return _exit_code(summary)
+
+
+def eval_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl eval``."""
+    config = _configuration(namespace.file, settings)
+    if namespace.dry_run:
+        return _dry_run(config)
+    from asyncrl.pipeline.run import evaluate
+
+    summary = evaluate(config, checkpoint=_existing(namespace.checkpoint, "--checkpoint"))
+    _show_summary(summary, as_json=namespace.json)
+    return _exit_code(summary)
+
+
+def generate_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl generate``."""
+    config = _configuration(namespace.file, settings)
+    if namespace.dry_run:
+        return _dry_run(config)
+    from asyncrl.pipeline.run import generate
+
+    answers = generate(
+        config,
+        prompt=namespace.prompt,
+        tasks=namespace.tasks,
+        checkpoint=_existing(namespace.checkpoint, "--checkpoint"),
+        out=namespace.out,
+    )
+    for answer in answers:
+        if namespace.out is None:
+            show(_json(answer))
+    return 0
+
+
+def plot_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl plot``."""
+    from asyncrl.telemetry.plot import plot_run
+
+    show(str(plot_run(namespace.run, namespace.out or namespace.run / "plot.png")))
+    return 0
+
+
+def check_outside(config: Config) -> None:
+    """Check what a configuration names outside of itself: parts that are installed, files that are there.
+
+    Raises:
+        ConfigError: the first that is missing.
+    """
+    from asyncrl.parts import check_part
+
+    wanted = [
+        ("asyncrl.environments", config.env.name, "env.name"),
+        ("asyncrl.rollout_engines", config.rollout.engine, "rollout.engine"),
+        ("asyncrl.training_engines", config.trainer.engine, "trainer.engine"),
+        ("asyncrl.weight_transports", config.weights.transport, "weights.transport"),
+        ("asyncrl.replay_buffers", config.buffer.kind, "buffer.kind"),
+    ]
+    if config.reward.source != "environment":
+        wanted.append(("asyncrl.reward_models", config.reward.source, "reward.source"))
+    if config.model.source is not None:
+        wanted.append(("asyncrl.model_sources", config.model.source, "model.source"))
+    wanted += [("asyncrl.trackers", name, "telemetry.trackers") for name in config.telemetry.trackers]
+    for group, name, path in wanted:
+        check_part(group, name, path=path)
+    if config.sft.data is not None:
+        _existing(config.sft.data, "sft.data")
+    model = config.model.path
+    if model is not None and model.startswith(("/", "./", "../", "~")):  # else it may be a name on the hub
+        _existing(Path(model).expanduser(), "model.path")
+
+
+def _configuration(file: Path | None, settings: Sequence[str]) -> Config:
+    from asyncrl.config import load_config
+
+    if file is None and not settings:
+        raise ConfigError("no configuration given; write asyncrl COMMAND FILE.toml", remedy="give a FILE.toml")
+    config = load_config(file, settings)
+    check_outside(config)
+    return config
+
+
+def _dry_run(config: Config) -> int:
+    show(config.to_toml().rstrip("\n"))
+    return 0
+
+
+def _existing(path: Path | None, name: str) -> Path | None:
+    if path is None:
+        return None
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise ConfigError(f"{name} = {str(path)!r}: {error.strerror}", path=name, remedy="check the path") from error
+    if not exists:
+        raise ConfigError(f"{name} = {str(path)!r}: no such file or folder", path=name, remedy="check the path")
+    return path
+
+
+def _exit_code(summary: Mapping[str, Any]) -> int:
+    return {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED}.get(str(summary.get("stopped_by")), 0)
+
+
+def _show_summary(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        _show_json(summary)
+        return
+    from asyncrl.telemetry.progress import format_value
+
+    width = max(map(len, summary), default=0)
+    show("\n".join(f"{name:<{width}}  {format_value(name, value)}" for name, value in summary.items()))
+
+
+def _show_json(summary: Mapping[str, Any]) -> None:
+    show(_json(summary, indent=2))
+
+
+def _json(record: Mapping[str, Any], *, indent: int | None = None) -> str:
+    from asyncrl.telemetry.json_form import to_json
+
+    return json.dumps(to_json(record), indent=indent, ensure_ascii=False)

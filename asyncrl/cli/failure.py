@@ -1,0 +1,92 @@
+"""How the command line ends badly: what is printed, and which exit code says it.
+
+    0    it worked
+    1    the run failed; the error's name and message are on one screen
+    2    the configuration or the command line is wrong
+    130  interrupted (Ctrl-C)
+    141  the reader of the output went away
+    143  terminated (SIGTERM)
+
+A failure that asyncrl knows is told without a traceback (``--traceback`` shows it); anything else is a bug and is shown
+with everything there is.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+
+from asyncrl.errors import AsyncRLError, ConfigError
+
+__all__ = ["BAD_USAGE", "FAILED", "INTERRUPTED", "TERMINATED", "tell_failure"]
+
+FAILED = 1
+BAD_USAGE = 2
+INTERRUPTED = 130
+TERMINATED = 143
+
+MOST_LINES = 24
+MOST_CAUSES = 5
+REMOTE_LINES = 8
+LONGEST_LINE = 400
+
+
+def tell_failure(error: BaseException, *, with_traceback: bool) -> int:
+    """Print ``error`` on standard error and return the exit code it means."""
+    leaves = list(_leaves(error))
+    if not all(isinstance(leaf, AsyncRLError) for leaf in leaves):
+        traceback.print_exception(error)
+        print("\nThis is not one of asyncrl's own errors: a bug, here or in one of the parts.", file=sys.stderr)
+        return FAILED
+    if with_traceback:
+        traceback.print_exception(error)
+    first = leaves[0]
+    for line in _lines(first):
+        print(line, file=sys.stderr)
+    if len(leaves) > 1:
+        print(
+            f"  and {len(leaves) - 1} more: {', '.join(type(leaf).__name__ for leaf in leaves[1:6])}", file=sys.stderr
+        )
+    if isinstance(first, ConfigError):
+        return BAD_USAGE
+    if not with_traceback:
+        print("  (--traceback shows where it was raised)", file=sys.stderr)
+    return FAILED
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a task group's collection, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _lines(error: BaseException) -> list[str]:
+    name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    lines = [_cut(line) for line in f"error: {name}{error}".splitlines()[:MOST_LINES]]
+    if isinstance(error, ConfigError):
+        if error.path and error.path not in str(error):
+            lines.append(f"  at {_cut(error.path)}")
+        if error.remedy and error.remedy not in str(error):
+            lines.append(f"  {_cut(error.remedy)}")
+        return lines
+    for key, value in vars(error).items():
+        if key == "remote_traceback" or value in ("", -1, None, 0) or str(value) in str(error):
+            continue
+        lines.append(f"  {key}: {_cut(' '.join(str(value).split()))}")
+    remote = str(getattr(error, "remote_traceback", "")).rstrip().splitlines()
+    if remote:
+        lines.append("  in the worker:")
+        lines += [f"    {_cut(line)}" for line in remote[-REMOTE_LINES:]]
+    cause, depth = error.__cause__, 0
+    while cause is not None and depth < MOST_CAUSES:
+        lines.append(f"  caused by {type(cause).__name__}: {_cut(str(cause).split(chr(10))[0])}")
+        cause, depth = cause.__cause__, depth + 1
+    return lines
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_LINE else text[: LONGEST_LINE - 3] + "..."

@@ -1,0 +1,183 @@
+"""The command ``asyncrl``: reads the command line, starts a command, turns failures into messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from asyncrl import __version__
+
+from .arguments import split_arguments
+from .failure import BAD_USAGE, INTERRUPTED, TERMINATED, tell_failure
+from .output import quiet_pipe, tolerate_any_encoding
+
+__all__ = ["main"]
+
+SETTINGS_HELP = """
+settings of the configuration override the file's, the last one wins:
+  --trainer.lr 1e-4   --max-staleness=0   --env.options.digits 3   --rollout.stop '["\\n"]'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """The parser, and for each command that takes settings its own options."""
+
+    parser: argparse.ArgumentParser
+    options: dict[str, list[argparse.Action]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (see :mod:`asyncrl.cli.failure`).
+
+    Args:
+        arguments: the words behind the program's name; those of the process by default.
+    """
+    tolerate_any_encoding()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    line = command_line()
+    settings: list[str] = []
+    command = next((word for word in words if not word.startswith("-")), "")
+    if command in line.options:
+        at = words.index(command) + 1
+        try:
+            split = split_arguments(words[at:], line.options[command])
+        except ValueError as error:
+            line.parser.exit(BAD_USAGE, f"asyncrl {command}: {error}\n")
+        words, settings = words[:at] + split.own, split.settings
+    try:
+        namespace = line.parser.parse_args(words)
+    except SystemExit:
+        with quiet_pipe():
+            raise
+    if namespace.command is None:
+        with quiet_pipe():
+            line.parser.print_help()
+        return 0
+    return run(namespace, settings)
+
+
+def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Start the command and see it end."""
+    with_traceback = namespace.traceback or os.environ.get("ASYNCRL_TRACEBACK", "0") not in {"", "0"}
+    with sigterm_ends_the_program():
+        try:
+            if namespace.command == "doctor":
+                from .doctor import doctor
+
+                return doctor(as_json=namespace.json)
+            from . import commands
+
+            command = getattr(commands, f"{namespace.command}_command")
+            return int(command(namespace, settings))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:  # noqa: BLE001  the last one to see it: told, with its traceback if it is a bug
+            return tell_failure(error, with_traceback=with_traceback)
+
+
+def command_line() -> CommandLine:
+    """Everything ``asyncrl --help`` knows. Imports nothing that the commands need."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Asynchronous streaming reinforcement learning of language models.",
+        epilog="exit codes: 0 done, 1 failed, 2 bad configuration or usage, 130 interrupted, 143 terminated",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"asyncrl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    options: dict[str, list[argparse.Action]] = {}
+
+    def add(name: str, summary: str, *, settings: bool) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=SETTINGS_HELP if settings else None,
+            usage=f"asyncrl {name} FILE.toml [options] [--setting value ...]" if settings else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        own = [
+            command.add_argument("-h", "--help", action="help", help="show this help"),
+            command.add_argument("--traceback", action="store_true", help="show the traceback of a failure"),
+        ]
+        if settings:
+            command.add_argument("file", nargs="?", type=Path, metavar="FILE.toml", help="configuration")
+            own.append(
+                command.add_argument(
+                    "--dry-run", action="store_true", help="check, print what is resolved, run nothing"
+                )
+            )
+            options[name] = own
+        return command
+
+    train = add("train", "train with reinforcement learning", settings=True)
+    options["train"] += [
+        train.add_argument(
+            "--resume", type=Path, metavar="RUN", help="go on with a run; FILE.toml defaults to its own"
+        ),
+        train.add_argument("--json", action="store_true", help="print the summary as JSON"),
+    ]
+    sft = add("sft", "only the supervised warm start", settings=True)
+    options["sft"] += [sft.add_argument("--json", action="store_true", help="print the summary as JSON")]
+
+    evaluate = add("eval", "measure the held-out score", settings=True)
+    options["eval"] += [
+        evaluate.add_argument(
+            "--checkpoint", type=Path, metavar="DIR", help="weights to measure; else the model's own"
+        ),
+        evaluate.add_argument("--json", action="store_true", help="print the summary as JSON"),
+    ]
+    generate = add("generate", "generate answers and print them as JSON lines", settings=True)
+    options["generate"] += [
+        generate.add_argument("--prompt", metavar="TEXT", help="answer this instead of tasks of the environment"),
+        generate.add_argument("--tasks", type=_count, default=4, metavar="N", help="held-out tasks to answer (4)"),
+        generate.add_argument("--checkpoint", type=Path, metavar="DIR", help="weights to use; else the model's own"),
+        generate.add_argument("--out", type=Path, metavar="FILE", help="write the JSON lines there instead"),
+    ]
+    plot = add("plot", "draw a run: scores, timeline, staleness, queue", settings=False)
+    plot.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    plot.add_argument("--out", type=Path, metavar="FILE", help="picture to write, .png, .svg or .pdf (RUN/plot.png)")
+
+    doctor = add("doctor", "check what this machine has and what is missing", settings=False)
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    return CommandLine(parser, options)
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1000000")
+    return value
+
+
+@contextmanager
+def sigterm_ends_the_program() -> Iterator[None]:
+    """SIGTERM unwinds the program like an exit, so that what is open gets closed, and gives exit code 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -36,7 +36,7 @@ class Advantage(Protocol):
         InvalidDataError: a reward is not finite; the message names the row.
     """
 
-    def __call__(self, rewards: Tensor, /, *, groups: Tensor) -> Tensor: ...
+    def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor: ...
 
 
 ADVANTAGES: dict[str, Advantage] = {}
@@ -65,12 +65,12 @@ def get_advantage(name: str) -> Advantage:
 
 
 @register_advantage("grpo")
-def grpo_advantages(rewards: Tensor, /, *, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
+def grpo_advantages(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """Group-relative: (reward - mean) / (standard deviation + epsilon). GRPO, arXiv:2402.03300, section 4.1.
 
     The deviation is the sample one (divided by G - 1), as in the implementations in wide use. See :class:`Advantage`.
 
-    >>> grpo_advantages(torch.tensor([0.0, 1.0, 5.0]), groups=torch.tensor([7, 7, 8]))
+    >>> grpo_advantages(torch.tensor([0.0, 1.0, 5.0]), torch.tensor([7, 7, 8]))
     tensor([-0.7071,  0.7071,  0.0000])
     """
     centred = _Groups(rewards, groups)
@@ -79,7 +79,7 @@ def grpo_advantages(rewards: Tensor, /, *, groups: Tensor, epsilon: float = 1e-6
 
 
 @register_advantage("dr_grpo")
-def dr_grpo_advantages(rewards: Tensor, /, *, groups: Tensor) -> Tensor:
+def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """Reward minus the group's mean, not divided by anything. Dr. GRPO, arXiv:2503.20783, section 3.2.
 
     Dividing by the deviation gives more weight to prompts that are nearly always or nearly never solved; this does not.
@@ -88,7 +88,7 @@ def dr_grpo_advantages(rewards: Tensor, /, *, groups: Tensor) -> Tensor:
 
 
 @register_advantage("rloo")
-def rloo_advantages(rewards: Tensor, /, *, groups: Tensor) -> Tensor:
+def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """Reward minus the mean of the *other* rows: G / (G - 1) times Dr. GRPO's. RLOO, arXiv:2402.14740."""
     centred = _Groups(rewards, groups)
     return (centred.deviations * centred.sizes / (centred.sizes - 1).clamp(min=1)).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, sigmoid
 from torch.nn.functional import logsigmoid
 
 from asyncrl.errors import ConfigError, SchemaError
@@ -22,12 +22,16 @@ class PairLosses:
         chosen_reward: [P] detached, beta * log(policy / reference) of the chosen answer: DPO's implicit reward.
         rejected_reward: [P] detached, the same of the rejected answer.
         correct: [P] detached, 1 where the implicit reward prefers the chosen answer, 0 where not, 0.5 where equal.
+        advantage: [P] detached, minus the loss's derivative in the chosen answer's log-prob; in the rejected one's it is
+            the opposite. The gradient of the loss is therefore that of a policy step on both answers, with
+            ``advantage`` for every token of the chosen and ``-advantage`` for every token of the rejected one.
     """
 
     loss: Tensor
     chosen_reward: Tensor
     rejected_reward: Tensor
     correct: Tensor
+    advantage: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,5 +96,12 @@ class PreferenceObjective:
         rejected = self.beta * (rejected_log_probs - reference_rejected_log_probs.detach())
         margin = chosen - rejected
         loss = -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)
-        correct = (margin.detach().sign() + 1) / 2
-        return PairLosses(loss=loss, chosen_reward=chosen.detach(), rejected_reward=rejected.detach(), correct=correct)
+        distance = margin.detach()
+        return PairLosses(
+            loss=loss,
+            chosen_reward=chosen.detach(),
+            rejected_reward=rejected.detach(),
+            correct=(distance.sign() + 1) / 2,
+            # d/dm log sigmoid(m) = sigmoid(-m); (1 - s) sigmoid(-m) - s sigmoid(m) = sigmoid(-m) - s
+            advantage=self.beta * (sigmoid(-distance) - self.label_smoothing),
+        )

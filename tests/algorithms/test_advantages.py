@@ -122,7 +122,7 @@ def test_the_registry_knows_its_names_and_takes_new_ones() -> None:
         register_advantage("grpo")(dr_grpo_advantages)
 
     @register_advantage("reward_itself")
-    def plain(rewards: torch.Tensor, /, *, groups: torch.Tensor) -> torch.Tensor:
+    def plain(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return rewards.float()
 
     try:

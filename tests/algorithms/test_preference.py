@@ -49,6 +49,7 @@ def test_loss_and_gradient_equal_plain_python(beta: float, smoothing: float, pai
         gradient = given_columns[name].grad
         assert gradient is not None
         assert gradient.tolist() == pytest.approx(slopes, rel=1e-4, abs=1e-7)
+        assert gradient.tolist() == pytest.approx((got.advantage * (-1, 1)[i]).tolist(), rel=1e-9)
     assert all(given_columns[name].grad is None for name in NAMES[2:])
 
 

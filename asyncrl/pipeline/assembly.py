@@ -144,7 +144,6 @@ class Assembly:
         await self._stack.aclose()
 
     def _ray_backend(self, requests: list[_Request]) -> Callable[[_Request], WorkerGroup]:
-        from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
         from asyncrl.single_controller.ray_cluster import RayCluster
 
         cluster = self.config.cluster
@@ -156,6 +155,7 @@ class Assembly:
                 log_folder=self._log_folder,
             )
         )
+        from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
         def make(request: _Request) -> WorkerGroup:
             pool = RayResourcePool([request.world_size], num_cpus=request.num_cpus, num_gpus=request.num_gpus)

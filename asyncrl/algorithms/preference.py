@@ -22,8 +22,8 @@ class PairLosses:
         chosen_reward: [P] detached, beta * log(policy / reference) of the chosen answer: DPO's implicit reward.
         rejected_reward: [P] detached, the same of the rejected answer.
         correct: [P] detached, 1 where the implicit reward prefers the chosen answer, 0 where not, 0.5 where equal.
-        advantage: [P] detached, minus the loss's derivative in the chosen answer's log-prob; in the rejected one's it is
-            the opposite. The gradient of the loss is therefore that of a policy step on both answers, with
+        advantage: [P] detached, minus the loss's derivative in the chosen answer's log-prob; in the rejected one's it
+            is the opposite. The gradient of the loss is therefore that of a policy step on both answers, with
             ``advantage`` for every token of the chosen and ``-advantage`` for every token of the rejected one.
     """
 

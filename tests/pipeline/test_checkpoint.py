@@ -1,0 +1,82 @@
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import CheckpointError
+from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, is_checkpoint, read_driver_state
+
+
+class FolderTrainer:
+    """Writes a file where a trainer would write weights."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    async def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_text("w")
+        if self.fails:
+            raise OSError("disk full")
+
+    async def export(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+def state(step: int) -> DriverState:
+    return DriverState(
+        step=step,
+        next_slot=4 * step + 3,
+        outstanding=(4 * step, 4 * step + 2),
+        generated=100,
+        trained=80,
+        dropped={"stale": 5},
+        staleness={0: 60, 1: 20},
+        history={"evaluations": [{"step": 0, "success": 0.25}], "rewards": [0.5]},
+    )
+
+
+async def test_what_is_written_is_read_back(tmp_path: Path):
+    folder = await Checkpoints(tmp_path, keep=2).save(FolderTrainer(), state(3), step=3)
+    assert folder.name == "step-000003"
+    assert read_driver_state(folder) == state(3)
+    assert (folder / "trainer" / "weights").read_text() == "w"
+
+
+async def test_only_the_newest_are_kept_and_the_newest_is_latest(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (5, 10, 15):
+        await checkpoints.save(FolderTrainer(), state(step), step=step)
+    assert [path.name for path in checkpoints.all()] == ["step-000010", "step-000015"]
+    assert read_driver_state(checkpoints.latest()).step == 15
+
+
+async def test_a_checkpoint_that_failed_half_way_is_none(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    await checkpoints.save(FolderTrainer(), state(1), step=1)
+    trainer = FolderTrainer()
+    trainer.fails = True
+    with pytest.raises(OSError, match="disk full"):
+        await checkpoints.save(trainer, state(2), step=2)
+    assert [path.name for path in checkpoints.all()] == ["step-000001"]
+    trainer.fails = False
+    await checkpoints.save(trainer, state(2), step=2)
+    assert checkpoints.latest().name == "step-000002"
+
+
+async def test_every_flipped_bit_of_the_state_is_noticed(tmp_path: Path):
+    folder = await Checkpoints(tmp_path, keep=1).save(FolderTrainer(), state(1), step=1)
+    file = folder / "driver.json"
+    whole = file.read_bytes()
+    for position in range(len(whole)):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(CheckpointError):
+            read_driver_state(folder)
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError):
+        read_driver_state(folder)
+
+
+def test_a_run_without_checkpoint_says_so(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.every"):
+        Checkpoints(tmp_path, keep=1).latest()
+    assert not is_checkpoint(tmp_path)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
 
-from .failure import INTERRUPTED, TERMINATED
 from .output import quiet_pipe, show
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int
 
         with quiet_pipe():
             print_report(summary)
-    return _exit_code(summary)
+    return 0
 
 
 def sft_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -49,7 +48,7 @@ def sft_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
 
     summary = sft(config)
     _show_summary(summary, as_json=namespace.json)
-    return _exit_code(summary)
+    return 0
 
 
 def eval_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -61,7 +60,7 @@ def eval_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
 
     summary = evaluate(config, checkpoint=_existing(namespace.checkpoint, "--checkpoint"))
     _show_summary(summary, as_json=namespace.json)
-    return _exit_code(summary)
+    return 0
 
 
 def generate_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -146,10 +145,6 @@ def _existing(path: Path | None, name: str) -> Path | None:
     if not exists:
         raise ConfigError(f"{name} = {str(path)!r}: no such file or folder", path=name, remedy="check the path")
     return path
-
-
-def _exit_code(summary: Mapping[str, Any]) -> int:
-    return {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED}.get(str(summary.get("stopped_by")), 0)
 
 
 def _show_summary(summary: Mapping[str, Any], *, as_json: bool) -> None:

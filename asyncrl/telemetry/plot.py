@@ -44,6 +44,7 @@ STYLE: dict[str, Any] = {
 }
 SUFFIXES = (".png", ".svg", ".pdf")
 SHOWN_STEPS = 4
+TURNS = "train"  # the stage whose spans are the steps
 MOST_LANES = 8
 MOST_POINTS = 4000
 
@@ -123,8 +124,8 @@ def _title(run: Path, summary: Mapping[str, Any]) -> str:
 
 def _scores(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     axes.set_title("Reward and held-out success")
-    steps, rewards = _series(metrics, "reward")
-    held_steps, held = _series(metrics, "success")
+    steps, rewards = _series(metrics, "reward_mean", "reward")
+    held_steps, held = _series(metrics, "eval/success", "success")
     if not steps and not held:
         _nothing(axes, "no rewards in metrics.jsonl")
         return
@@ -164,7 +165,8 @@ def _stages(axes: Axes, trace: Sequence[Mapping[str, Any]], summary: Mapping[str
         return
     begin_s, end_s = _window(slices)
     shown = [each for each in slices if each.end_s > begin_s and each.start_s < end_s and each.lane < MOST_LANES]
-    stages = list(dict.fromkeys(each.stage for each in slices))
+    seen = {each.stage for each in shown}
+    stages = [stage for stage in dict.fromkeys(each.stage for each in slices) if stage in seen]
     heights = {stage: 1 + max((each.lane for each in shown if each.stage == stage), default=0) for stage in stages}
     for row, stage in enumerate(stages):
         colour = COLOURS[row % len(COLOURS)]
@@ -183,7 +185,7 @@ def _stages(axes: Axes, trace: Sequence[Mapping[str, Any]], summary: Mapping[str
                     edgecolors=FAINT if waiting else "white",
                     hatch="////" if waiting else None,
                     linewidth=0.6,
-                    zorder=2 if waiting else 3,
+                    zorder=4 if waiting else 3,
                 )
     axes.set_yticks(range(len(stages)), stages)
     axes.set_ylim(len(stages) - 0.5, -0.5)
@@ -234,14 +236,11 @@ def _staleness(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mappin
 
 def _queue(axes: Axes, metrics: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title("Queue depth")
-    curves = _counter(trace, "queue")
-    if not curves:
-        points = [
-            (record["time_s"], record["queue_depth"])
-            for record in metrics
-            if record.get("time_s") is not None and record.get("queue_depth") is not None
-        ]
-        curves = {"ready": points} if points else {}
+    curves = _counter(trace, "groups") or {
+        label: points
+        for label, name in (("ready", "groups_ready"), ("pending", "groups_pending"))
+        if (points := [(record["time_s"], record[name]) for record in metrics if record.get(name) is not None])
+    }
     if not curves:
         _nothing(axes, "no queue depths were recorded")
         return
@@ -269,11 +268,15 @@ def _nothing(axes: Axes, text: str) -> None:
         spine.set_visible(False)
 
 
-def _series(metrics: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric; of a step that was done twice, the later."""
-    found = {record["step"]: record[name] for record in metrics if record.get(name) is not None and "step" in record}
-    steps = sorted(found)
-    return steps, [float(found[step]) for step in steps]
+def _series(metrics: Iterable[Mapping[str, Any]], *names: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the first of the metrics that is there; of a step that was done twice, the later value."""
+    records = list(metrics)
+    for name in names:
+        found = {record["step"]: record[name] for record in records if record.get(name) is not None}
+        if found:
+            steps = sorted(found)
+            return steps, [float(found[step]) for step in steps]
+    return [], []
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
@@ -300,17 +303,12 @@ def _slices(trace: Iterable[Mapping[str, Any]]) -> list[Slice]:
 
 
 def _window(slices: Sequence[Slice]) -> tuple[float, float]:
-    """A few repetitions of the slowest-turning stage's work, from the middle of the run: neither start nor end."""
-    by_stage: dict[str, list[Slice]] = {}
-    for each in slices:
-        if not each.waiting:
-            by_stage.setdefault(each.stage, []).append(each)
-    begin_s, end_s = min(each.start_s for each in slices), max(each.end_s for each in slices)
-    turns = min((spans for spans in by_stage.values() if len(spans) > SHOWN_STEPS), key=len, default=None)
-    if turns is not None:
-        turns = sorted(turns, key=lambda each: each.start_s)
+    """A few training steps from the middle of the run, where it neither starts nor ends; without them, everything."""
+    turns = sorted(each.start_s for each in slices if each.stage == TURNS and not each.waiting)
+    if len(turns) > SHOWN_STEPS:
         middle = (len(turns) - SHOWN_STEPS) // 2
-        begin_s, end_s = turns[middle].start_s, turns[middle + SHOWN_STEPS].start_s
+        return turns[middle], max(turns[middle + SHOWN_STEPS], turns[middle] + 1e-6)
+    begin_s, end_s = min(each.start_s for each in slices), max(each.end_s for each in slices)
     return begin_s, max(end_s, begin_s + 1e-6)
 
 

@@ -5,8 +5,9 @@ the answer of the one before; then the assistant says the number. The reward is 
 final message is the right one, otherwise 0; the calls themselves earn nothing.
 
 Demonstrations are *imperfect on purpose*: they stand for a warm start that knows how to call the tool but not when.
-A demonstrator guesses without the tool in ``guess_share`` of the conversations and, where several calls are needed,
-takes the answer of an earlier one for the answer of the question in ``early_stop_share`` of them.
+A demonstrator guesses without the tool in ``guess_share`` of the conversations; where several calls are needed, it
+takes the result of an earlier one for the answer in ``early_stop_share`` of them; and it answers with the left operand
+of its last call instead of the result in ``misread_share``.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class CalculatorFactory:
         negative: whether results below zero may appear (otherwise such a ``-`` becomes a ``+``).
         guess_share: share of the demonstrations that answer without the tool.
         early_stop_share: share of the demonstrations of several operations that stop before the last one.
+        misread_share: share of the demonstrations with calls whose answer is an operand instead of the result.
         instructions: system message; none if empty.
     """
 
@@ -100,8 +102,9 @@ class CalculatorFactory:
         operators: Sequence[str] = ("+", "-"),
         operation_shares: Sequence[float] = (0.3, 0.4, 0.3),
         negative: bool = False,
-        guess_share: float = 0.15,
+        guess_share: float = 0.2,
         early_stop_share: float = 0.6,
+        misread_share: float = 0.25,
         instructions: str = "",
     ) -> None:
         unknown = [operator for operator in operators if operator not in _OPERATIONS]
@@ -118,6 +121,7 @@ class CalculatorFactory:
         for name, share in (
             ("guess_share", guess_share),
             ("early_stop_share", early_stop_share),
+            ("misread_share", misread_share),
         ):
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(f"{name} is {share}", path=f"env.options.{name}", remedy="a share lies in 0..1")
@@ -134,6 +138,7 @@ class CalculatorFactory:
         self._negative = negative
         self._guess_share = guess_share
         self._early_stop_share = early_stop_share
+        self._misread_share = misread_share
         self._instructions = instructions
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
@@ -160,7 +165,9 @@ class CalculatorFactory:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             answer = {"role": "tool", "tool_call_id": call_id, "name": calculator.name, "content": str(result)}
             messages.append(answer)
-        return [*messages, {"role": "assistant", "content": str(steps[-1][3])}]
+        left, _, _, result = steps[-1]
+        said = left if draw.random() < self._misread_share else result
+        return [*messages, {"role": "assistant", "content": str(said)}]
 
     def _draw(self, stream: str, *, held_out: bool) -> Task:
         draw = random.Random(f"{self._seed}/{stream}")  # noqa: S311 (reproducible, not secret)

@@ -1,0 +1,275 @@
+"""Episodes: turns, limits, failures, and what they leave in tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asyncrl.agents.calculator import CalculatorFactory
+from asyncrl.agents.chat import ChatRenderer
+from asyncrl.agents.episode import run_episode
+from asyncrl.errors import (
+    EngineClosedError,
+    EnvironmentDeadlineError,
+    EnvironmentFailure,
+    InvalidDataError,
+    RequestAbortedError,
+)
+from asyncrl.interfaces import Environment, Message, SamplingParams, Step, Task, Tool
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.testing import EchoEnvironment, ScriptedEngine
+
+TASK: Task = {"question": "(3+4)-2", "answer": 5, "steps": [[3, "+", 4, 7], [7, "-", 2, 5]]}
+FIRST_CALL = '<tool_call>{"name": "calculator", "arguments": {"a": 3, "operator": "+", "b": 4}}</tool_call><|end|>'
+SECOND_CALL = '<tool_call>{"name": "calculator", "arguments": {"a": 7, "operator": "-", "b": 2}}</tool_call><|end|>'
+
+
+def engine_saying(renderer: ChatRenderer, *turns: str, **options: Any) -> ScriptedEngine:
+    """Says the first text to a prompt without an earlier turn of its own, the next one later on, and so forth."""
+    begun = renderer.tokenizer.encode("<|assistant|>", add_special_tokens=False)[0]
+
+    def reply(prompt: tuple[int, ...]) -> list[int]:
+        return renderer.tokenizer.encode(turns[prompt.count(begun) - 1], add_special_tokens=False)
+
+    return ScriptedEngine(reply, **options)
+
+
+async def play(
+    engine: ScriptedEngine, environment: Environment, renderer: ChatRenderer, task: Task = TASK, **overrides: Any
+) -> Trajectory:
+    await engine.start()
+    arguments: dict[str, Any] = {
+        "sampling": SamplingParams(max_new_tokens=50),
+        "max_turns": 4,
+        "max_tokens": 200,
+        "deadline_s": 5.0,
+        "request_prefix": "row",
+        "seed": 7,
+    }
+    return await run_episode(engine, environment, renderer, task, **(arguments | overrides))
+
+
+async def test_an_episode_of_three_turns(scratch: ChatRenderer, factory: CalculatorFactory) -> None:
+    engine = engine_saying(scratch, FIRST_CALL, SECOND_CALL, "5<|end|>", weight_version=3, log_prob=-0.25)
+    trajectory = await play(engine, factory.make(), scratch)
+    assert trajectory.reward == 1.0
+    assert trajectory.finish_reason == "done"
+    assert trajectory.info == {"calls": 2, "mistakes": 0}
+    assert scratch.decode(trajectory.token_ids) == (
+        f"<|user|>(3+4)-2<|end|><|assistant|>{FIRST_CALL}<|tool|>7<|end|><|assistant|>{SECOND_CALL}"
+        "<|tool|>5<|end|><|assistant|>5<|end|>"
+    )
+    sampled = [t for t, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mine]
+    assert scratch.decode(sampled) == FIRST_CALL + SECOND_CALL + "5<|end|>"
+    for mine, log_prob, version in zip(
+        trajectory.loss_mask, trajectory.behaviour_log_probs, trajectory.weight_versions, strict=True
+    ):
+        assert (log_prob, version) == ((-0.25, 3) if mine else (0.0, -1))
+    assert [(turn.finish_reason, turn.message["content"]) for turn in trajectory.turns] == [
+        ("stop", ""),
+        ("stop", ""),
+        ("stop", "5"),
+    ]
+    assert trajectory.token_ids[trajectory.turns[2].start : trajectory.turns[2].end] == tuple(sampled[-2:])
+
+
+async def test_each_prompt_is_the_tokens_before_and_each_turn_has_id_and_seed_of_its_own(
+    scratch: ChatRenderer, factory: CalculatorFactory
+) -> None:
+    engine = engine_saying(scratch, FIRST_CALL, SECOND_CALL, "5<|end|>")
+    trajectory = await play(engine, factory.make(), scratch)
+    for request, turn in zip(engine.requests, trajectory.turns, strict=True):
+        assert request.prompt_token_ids == trajectory.token_ids[: turn.start]
+        assert scratch.end_of_turn_id in request.sampling.stop_token_ids
+    assert [request.request_id for request in engine.requests] == ["row-0", "row-1", "row-2"]
+    assert len({request.sampling.seed for request in engine.requests}) == 3
+
+    again = engine_saying(scratch, FIRST_CALL, SECOND_CALL, "5<|end|>")
+    await play(again, factory.make(), scratch)
+    assert [r.sampling.seed for r in again.requests] == [r.sampling.seed for r in engine.requests]
+
+
+async def test_a_turn_cut_by_its_own_limit_is_closed_and_answered(
+    scratch: ChatRenderer, factory: CalculatorFactory
+) -> None:
+    engine = engine_saying(scratch, "<tool_call>{" + 20 * "0", "5<|end|>")
+    trajectory = await play(engine, factory.make(), scratch, sampling=SamplingParams(max_new_tokens=16))
+    first, second = trajectory.turns
+    assert first.finish_reason == "length"
+    assert "malformed" in first.message
+    between = scratch.decode(trajectory.token_ids[first.end : second.start])
+    assert between.startswith("<|end|><|tool|>error: a tool call could not be read")
+    assert trajectory.reward == 1.0
+    assert trajectory.info == {"calls": 1, "mistakes": 1}
+
+
+async def test_the_last_turn_ends_the_episode_with_what_was_earned(
+    scratch: ChatRenderer, factory: CalculatorFactory
+) -> None:
+    trajectory = await play(engine_saying(scratch, FIRST_CALL), factory.make(), scratch, max_turns=1)
+    assert (trajectory.finish_reason, trajectory.reward) == ("max_turns", 0.0)
+    assert trajectory.loss_mask[-1], "nothing is appended after the last turn"
+
+    words = ScriptedEngine(lambda prompt: scratch.tokenizer.encode("word0<|end|>"))
+    kept = await play(words, EchoEnvironment(), scratch, {"word": "word0", "turns": 9}, max_turns=3)
+    assert (kept.finish_reason, kept.reward, len(kept.turns)) == ("max_turns", 3.0, 3)
+
+
+async def test_a_full_context_ends_the_episode(scratch: ChatRenderer, factory: CalculatorFactory) -> None:
+    prompt_tokens = len(scratch.prompt([{"role": "user", "content": TASK["question"]}]))
+    engine = engine_saying(scratch, "1" * 40)
+    trajectory = await play(engine, factory.make(), scratch, max_tokens=prompt_tokens + 6)
+    assert (trajectory.finish_reason, trajectory.reward) == ("max_tokens", 0.0)
+    assert len(trajectory.token_ids) == prompt_tokens + 6
+    assert trajectory.info == {}, "a turn that was cut by the context is not shown to the environment"
+
+    call_tokens = len(scratch.tokenizer.encode(FIRST_CALL))
+    no_room_to_answer = prompt_tokens + call_tokens + 2
+    trajectory = await play(engine_saying(scratch, FIRST_CALL), factory.make(), scratch, max_tokens=no_room_to_answer)
+    assert trajectory.finish_reason == "max_tokens"
+    assert len(trajectory.token_ids) == prompt_tokens + call_tokens
+
+
+async def test_a_prompt_that_fills_the_context_is_bad_data(scratch: ChatRenderer, factory: CalculatorFactory) -> None:
+    with pytest.raises(InvalidDataError, match="raise max_tokens"):
+        await play(engine_saying(scratch, "5<|end|>"), factory.make(), scratch, max_tokens=5)
+
+
+class Troubled:
+    """Fails where and how it is told to; knows whether it was closed."""
+
+    def __init__(self, trouble: BaseException | None, *, at: str = "step") -> None:
+        self.closed = 0
+        self._trouble = trouble
+        self._at = at
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return ()
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        await self._happen("reset")
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, reply: Message) -> Step:
+        await self._happen("step")
+        return Step(done=True)
+
+    async def close(self) -> None:
+        self.closed += 1
+        await self._happen("close")
+
+    async def _happen(self, where: str) -> None:
+        if where == self._at:
+            if self._trouble is None:
+                await asyncio.Event().wait()
+            else:
+                raise self._trouble
+
+
+@pytest.mark.parametrize(("at", "tokens"), [("reset", 0), ("step", 3), ("close", 3)])
+async def test_an_environment_that_raises_fails_the_episode(scratch: ChatRenderer, at: str, tokens: int) -> None:
+    environment = Troubled(KeyError("gone"), at=at)
+    with pytest.raises(EnvironmentFailure, match=f"{at} failed: KeyError: 'gone'") as caught:
+        await play(engine_saying(scratch, "12<|end|>"), environment, scratch)
+    assert caught.value.tokens_generated == tokens
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert environment.closed == 1
+
+
+@pytest.mark.parametrize("at", ["reset", "step", "close"])
+async def test_an_environment_that_hangs_passes_its_deadline(scratch: ChatRenderer, at: str) -> None:
+    environment = Troubled(None, at=at)
+    with pytest.raises(EnvironmentDeadlineError, match=f"{at} took longer than") as caught:
+        await play(engine_saying(scratch, "12<|end|>"), environment, scratch, deadline_s=0.01)
+    assert caught.value.tokens_generated == (0 if at == "reset" else 3)
+    assert environment.closed == 1
+
+
+async def test_a_timeout_inside_the_environment_is_not_its_deadline(scratch: ChatRenderer) -> None:
+    with pytest.raises(EnvironmentFailure) as caught:
+        await play(engine_saying(scratch, "1<|end|>"), Troubled(TimeoutError("socket")), scratch)
+    assert not isinstance(caught.value, EnvironmentDeadlineError)
+
+
+async def test_errors_of_the_tree_travel_as_they_are(scratch: ChatRenderer) -> None:
+    told = EnvironmentFailure("the sandbox died")
+    with pytest.raises(EnvironmentFailure) as caught:
+        await play(engine_saying(scratch, "1<|end|>"), Troubled(told), scratch)
+    assert caught.value is told
+    assert told.tokens_generated == 2
+
+
+async def test_an_aborted_request_tells_its_tokens(scratch: ChatRenderer) -> None:
+    environment = EchoEnvironment()
+    engine = engine_saying(scratch, "12<|end|>", "3456789<|end|>")
+    task = {"word": "12", "turns": 2}
+    episode = asyncio.ensure_future(play(engine, environment, scratch, task))
+    while engine.statistics().tokens_generated < 5:  # three of the first turn, two of the second
+        await asyncio.sleep(0)
+    assert await engine.abort("row-1")
+    with pytest.raises(RequestAbortedError) as caught:
+        await episode
+    assert caught.value.tokens_generated == engine.statistics().tokens_generated >= 5
+    assert engine.statistics().requests_aborted == 1
+
+
+async def test_cancelling_leaves_nothing_running(scratch: ChatRenderer) -> None:
+    environment = Troubled(ValueError("never reached"))
+    engine = engine_saying(scratch, "123456789" * 5)
+    await engine.start()
+    await engine.pause("keep")
+    episode = asyncio.ensure_future(play(engine, environment, scratch))
+    while not engine.requests:
+        await asyncio.sleep(0)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    assert environment.closed == 1
+    assert (engine.statistics().running, engine.statistics().waiting) == (0, 0)
+
+
+async def test_a_closed_engine_ends_the_episode_and_the_environment(scratch: ChatRenderer) -> None:
+    environment = Troubled(None)
+    engine = engine_saying(scratch, "1<|end|>")
+    await engine.start()
+    await engine.close()
+    with pytest.raises(EngineClosedError):
+        await run_episode(
+            engine,
+            environment,
+            scratch,
+            TASK,
+            sampling=SamplingParams(max_new_tokens=5),
+            max_turns=1,
+            max_tokens=50,
+            deadline_s=1.0,
+            request_prefix="row",
+            seed=0,
+        )
+    assert environment.closed == 1
+
+
+async def test_new_weights_in_the_middle_of_a_turn_show_in_the_versions(scratch: ChatRenderer) -> None:
+    engine = engine_saying(scratch, "12345678<|end|>")
+    episode = asyncio.ensure_future(play(engine, EchoEnvironment(), scratch, {"word": "12345678"}))
+    while engine.statistics().tokens_generated < 4:
+        await asyncio.sleep(0)
+    await engine.prepare_weights({}, version=1)
+    await engine.commit_weights(1)
+    trajectory = await episode
+    versions = [v for v, mine in zip(trajectory.weight_versions, trajectory.loss_mask, strict=True) if mine]
+    assert versions == sorted(versions)
+    assert trajectory.version_tokens == {0: versions.count(0), 1: versions.count(1)}
+    assert versions.count(0) >= 4
+    assert versions.count(1) >= 1
+
+
+async def test_latency_is_the_event_loops_time_per_step(scratch: ChatRenderer) -> None:
+    started = asyncio.get_running_loop().time()
+    task = {"word": "1", "turns": 2}
+    await play(engine_saying(scratch, "1<|end|>", "1<|end|>"), EchoEnvironment(), scratch, task, latency_s=0.02)
+    assert asyncio.get_running_loop().time() - started >= 0.04

@@ -1,0 +1,169 @@
+"""Tools: declarations from functions, and who is to blame for what."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from asyncrl.agents.tools import PythonTool, Toolbox, tool, tool_from_function
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure
+
+
+def call(name: str, arguments: object, call_id: str = "call_0") -> dict[str, object]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@tool
+async def divide(a: float, b: float, rounding: Literal["up", "down"] = "down") -> float:
+    """Divide two numbers,
+    exactly.
+
+    More words that the model never sees.
+
+    Args:
+        a: the dividend, which
+            goes on in a second line
+        b (float): the divisor
+
+    Returns:
+        rounding: this line is not about an argument
+    """
+    if b == 0:
+        raise ValueError("the divisor is 0")
+    return a / b
+
+
+def test_the_schema_comes_from_annotations_and_docstring() -> None:
+    assert divide.tool.schema() == {
+        "type": "function",
+        "function": {
+            "name": "divide",
+            "description": "Divide two numbers, exactly.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "number", "description": "the dividend, which goes on in a second line"},
+                    "b": {"type": "number", "description": "the divisor"},
+                    "rounding": {"type": "string", "enum": ["up", "down"], "default": "down"},
+                },
+                "required": ["a", "b"],
+            },
+        },
+    }
+
+
+def test_an_argument_named_title_keeps_its_place_in_the_schema() -> None:
+    def search(title: str) -> str:
+        """Search."""
+        return title
+
+    assert tool_from_function(search).tool.parameters["properties"] == {"title": {"type": "string"}}
+
+
+def test_functions_that_cannot_be_declared_are_refused() -> None:
+    def bare(a) -> int:  # type: ignore[no-untyped-def]
+        return 1
+
+    def many(*numbers: int) -> int:
+        return 1
+
+    with pytest.raises(ConfigError, match="'a' has no annotation"):
+        tool_from_function(bare)
+    with pytest.raises(ConfigError, match="'numbers' cannot be passed by name"):
+        tool_from_function(many)
+    with pytest.raises(ConfigError, match="two tools are named 'divide'"):
+        Toolbox([divide, divide])
+
+
+async def test_a_right_call_is_answered_under_its_id() -> None:
+    answer = await Toolbox([divide]).answer(call("divide", {"a": 9, "b": 2}, "call_7"))
+    assert answer.message == {"role": "tool", "tool_call_id": "call_7", "name": "divide", "content": "4.5"}
+    assert not answer.mistake
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("multiply", {"a": 1}, "there is no tool 'multiply'; there are: divide"),
+        ("divide", {"a": 1}, "b: Field required"),
+        ("divide", {"a": 1, "b": "two"}, "b: Input should be a valid number"),
+        ("divide", {"a": 1, "b": 2, "c": 3}, "c: Extra inputs are not permitted"),
+        ("divide", {"a": 1, "b": 2, "rounding": "left"}, "rounding: Input should be 'up' or 'down'"),
+        ("divide", [1, 2], "arguments must be a JSON object, got list"),
+        ("divide", {"a": 1, "b": 0}, "the divisor is 0"),
+    ],
+)
+async def test_a_mistake_of_the_model_is_answered_in_words(name: str, arguments: object, text: str) -> None:
+    answer = await Toolbox([divide]).answer(call(name, arguments))
+    assert answer.mistake
+    assert answer.message["role"] == "tool"
+    assert answer.message["content"].startswith("error: ")
+    assert text in answer.message["content"]
+
+
+async def test_a_tool_that_breaks_is_not_the_models_mistake() -> None:
+    @tool
+    async def broken(a: int) -> int:
+        raise ConnectionError("the database is down")
+
+    with pytest.raises(EnvironmentFailure, match="'broken' failed: ConnectionError: the database is down") as caught:
+        await Toolbox([broken]).answer(call("broken", {"a": 1}))
+    assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+async def test_a_tool_that_hangs_passes_its_deadline() -> None:
+    @tool
+    async def hanging() -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    with pytest.raises(EnvironmentDeadlineError, match=r"'hanging' gave no answer in 0\.01 s"):
+        await Toolbox([hanging], deadline_s=0.01).answer(call("hanging", {}))
+
+
+async def test_a_timeout_of_the_tools_own_is_a_failure_and_no_deadline() -> None:
+    @tool
+    async def impatient() -> str:
+        raise TimeoutError("the socket gave up")
+
+    with pytest.raises(EnvironmentFailure) as caught:
+        await Toolbox([impatient]).answer(call("impatient", {}))
+    assert not isinstance(caught.value, EnvironmentDeadlineError)
+
+
+async def test_a_sync_function_runs_beside_the_event_loop() -> None:
+    def where() -> bool:
+        """Tell whether this is the main thread."""
+        return threading.current_thread() is threading.main_thread()
+
+    assert await PythonTool(where).call({}, deadline_s=10) == "false"
+
+
+async def test_constraints_of_annotations_are_checked() -> None:
+    @tool
+    async def pick(number: Annotated[int, Field(ge=1, le=6)]) -> str:
+        return f"picked {number}"
+
+    assert (await Toolbox([pick]).answer(call("pick", {"number": 6}))).message["content"] == "picked 6"
+    assert (await Toolbox([pick]).answer(call("pick", {"number": 7}))).mistake
+
+
+async def test_all_calls_of_a_reply_are_answered_in_order_and_the_unreadable_one_last() -> None:
+    reply = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call("divide", {"a": 6, "b": 3}, "call_0"), call("divide", {"a": 1, "b": 0}, "call_1")],
+        "malformed": "not JSON",
+    }
+    answers = await Toolbox([divide]).answer_all(reply)
+    assert [answer.message["content"] for answer in answers] == [
+        "2.0",
+        "error: the divisor is 0",
+        "error: a tool call could not be read: not JSON",
+    ]
+    assert [answer.mistake for answer in answers] == [False, True, True]
+    assert await Toolbox([divide]).answer_all({"role": "assistant", "content": "4"}) == ()

@@ -27,7 +27,8 @@ CHATML = """
 {%- else -%}
 {{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}
 {%- for call in message.tool_calls or [] -%}
-{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
 {%- endfor -%}
 {{ '<|im_end|>\n' }}
 {%- endif -%}

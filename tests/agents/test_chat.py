@@ -150,7 +150,8 @@ def test_a_template_without_tool_calls_gets_them_as_text(chatml: ChatRenderer) -
 
     tokenizer = copy.deepcopy(chatml.tokenizer)
     tokenizer.chat_template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     said = {"role": "assistant", "content": "I ask.", "tool_calls": [PARSED_CALL]}

@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncrl.data.folding import fold_batch_dim as fold_batch_dim
+    from asyncrl.data.folding import unfold_batch_dim as unfold_batch_dim
     from asyncrl.data.future import DataProtoFuture as DataProtoFuture
     from asyncrl.data.padding import pad_dataproto_to_divisor as pad_dataproto_to_divisor
     from asyncrl.data.padding import unpad_dataproto as unpad_dataproto
@@ -18,7 +20,9 @@ _HOMES = {
     "DataProtoFuture": "asyncrl.data.future",
     "DataProtoItem": "asyncrl.data.proto",
     "Schema": "asyncrl.data.schema",
+    "fold_batch_dim": "asyncrl.data.folding",
     "pad_dataproto_to_divisor": "asyncrl.data.padding",
+    "unfold_batch_dim": "asyncrl.data.folding",
     "unpad_dataproto": "asyncrl.data.padding",
 }
 
@@ -27,7 +31,9 @@ __all__ = [
     "DataProtoFuture",
     "DataProtoItem",
     "Schema",
+    "fold_batch_dim",
     "pad_dataproto_to_divisor",
+    "unfold_batch_dim",
     "unpad_dataproto",
 ]
 

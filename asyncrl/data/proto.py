@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, overload
+from pickle import PickleBuffer
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import numpy as np
 import torch
@@ -175,15 +177,34 @@ class DataProto:
             tensors[name] = normalise_ragged(value, name) if value.is_nested else value
         return Columns(tensors=tensors, arrays=self.non_tensor_batch, rows=len(self))
 
+    @classmethod
+    def from_columns(
+        cls,
+        columns: Columns,
+        *,
+        meta_info: Mapping[str, Any] | None = None,
+        has_batch: bool = False,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """A batch of columns that are known to fit together; ``has_batch`` asks for a TensorDict without tensors too.
+
+        Counterpart of :meth:`columns`, for code that computes on them.
+        """
+        data = object.__new__(cls)
+        data.batch = _tensordict(columns.tensors, rows=columns.rows) if columns.tensors or has_batch else None
+        data.non_tensor_batch = dict(columns.arrays)
+        data.meta_info = dict(meta_info or {})
+        data.auto_padding = auto_padding
+        return data
+
     def with_rows(self, columns: Columns, *, meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """A batch of these columns with the ``meta_info`` of this one, or another. The columns are trusted."""
-        other = object.__new__(type(self))
-        keep_batch = self.batch is not None or columns.tensors
-        other.batch = _tensordict(columns.tensors, rows=columns.rows) if keep_batch else None
-        other.non_tensor_batch = dict(columns.arrays)
-        other.meta_info = dict(self.meta_info if meta_info is None else meta_info)
-        other.auto_padding = self.auto_padding
-        return other
+        """A batch like this one of other columns that are known to fit together, perhaps with other ``meta_info``."""
+        return self.from_columns(
+            columns,
+            meta_info=self.meta_info if meta_info is None else meta_info,
+            has_batch=self.batch is not None,
+            auto_padding=self.auto_padding,
+        )
 
     def _become(self, columns: Columns) -> None:
         other = self.with_rows(columns)
@@ -247,6 +268,16 @@ class DataProto:
         The order of columns and the device do not matter, nor does ``auto_padding``.
         """
         return self.columns().equal(other.columns()) and values_equal(self.meta_info, other.meta_info)
+
+    def __repr__(self) -> str:
+        from asyncrl.data.display import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from asyncrl.data.display import as_html
+
+        return as_html(self)
 
     def __eq__(self, other: object) -> bool:
         return self.equals(other) if isinstance(other, DataProto) else NotImplemented
@@ -525,6 +556,59 @@ class DataProto:
         moved = tensor_columns({name: value.to(device) for name, value in columns.tensors.items()})
         self._become(Columns(tensors=moved, arrays=columns.arrays, rows=columns.rows))
         return self
+
+    @property
+    def read_only(self) -> bool:
+        """Whether some column lies in memory that others read, so that nobody may write to it.
+
+        So it is after a batch came out of Ray's object store without a copy: its tensors are torch inference tensors,
+        its arrays read-only. Writing to an array raises ValueError. Writing to a tensor raises RuntimeError, but torch
+        has written by then: the error tells of damage, it does not prevent it (and inside ``inference_mode()``, or
+        through ``values()`` of a ragged column, there is not even an error). Autograd refuses to save such tensors for
+        a backward pass. Call :meth:`writable` before giving a batch to code that writes or trains; ``select_idxs``,
+        ``repeat``, ``concat`` and moving to a GPU yield ordinary tensors anyway.
+
+        True as well for tensors that were made under ``torch.inference_mode()``, with the same remedy.
+        """
+        return any(value.is_inference() for _, value in self._tensors()) or any(
+            not array.flags.writeable for array in self.non_tensor_batch.values()
+        )
+
+    def writable(self) -> DataProto:
+        """This batch, or a copy of it if it is :attr:`read_only`."""
+        return self.clone() if self.read_only else self
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Write this batch to a file, completely or not at all. The format is that of ``asyncrl.data.disk``.
+
+        Raises:
+            CodecError: naming the column or entry that holds something that is no data.
+        """
+        from asyncrl.data.disk import save
+
+        save(self, filepath)
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str], mmap: bool = False) -> DataProto:
+        """The batch in a file; with ``mmap`` its columns are mapped, not read (see ``asyncrl.data.disk.load``).
+
+        Raises:
+            CodecError: the file is truncated, changed in any bit, of another format, or no batch.
+        """
+        from asyncrl.data.disk import load
+
+        return load(filepath, mmap=mmap)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Pickle as the codec's header and buffers, out of band from protocol 5 on: Ray then copies nothing twice."""
+        from asyncrl.data.codec import decode, encode
+
+        encoded = encode(self)
+        out_of_band = int(protocol) >= 5
+        return decode, (
+            encoded.header,
+            [PickleBuffer(each) if out_of_band else bytes(each) for each in encoded.buffers],
+        )
 
     def clone(self) -> DataProto:
         """A batch that shares nothing with this one."""

@@ -14,7 +14,7 @@ from asyncrl.interfaces import KVCachePolicy, PauseMode
 from engines.rollout.embedded.decoder import Decoder
 from engines.rollout.embedded.row import Row
 from engines.rollout.embedded.sampling import Sampled, Sampler
-from engines.rollout.embedded.schedule import Chunk, Schedule
+from engines.rollout.embedded.schedule import Chunk, Schedule, Step
 from engines.rollout.embedded.shadow_weights import ShadowWeights
 
 __all__ = ["Counters", "Generation"]
@@ -101,27 +101,27 @@ class Generation:
     def step(self) -> None:
         """Read prompts, decode one token of each ready row. A row gets at most one token per step."""
         begin = time.perf_counter()
-        plan = self.schedule.next()
-        cache = self.decoder.cache
+        with torch.inference_mode():
+            self._carry_out(self.schedule.next())
+        self.counters.decode_steps += 1
+        self.counters.busy_s += time.perf_counter() - begin
+
+    def _carry_out(self, plan: Step) -> None:
         chunks = [chunk for batch in plan.prefills for chunk in batch]
         need = max((chunk.row.cached + chunk.tokens for chunk in chunks), default=0)
         if plan.changed:
-            moved = [row for row in self.schedule.running if row.cached]
-            longest = max((row.cached for row in moved), default=0)
-            cache.reserve(slots=len(self.schedule.running), tokens=max(need, longest + 1))
+            longest = max((row.cached for row in self.schedule.running), default=0)
+            self.decoder.reserve(slots=len(self.schedule.running), tokens=max(need, longest + 1))
             self.decoder.move(plan.moves, tokens=longest)
             self.decoder.seat(plan.ready)
             self._sampler = self._sampler_of(plan.ready)
         elif need:
-            cache.reserve(slots=0, tokens=need)
+            self.decoder.reserve(slots=0, tokens=need)
         version = self.weights.version
-        with torch.inference_mode():
-            for batch in plan.prefills:
-                self._prefill(batch, version)
-            if plan.ready and self._sampler is not None:
-                self._decode(plan.ready, self._sampler, version)
-        self.counters.decode_steps += 1
-        self.counters.busy_s += time.perf_counter() - begin
+        for batch in plan.prefills:
+            self._prefill(batch, version)
+        if plan.ready and self._sampler is not None:
+            self._decode(plan.ready, self._sampler, version)
 
     def _prefill(self, batch: tuple[Chunk, ...], version: int) -> None:
         logits = self.decoder.prefill(batch)
@@ -135,7 +135,7 @@ class Generation:
         self._give(rows, sampler.sample(logits if len(done) == len(batch) else logits[done]), version)
 
     def _decode(self, rows: Sequence[Row], sampler: Sampler, version: int) -> None:
-        self.decoder.cache.reserve(slots=0, tokens=self.decoder.longest + 1)
+        self.decoder.reserve(slots=0, tokens=self.decoder.longest + 1)
         sampled = sampler.sample(self.decoder.decode())
         self.decoder.advance(sampled.tokens)
         for row in rows:

@@ -156,11 +156,11 @@ class Schedule:
                 break
             chunks.append(Chunk(row, min(row.pending, budget)))
             budget -= chunks[-1].tokens
-        while budget > 0 and (row := self._next_joining()) is not None:
-            self._running.append(row)  # its slot comes from the arrangement below
+        while budget > 0 and (joining := self._next_joining()) is not None:
+            self._running.append(joining)  # its slot comes from the arrangement below
             self._stale = True
-            if row.pending > 1:
-                chunks.append(Chunk(row, min(row.pending, budget)))
+            if joining.pending > 1:
+                chunks.append(Chunk(joining, min(joining.pending, budget)))
                 budget -= chunks[-1].tokens
         changed = self._stale
         moves = self._arrange() if changed else ()

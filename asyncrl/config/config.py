@@ -9,8 +9,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from .problem import Problem, problems_of, raise_problems
-from .section import FilePath, Section
+from .problem import Problem, dotted, problems_of, raise_problems
+from .section import DEEPEST_TABLE, FilePath, Section
 from .sections import (
     AlgorithmConfig,
     BufferConfig,
@@ -26,7 +26,7 @@ from .sections import (
     TrainerConfig,
     WeightsConfig,
 )
-from .toml import table_to_toml
+from .toml import nested_deeper, table_to_toml
 
 __all__ = ["Config"]
 
@@ -98,6 +98,10 @@ class Config(Section):
         Raises:
             ConfigError: with every problem found; ``origin`` (a file) is named in front.
         """
+        deep = [key for key, value in data.items() if nested_deeper(value, DEEPEST_TABLE)]
+        if deep:  # first of all: a message about such a value could not be written
+            rule = f"must be nested at most {DEEPEST_TABLE} levels deep"
+            raise_problems([Problem(dotted([key]), rule) for key in deep], origin=origin)
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:

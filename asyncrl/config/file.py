@@ -12,6 +12,8 @@ from asyncrl.errors import ConfigError
 
 from .config import Config
 from .overrides import apply_overrides, parse_overrides
+from .section import DEEPEST_TABLE
+from .toml import nested_deeper
 
 __all__ = ["load_config"]
 
@@ -60,9 +62,13 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{path}:{line}: byte 0x{content[error.start]:02x} is no UTF-8", path=str(path), remedy="save it as UTF-8"
         ) from None
     try:
-        return tomllib.loads(text)
+        data = tomllib.loads(text)
+        if nested_deeper(data, DEEPEST_TABLE):
+            raise RecursionError
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deep", path=str(path), remedy="nest fewer arrays and tables") from None
+        raise ConfigError(
+            f"{path}: nested too deep: at most {DEEPEST_TABLE} levels", path=str(path), remedy="nest fewer tables"
+        ) from None
     except ValueError as error:  # TOMLDecodeError, and a number with more digits than Python reads
         message = str(error)
         place = _POSITION.search(message)
@@ -74,3 +80,4 @@ def read_toml(path: Path) -> dict[str, Any]:
             where = f"{path}:{text.count(chr(10)) + 1}"
         what = _POSITION.sub("", message)
         raise ConfigError(f"{where}: no valid TOML: {what}", path=str(path), remedy="correct the line") from None
+    return data

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from asyncrl.errors import ConfigError
 
 from .problem import field_at
+from .section import DEEPEST_TABLE
 from .toml import value_from_toml
 
 __all__ = ["Override", "apply_overrides", "parse_overrides"]
@@ -47,7 +48,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
                 raise ConfigError(f"{key} needs a value", path=key[2:], remedy=f"write {key} VALUE")
             text = rest.pop(0)
         path = tuple(part.replace("-", "_") for part in key[2:].split("."))
-        if not all(path) or not _encodable(option) or not _encodable(text):
+        if not all(path) or len(path) > DEEPEST_TABLE or not _encodable(option) or not _encodable(text):
             raise ConfigError(f"{option!r} is no dotted key", path=key[2:], remedy="keys look like trainer.lr")
         overrides.append(Override(path, text))
     return overrides

@@ -122,9 +122,9 @@ def _unknown_key(model: type[BaseModel], keys: Sequence[str]) -> Problem:
     wrong = keys[-1]
     near = [home + match for match in get_close_matches(wrong, owner.model_fields, n=1, cutoff=0.6)]
     if not near:  # the right key in the wrong table
-        everywhere = list(_paths(model))
-        near = [candidate for candidate in everywhere if candidate.rpartition(".")[2] == wrong]
-        near = near or get_close_matches(path, everywhere, n=1, cutoff=0.75) or _described(wrong, owner, home)
+        leaves = {candidate: candidate.rpartition(".")[2] for candidate in _paths(model)}
+        close = get_close_matches(wrong, leaves.values(), n=1, cutoff=0.8)
+        near = [candidate for candidate, leaf in leaves.items() if leaf in close] or _described(wrong, owner, home)
     if near:
         return Problem(path, "no such key", remedy=f"did you mean {' or '.join(near[:3])}?")
     where = f"[{home[:-1]}]" if home else "the top level"
@@ -143,9 +143,10 @@ def _described(wrong: str, owner: type[BaseModel], home: str) -> list[str]:
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        yield prefix + name
         section = _section(field)
-        if section is not None:
+        if section is None:
+            yield prefix + name
+        else:
             yield from _paths(section, f"{prefix}{name}.")
 
 

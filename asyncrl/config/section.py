@@ -8,9 +8,23 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Cores", "FilePath", "LearningRate", "PartName", "Schedule", "Section", "Table", "Texts", "Threads"]
+from .toml import nested_deeper
+
+__all__ = [
+    "DEEPEST_TABLE",
+    "Cores",
+    "FilePath",
+    "LearningRate",
+    "PartName",
+    "Schedule",
+    "Section",
+    "Table",
+    "Texts",
+    "Threads",
+]
 
 DEEPEST_TABLE = 16
+"""Levels of tables and arrays in a configuration: more than anybody writes, far less than Python's stack holds."""
 
 
 class Section(BaseModel):
@@ -42,15 +56,7 @@ def _list_to_tuple(value: Any) -> Any:
 
 
 def _shallow(table: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [table]
-    for _ in range(DEEPEST_TABLE):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
-        ]
-    if level:
+    if nested_deeper(table, DEEPEST_TABLE):
         raise PydanticCustomError("table", "must be nested at most {deepest} levels deep", {"deepest": DEEPEST_TABLE})
     return table
 

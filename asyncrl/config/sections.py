@@ -81,6 +81,8 @@ class SftConfig(Section):
     """Steps over which the rate grows linearly to its peak."""
     schedule: Schedule = "constant"
     """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
+    threads: Threads = 1
+    """Compute threads of each rank meanwhile: nothing else computes then, so it may be more than `trainer.threads`."""
     data: FilePath | None = None
     """JSON lines, each with `messages`; none: the environment's own demonstrations."""
 

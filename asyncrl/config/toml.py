@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["key_to_toml", "table_to_toml", "value_from_toml", "value_to_toml"]
+__all__ = ["key_to_toml", "nested_deeper", "table_to_toml", "value_from_toml", "value_to_toml"]
+
+LONGEST_DECIMAL_BITS = 14_000
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
@@ -47,7 +49,8 @@ def value_to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
-        return hex(value) if abs(value) >= 1 << 64 else str(value)  # str() refuses numbers of thousands of digits
+        # str() refuses numbers of thousands of digits; only hexadecimal ones can have been read
+        return hex(value) if value.bit_length() > LONGEST_DECIMAL_BITS else str(value)
     if isinstance(value, float):
         if not math.isfinite(value):
             return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
@@ -73,6 +76,19 @@ def _escaped(character: str) -> str:
     if character < " " or character == "\x7f":
         return f"\\u{ord(character):04X}"
     return character
+
+
+def nested_deeper(value: Any, levels: int) -> bool:
+    """Whether tables and arrays lie in one another more than ``levels`` deep; looks no deeper than that."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, Mapping | list)
+            for child in (parent.values() if isinstance(parent, Mapping) else parent)
+        ]
+    return any(isinstance(child, Mapping | list) for child in level)
 
 
 def value_from_toml(text: str) -> Any:

@@ -1,0 +1,113 @@
+"""The sections together: defaults, derived values, and values that do not fit."""
+
+import pytest
+from pydantic import ValidationError
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+SMALLEST = {"name": "first", "steps": 10, "model": {"source": "scratch"}, "env": {"name": "calculator"}}
+
+
+def config(**tables):
+    merged = {**SMALLEST}
+    for name, value in tables.items():
+        merged[name] = {**SMALLEST.get(name, {}), **value} if isinstance(value, dict) else value
+    return Config.from_mapping(merged)
+
+
+def problem(**tables):
+    with pytest.raises(ConfigError) as caught:
+        config(**tables)
+    return caught.value
+
+
+def test_the_smallest_configuration_is_complete():
+    smallest = config()
+    assert smallest.max_staleness == 1
+    assert smallest.rows_per_step == 16 * 8
+    assert smallest.reward.source == "environment"
+
+
+def test_the_buffer_holds_what_may_still_be_trained_on():
+    assert config(max_staleness=0, trainer={"groups_per_step": 4}).capacity_groups == 4
+    assert config(max_staleness=3, trainer={"groups_per_step": 4}).capacity_groups == 16
+    assert config(buffer={"capacity_groups": 100}).capacity_groups == 100
+
+
+def test_it_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        config().trainer.lr = 1.0
+
+
+def test_two_configurations_share_no_options():
+    first, second = config(), config()
+    first.rollout.options["max_batch"] = 3
+    assert second.rollout.options == {}
+
+
+def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
+    from asyncrl.config import load_config
+
+    original = config(
+        model={"source": "scratch", "options": {"layers": 2, "deep": {"er": [1, {"x": 0.5}]}}},
+        rollout={"stop": ["\n", 'quote " and \\']},
+        env={"name": "my.module:Factory", "options": {"odd key": "ümlaut"}},
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(original.to_toml())
+    assert load_config(file) == original
+
+
+def test_derived_values_are_told_as_comments():
+    assert "# capacity_groups = 32, derived" in config().to_toml()
+    assert "# capacity" not in config(buffer={"capacity_groups": 40}).to_toml()
+
+
+@pytest.mark.parametrize(
+    ("tables", "path", "words"),
+    [
+        ({"model": {"path": "/some/where"}}, "model.source", "exclude each other"),
+        ({"model": {"source": None}}, "model", "needs one of path and source"),
+        ({"trainer": {"group_size": 1}}, "trainer.group_size", "baseline"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature", "greedy"),
+        ({"trainer": {"minibatches": 3}}, "trainer.minibatches", "does not divide groups_per_step = 16"),
+        ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens", "max_tokens = 1024"),
+        ({"trainer": {"max_tokens_per_microbatch": 1023}}, "trainer.max_tokens_per_microbatch", "at least 1024"),
+        ({"buffer": {"capacity_groups": 15}}, "buffer.capacity_groups", "wait for ever"),
+        ({"reward": {"options": {"a": 1}}}, "reward.options", "take no options"),
+        ({"trainer": {"warmup_steps": 11}}, "trainer.warmup_steps", "in 10 optimizer steps"),
+        ({"sft": {"steps": 5, "warmup_steps": 6}}, "sft.warmup_steps", "in 5 optimizer steps"),
+        ({"cluster": {"num_cpus": 1.0}}, "cluster.num_cpus", "ask for 2 CPUs"),
+        ({"cluster": {"num_cpus": 8.0, "address": "auto"}}, "cluster.num_cpus", "has the CPUs it has"),
+        ({"cluster": {"backend": "local"}, "trainer": {"world_size": 2}}, "trainer.world_size", "one process"),
+        ({"cluster": {"backend": "local", "address": "auto"}}, "cluster.address", "backend is local"),
+    ],
+)
+def test_values_that_do_not_fit_together(tables, path, words):
+    error = problem(**tables)
+    assert error.path == path
+    assert words in str(error)
+    assert error.remedy
+
+
+def test_a_run_without_training_may_be_greedy():
+    assert config(steps=0, rollout={"temperature": 0.0}, trainer={"group_size": 1}).steps == 0
+
+
+def test_conflicts_are_told_together():
+    error = problem(trainer={"group_size": 1}, rollout={"temperature": 0.0}, buffer={"capacity_groups": 1})
+    assert "3 problems" in str(error)
+    for path in ("trainer.group_size", "rollout.temperature", "buffer.capacity_groups"):
+        assert path in str(error)
+
+
+def test_every_field_says_what_it_is():
+    def undescribed(model, prefix=""):
+        for name, field in model.model_fields.items():
+            if not field.description:
+                yield prefix + name
+            if hasattr(field.annotation, "model_fields"):
+                yield from undescribed(field.annotation, f"{prefix}{name}.")
+
+    assert list(undescribed(Config)) == []

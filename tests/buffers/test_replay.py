@@ -1,0 +1,462 @@
+"""The buffer's waits: fair, with deadlines and reasons, safe to cancel; on asyncio, uvloop and a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Callable, Coroutine
+
+import pytest
+import uvloop
+from blockbuster import blockbuster_ctx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
+from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
+from buffers.replay import AsyncReplayBuffer
+
+ROWS = object()
+
+
+def summary(slot: int, version: int = 0, *, tokens: int = 10) -> GroupSummary:
+    return GroupSummary(
+        slot=slot,
+        rows=1,
+        oldest_version=version,
+        tokens=tokens,
+        version_tokens={version: tokens},
+        rewards=(0.0,),
+        lengths=(tokens,),
+    )
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time stands still while anything can run, then jumps to the next timer. A wait without a timer is a deadlock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        loop = self
+
+        class Jump(selectors.SelectSelector):
+            def select(self, timeout: float | None = None) -> list:
+                ready = super().select(0)
+                if not ready:
+                    assert timeout is not None, "everybody waits and no timer is set"
+                    loop.now += timeout
+                return ready
+
+        super().__init__(Jump())
+
+    def time(self) -> float:
+        return self.now
+
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop, "virtual": VirtualLoop}
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest) -> Callable[[Coroutine], object]:
+    def run_on_loop(story: Coroutine) -> object:
+        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner, blockbuster_ctx():
+            return runner.run(story)
+
+    return run_on_loop
+
+
+def slots_of(taken: tuple) -> list[int]:
+    return [one.summary.slot for one in taken]
+
+
+async def turn() -> None:
+    """Let every task that can run do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def full_buffer(capacity: int, *, put: bool = True, max_staleness: int = 1) -> AsyncReplayBuffer:
+    buffer = AsyncReplayBuffer(capacity=capacity, max_staleness=max_staleness)
+    for slot in range(capacity):
+        await buffer.admit(slot)
+        if put:
+            buffer.put(summary(slot), ROWS)
+    return buffer
+
+
+def test_it_keeps_the_contract():
+    buffer: ReplayBuffer = AsyncReplayBuffer(capacity=1, max_staleness=0)
+    assert buffer.statistics().capacity == 1
+
+
+def test_a_select_wakes_when_its_groups_are_ready(run):
+    async def story() -> None:
+        buffer = await full_buffer(3, put=False)
+        async with asyncio.TaskGroup() as tasks:
+            batch = tasks.create_task(buffer.select(2, weight_version=0))
+            buffer.put(summary(1), ROWS)
+            await turn()
+            assert not batch.done()
+            buffer.put(summary(0), ROWS)
+        assert slots_of(batch.result()) == [0, 1]
+        buffer.release([0, 1])
+        assert buffer.statistics().released == 2
+
+    run(story())
+
+
+def test_an_admit_waits_for_a_place_and_nobody_overtakes(run):
+    async def story() -> None:
+        buffer = await full_buffer(2)
+        entered: list[int] = []
+
+        async def enter(slot: int) -> None:
+            await buffer.admit(slot)
+            entered.append(slot)
+
+        async with asyncio.TaskGroup() as tasks:
+            for slot in (5, 3, 4):
+                tasks.create_task(enter(slot))
+            await turn()
+            assert entered == []
+            await buffer.select(2, weight_version=0)
+            buffer.release([1])
+            # A place is free now and promised to 5; whoever comes now stands behind 4.
+            tasks.create_task(enter(2))
+            await turn()
+            assert entered == [5]
+            for slot in (0, 5):
+                buffer.drop(slot, "test")
+            await turn()
+            assert entered == [5, 3, 4]
+            buffer.drop(3, "test")
+        assert entered == [5, 3, 4, 2]
+
+    run(story())
+
+
+def test_a_small_select_stands_behind_a_large_one(run):
+    async def story() -> None:
+        buffer = await full_buffer(4, put=False)
+        async with asyncio.TaskGroup() as tasks:
+            large = tasks.create_task(buffer.select(3, weight_version=0))
+            await turn()
+            small = tasks.create_task(buffer.select(1, weight_version=0))
+            buffer.put(summary(0), ROWS)
+            await turn()
+            assert not small.done()
+            first, second = buffer.explain()
+            assert first.endswith("1 of 3 groups are next in line; slot 1 is not finished")
+            assert second.endswith("other calls of select came first")
+            for slot in (1, 2, 3):
+                buffer.put(summary(slot), ROWS)
+        assert (slots_of(large.result()), slots_of(small.result())) == ([0, 1, 2], [3])
+
+    run(story())
+
+
+def test_when_a_large_select_gives_up_the_small_one_behind_it_is_served(run):
+    async def story() -> None:
+        buffer = await full_buffer(3, put=False)
+        buffer.put(summary(0), ROWS)
+        async with asyncio.TaskGroup() as tasks:
+            large = tasks.create_task(buffer.select(3, weight_version=0))
+            await turn()
+            small = tasks.create_task(buffer.select(1, weight_version=0))
+            await turn()
+            large.cancel()
+        assert slots_of(small.result()) == [0]
+
+    run(story())
+
+
+def test_a_cancelled_select_that_was_just_served_loses_no_group(run):
+    async def story() -> None:
+        buffer = await full_buffer(2, put=False)
+        batch = asyncio.create_task(buffer.select(2, weight_version=0))
+        await turn()
+        buffer.put(summary(0), ROWS)
+        buffer.put(summary(1), ROWS)
+        assert buffer.statistics().selected == 2
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        assert (buffer.statistics().selected, buffer.statistics().ready) == (0, 2)
+        assert slots_of(await buffer.select(2, weight_version=0)) == [0, 1]
+
+    run(story())
+
+
+def test_a_cancelled_admit_that_was_just_served_reserves_nothing(run):
+    async def story() -> None:
+        buffer = await full_buffer(1)
+        first, second = (asyncio.create_task(buffer.admit(slot)) for slot in (1, 2))
+        await turn()
+        buffer.drop(0, "test")
+        assert buffer.statistics().pending == 1
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await second
+        assert (buffer.statistics().admitted, buffer.statistics().pending) == (2, 1)
+        buffer.drop(2, "test")
+        await buffer.admit(1)
+
+    run(story())
+
+
+def test_a_coroutine_that_is_thrown_away_gives_back_what_it_got():
+    async def story() -> None:
+        buffer = await full_buffer(1, put=False)
+        waiting = buffer.select(1, weight_version=0)
+        waiting.send(None)
+        buffer.put(summary(0), ROWS)
+        assert buffer.statistics().selected == 1
+        waiting.close()
+        assert buffer.statistics().ready == 1
+
+    asyncio.run(story())
+
+
+def test_a_deadline_says_what_was_waited_for():
+    async def story() -> None:
+        buffer = await full_buffer(2, put=False)
+        with pytest.raises(DeadlineError, match="select of 2 groups at version 7 passed its deadline of 3 s") as select:
+            await buffer.select(2, weight_version=7, timeout_s=3.0)
+        assert select.value.waiting_for == "0 of 2 groups are next in line; slot 0 is not finished"
+        assert asyncio.get_running_loop().time() == 3.0
+        with pytest.raises(DeadlineError, match="admit of slot 9") as admit:
+            await buffer.admit(9, timeout_s=0.5)
+        assert admit.value.waiting_for == "all 2 places are taken (2 pending, 0 ready, 0 selected)"
+        assert admit.value.timeout_s == 0.5
+        buffer.drop(0, "test")
+        await buffer.admit(9, timeout_s=0.0)
+        assert buffer.statistics().waiting == {}
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(story())
+
+
+def test_waits_are_shown_with_reason_and_seconds():
+    async def story() -> None:
+        buffer = await full_buffer(1, put=False)
+        tasks = [asyncio.create_task(buffer.admit(5)), asyncio.create_task(buffer.select(1, weight_version=0))]
+        await asyncio.sleep(2.0)
+        tasks.append(asyncio.create_task(buffer.admit(6)))
+        await asyncio.sleep(1.5)
+        assert buffer.statistics().waiting == {
+            "admit: the buffer is full": 3.5,
+            "select: the next groups are not ready": 3.5,
+        }
+        assert buffer.explain() == (
+            "admit of slot 5 has waited 3.5 s: all 1 places are taken (1 pending, 0 ready, 0 selected)",
+            "admit of slot 6 has waited 1.5 s: all 1 places are taken (1 pending, 0 ready, 0 selected)",
+            "select of 1 groups at version 0 has waited 3.5 s: 0 of 1 groups are next in line; slot 0 is not finished",
+        )
+        buffer.close()
+        assert buffer.statistics().waiting == {}
+        assert all(isinstance(one, BufferClosedError) for one in await asyncio.gather(*tasks, return_exceptions=True))
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(story())
+
+
+def test_close_wakes_everybody_with_the_cause(run):
+    async def story() -> None:
+        buffer = await full_buffer(1, put=False)
+        waits = [
+            asyncio.create_task(buffer.admit(1)),
+            asyncio.create_task(buffer.admit(2, timeout_s=60)),
+            asyncio.create_task(buffer.select(1, weight_version=0)),
+        ]
+        await turn()
+        cause = RuntimeError("a rank died")
+        buffer.close(cause)
+        buffer.close()
+        for wait in waits:
+            with pytest.raises(BufferClosedError, match="closed: RuntimeError: a rank died") as error:
+                await wait
+            assert error.value.__cause__ is cause
+        for late in (buffer.admit(3), buffer.select(1, weight_version=0)):
+            with pytest.raises(BufferClosedError):
+                await late
+        with pytest.raises(BufferClosedError):
+            buffer.put(summary(0), ROWS)
+        buffer.drop(0, "shutdown", tokens=4)
+        assert buffer.statistics().dropped_tokens == {"shutdown": 4}
+
+    run(story())
+
+
+def test_a_waiting_select_drops_the_stale_and_tells_who_can_replace_them(run):
+    async def story() -> None:
+        buffer = await full_buffer(2, put=False, max_staleness=0)
+        told: list[DroppedGroup] = []
+        replaced = asyncio.Event()
+
+        def listen(dropped: DroppedGroup) -> None:
+            told.append(dropped)
+            replaced.set()
+
+        async def replace() -> None:
+            await replaced.wait()
+            await buffer.admit(2)
+            buffer.put(summary(2, 1), ROWS)
+
+        buffer.on_drop(listen)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(replace())
+            batch = tasks.create_task(buffer.select(2, weight_version=1))
+            await turn()
+            buffer.put(summary(0, 0, tokens=7), ROWS)
+            buffer.put(summary(1, 1), ROWS)
+        assert slots_of(batch.result()) == [1, 2]
+        assert told == [DroppedGroup(slot=0, reason="stale", tokens=7)]
+
+    run(story())
+
+
+def test_a_listener_may_drop_in_turn_and_its_error_travels(run):
+    async def story() -> None:
+        buffer = await full_buffer(3, put=False)
+        told: list[int] = []
+
+        def listen(dropped: DroppedGroup) -> None:
+            told.append(dropped.slot)
+            if dropped.slot < 2:
+                buffer.drop(dropped.slot + 1, "with its neighbour")
+            else:
+                raise LookupError("listener")
+
+        buffer.on_drop(listen)
+        with pytest.raises(LookupError, match="listener"):
+            buffer.drop(0, "test")
+        assert told == [0, 1, 2]
+        assert sum(buffer.statistics().dropped.values()) == 3
+
+    run(story())
+
+
+def test_calls_that_could_never_be_served_are_refused(run):
+    async def story() -> None:
+        buffer = await full_buffer(2)
+        for groups in (0, 3):
+            with pytest.raises(InvalidDataError, match=r"1\.\.2 groups"):
+                await buffer.select(groups, weight_version=0)
+        with pytest.raises(InvalidDataError, match="admitted before"):
+            await buffer.admit(0)
+        waiting = asyncio.create_task(buffer.admit(7))
+        await turn()
+        with pytest.raises(InvalidDataError, match="being admitted by another call"):
+            await buffer.admit(7)
+        waiting.cancel()
+
+    run(story())
+
+
+def test_a_released_group_s_rows_are_forgotten():
+    import gc
+    import weakref
+
+    class Rows: ...
+
+    async def story() -> None:
+        buffer = AsyncReplayBuffer(capacity=1, max_staleness=0)
+        await buffer.admit(0)
+        rows = Rows()
+        alive = weakref.ref(rows)
+        buffer.put(summary(0), rows)
+        del rows
+        await buffer.select(1, weight_version=0)
+        assert alive() is not None
+        buffer.release([0])
+        gc.collect()
+        assert alive() is None
+
+    asyncio.run(story())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    capacity=st.integers(2, 6),
+    selection=st.sampled_from(["fifo", "fifo_ready"]),
+    max_staleness=st.integers(0, 2),
+)
+def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
+    seed: int, capacity: int, selection: str, max_staleness: int
+):
+    """Producers and a trainer with random durations, deadlines and cancellations, until the buffer is closed."""
+    draw = random.Random(seed)
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        buffer = AsyncReplayBuffer(capacity=capacity, max_staleness=max_staleness, selection=selection)
+        slots = iter(range(10_000))
+        trained: list[int] = []
+        version = 0
+        refused = 0
+
+        async def produce() -> None:
+            nonlocal refused
+            while True:
+                slot = next(slots)
+                try:
+                    if draw.random() < 0.3:
+                        async with asyncio.timeout(draw.uniform(0, 3)):
+                            await buffer.admit(slot)
+                    else:
+                        await buffer.admit(slot, timeout_s=draw.choice([None, 0.0, draw.uniform(0, 4)]))
+                except TimeoutError:
+                    refused += 1
+                    await asyncio.sleep(draw.uniform(0.1, 1))
+                    continue
+                sampled_at = version
+                await asyncio.sleep(draw.choice([0.0, draw.uniform(0, 3)]))
+                if draw.random() < 0.2:
+                    buffer.drop(slot, "failed", tokens=3)
+                else:
+                    buffer.put(summary(slot, sampled_at), ROWS)
+
+        async def train() -> None:
+            nonlocal version
+            while True:
+                groups, at = draw.randint(1, max(1, capacity // 2)), version
+                try:
+                    if draw.random() < 0.3:
+                        async with asyncio.timeout(draw.uniform(0, 2)):
+                            batch = await buffer.select(groups, weight_version=at)
+                    else:
+                        batch = await buffer.select(groups, weight_version=at, timeout_s=draw.choice([None, 5.0]))
+                except TimeoutError:
+                    await asyncio.sleep(draw.uniform(0.1, 1))
+                    continue
+                assert len(batch) == groups
+                assert all(at - one.summary.oldest_version <= max_staleness for one in batch)
+                await asyncio.sleep(draw.uniform(0, 1))
+                if draw.random() < 0.1:
+                    buffer.restore(slots_of(batch))
+                    continue
+                buffer.release(slots_of(batch))
+                trained.extend(slots_of(batch))
+                version += 1
+
+        tasks = [asyncio.create_task(produce()) for _ in range(capacity)]
+        tasks += [asyncio.create_task(train()) for _ in range(draw.randint(1, 2))]
+        for _ in range(60):
+            await asyncio.sleep(0.5)
+            counts = buffer.statistics()
+            occupied = counts.pending + counts.ready + counts.selected
+            assert counts.admitted == occupied + counts.released + sum(counts.dropped.values())
+            assert occupied <= capacity
+        buffer.close(KeyError("end of the story"))
+        closed_at = loop.time()
+        endings = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, BufferClosedError) for one in endings), endings
+        assert loop.time() - closed_at <= 3.0, "waiters wake at once; only work in progress goes on"
+        assert buffer.statistics().waiting == {}
+        assert len(trained) == len(set(trained)) == buffer.statistics().released
+        assert trained, "the trainer made progress"
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(story())

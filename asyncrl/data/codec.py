@@ -29,7 +29,7 @@ from asyncrl.data.buffers import array_bytes, array_over, as_bytes, dtype_name, 
 from asyncrl.data.columns import Columns
 from asyncrl.data.objects import MALFORMED, extension, object_array, packed
 from asyncrl.data.proto import DataProto
-from asyncrl.data.ragged import check_offsets, offsets_of, ragged_from_values
+from asyncrl.data.ragged import check_offsets, offsets_of, ragged_from_values, values_of
 from asyncrl.errors import CodecError
 
 __all__ = ["Encoded", "decode", "encode"]
@@ -67,7 +67,7 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     buffer_bytes: list[_Count]
     tensors: list[_Tensor]
     arrays: list[_Array]
-    meta_info: dict[str, Any] | Any
+    meta_info: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def encode(data: DataProto) -> Encoded:
         try:
             dense, offsets = value, None
             if value.is_nested:
-                dense, shared = value.values(), offsets_of(value)
+                dense, shared = values_of(value), offsets_of(value)
                 if id(shared) not in offsets_buffer:
                     offsets_buffer[id(shared)] = added(tensor_bytes(shared))
                 offsets = offsets_buffer[id(shared)]
@@ -132,9 +132,12 @@ def encode(data: DataProto) -> Encoded:
         buffer_bytes=[buffer.nbytes for buffer in buffers],
         tensors=tensors,
         arrays=arrays,
-        meta_info=packed(data.meta_info) if any(type(key) is not str for key in meta_info) else meta_info,
+        meta_info=meta_info if all(type(key) is str and key.isascii() for key in meta_info) else packed(data.meta_info),
     )
-    return Encoded(header=_ENCODER.encode(header), buffers=buffers)
+    try:
+        return Encoded(header=_ENCODER.encode(header), buffers=buffers)
+    except UnicodeEncodeError as error:
+        raise CodecError(f"the name of a column is not text: {error}") from error
 
 
 def decode(header: Any, buffers: Sequence[Any], *, copy: bool = False) -> DataProto:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.data.ragged import offsets_of
+from asyncrl.data.ragged import offsets_of, values_of
 
 __all__ = ["arrays_equal", "tensors_equal", "values_equal"]
 
@@ -21,7 +21,7 @@ def tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.is_nested != right.is_nested or left.dim() != right.dim():
         return False
     if left.is_nested:
-        return _dense_equal(offsets_of(left), offsets_of(right)) and _dense_equal(left.values(), right.values())
+        return _dense_equal(offsets_of(left), offsets_of(right)) and _dense_equal(values_of(left), values_of(right))
     return _dense_equal(left, right)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from asyncrl.data.buffers import array_bytes, array_over, as_bytes, dtype_name, tensor_bytes, tensor_over
-from asyncrl.data.ragged import check_offsets, normalise_ragged, offsets_of, ragged_from_values
+from asyncrl.data.ragged import check_offsets, normalise_ragged, offsets_of, ragged_from_values, values_of
 from asyncrl.errors import CodecError, SchemaError
 
 __all__ = ["MALFORMED", "extension", "packed"]
@@ -121,7 +121,7 @@ def _packed_list(items: list[Any], depth: int) -> list[Any]:
 def _packed_tensor(value: torch.Tensor) -> msgspec.msgpack.Ext:
     if value.is_nested:
         column = normalise_ragged(value, "value")
-        return _extension(_RAGGED, [_packed_tensor(column.values()), _packed_tensor(offsets_of(column))])
+        return _extension(_RAGGED, [_packed_tensor(values_of(column)), _packed_tensor(offsets_of(column))])
     return _extension(_TENSOR, [dtype_name(value), list(value.shape), tensor_bytes(value)])
 
 

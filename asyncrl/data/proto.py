@@ -16,7 +16,7 @@ import torch
 from asyncrl.data.columns import Array, Columns, array_column, is_list_of_tensors, row_index, tensor_columns
 from asyncrl.data.equality import values_equal
 from asyncrl.data.meta_info import concat_meta_info, union_meta_info
-from asyncrl.data.ragged import normalise_ragged, offsets_of, row_of
+from asyncrl.data.ragged import normalise_ragged, offsets_of, row_of, values_of
 from asyncrl.data.schema import Schema
 from asyncrl.errors import SchemaError
 
@@ -229,6 +229,8 @@ class DataProto:
                         "from_tensordict takes TensorDicts with other data"
                     )
         for name, array in self.non_tensor_batch.items():
+            if not isinstance(name, str):
+                raise SchemaError(f"columns are named by strings, got {name!r}")
             if not isinstance(array, np.ndarray) or array.ndim == 0:
                 raise SchemaError(
                     f"column {name!r} of non_tensor_batch must be an array with one entry for each row, "
@@ -259,7 +261,7 @@ class DataProto:
         """Bytes of the tensors and arrays. Python objects in object arrays count as their pointers only."""
         total = sum(array.nbytes for array in self.non_tensor_batch.values())
         for _, value in self._tensors():
-            total += value.values().nbytes + offsets_of(value).nbytes if value.is_nested else value.nbytes
+            total += values_of(value).nbytes + offsets_of(value).nbytes if value.is_nested else value.nbytes
         return total
 
     def equals(self, other: DataProto) -> bool:
@@ -607,7 +609,7 @@ class DataProto:
         out_of_band = int(protocol) >= 5
         return decode, (
             encoded.header,
-            [PickleBuffer(each) if out_of_band else bytes(each) for each in encoded.buffers],
+            [PickleBuffer(each) if out_of_band else bytearray(each) for each in encoded.buffers],
         )
 
     def clone(self) -> DataProto:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from asyncrl.data.ragged import is_ragged
+from asyncrl.data.ragged import is_ragged, values_of
 from asyncrl.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class Column:
     def __str__(self) -> str:
         sizes = ["*"] if self.kind == "ragged" else []
         sizes += [str(size) for size in self.shape]
-        return f"{self.kind} {self.dtype}" + (f"[{', '.join(sizes)}]" if sizes else "")
+        kind = "object" if self.kind == "object" else f"{self.kind} {self.dtype}"
+        return kind + (f"[{', '.join(sizes)}]" if sizes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def column_of(name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> Column:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if is_ragged(value):
-            return Column(name, "ragged", dtype, tuple(value.values().shape[1:]))
+            return Column(name, "ragged", dtype, tuple(values_of(value).shape[1:]))
         return Column(name, "tensor", dtype, tuple(value.shape[1:]))
     shape = tuple(value.shape[1:])
     if value.dtype == object:

@@ -25,6 +25,9 @@ from asyncrl.errors import SchemaError
 
 __all__ = ["Block", "Header", "Plan", "Rows"]
 
+COPY_INLINE_BYTES = 256 * 1024
+"""Up to this size, copying rows takes less time than handing the copy to a thread."""
+
 Rows: TypeAlias = "range | np.ndarray[Any, np.dtype[Any]]"
 """Row numbers, none negative: a range (evenly spaced: a view where it ascends) or an int64 array (a copy)."""
 
@@ -72,14 +75,14 @@ class Header:
 class Block(Protocol):
     """The payload of one worker's result, where it lies."""
 
-    @property
-    def here(self) -> bool:
-        """True if the payload is an object of this process, so that :meth:`get_all` returns at once."""
-        ...
-
     @classmethod
     def get_all(cls, blocks: Sequence[Any]) -> list[DataProto]:
         """Payloads of several blocks of this class. Blocks the thread until they are here."""
+        ...
+
+    @classmethod
+    async def fetch_all(cls, blocks: Sequence[Any]) -> list[DataProto]:
+        """:meth:`get_all` without blocking the loop. Does not suspend if the payloads are objects of this process."""
         ...
 
 
@@ -261,14 +264,30 @@ class Plan:
         return list({id(block): block for block in _blocks(self.node)}.values())
 
     def get(self) -> DataProto:
-        """Fetch the blocks and put the batch together. Blocks the thread unless every block is here."""
-        kinds: dict[type, list[Block]] = {}
+        """Fetch the blocks and put the batch together. Blocks the thread until they are here."""
+        payloads: dict[int, DataProto] = {}
+        for kind, blocks in self._kinds().items():
+            found = kind.get_all(blocks)
+            payloads.update({id(block): payload for block, payload in zip(blocks, found, strict=True)})
+        return self._assembled(payloads)
+
+    async def fetch(self, *, inline: bool = False) -> DataProto:
+        """:meth:`get` without blocking the loop; rows are copied in a thread, or on the loop if ``inline``."""
+        payloads: dict[int, DataProto] = {}
+        for kind, blocks in self._kinds().items():
+            found = await kind.fetch_all(blocks)
+            payloads.update({id(block): payload for block, payload in zip(blocks, found, strict=True)})
+        if inline or self.header.size_bytes < COPY_INLINE_BYTES or not _copies(self.node):
+            return self._assembled(payloads)
+        return await asyncio.to_thread(self._assembled, payloads)
+
+    def _kinds(self) -> dict[type[Block], list[Block]]:
+        kinds: dict[type[Block], list[Block]] = {}
         for block in self.blocks():
             kinds.setdefault(type(block), []).append(block)
-        payloads: dict[int, DataProto] = {}
-        for blocks in kinds.values():
-            found = blocks[0].get_all(blocks)
-            payloads.update({id(block): payload for block, payload in zip(blocks, found, strict=True)})
+        return kinds
+
+    def _assembled(self, payloads: dict[int, DataProto]) -> DataProto:
         data = _assemble(self.node, payloads)
         return DataProto(
             batch=data.batch,
@@ -276,12 +295,6 @@ class Plan:
             meta_info=self.header.meta_info,
             auto_padding=self.header.auto_padding,
         )
-
-    async def fetch(self, *, inline: bool = False) -> DataProto:
-        """:meth:`get` without blocking the loop; ``inline`` computes on the loop what needs no waiting."""
-        if all(block.here for block in self.blocks()) and (inline or not _copies(self.node)):
-            return self.get()
-        return await asyncio.to_thread(self.get)
 
 
 # ------------------------------------------------------------------------------------------------- rows pushed down

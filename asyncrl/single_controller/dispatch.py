@@ -8,6 +8,7 @@ follow without a suspension, so that ranks of a group always see calls in one or
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -131,7 +132,7 @@ class Scatter:
         *,
         ranks: int,
         pad: bool,
-        store: Callable[[DataProto], Plan],
+        store: Callable[[Any], Any],
         group: object = None,
     ) -> None:
         self._mode = mode
@@ -153,25 +154,21 @@ class Scatter:
     def _keep_batches(self) -> None:
         if self._mode in LIST_MODES:
             self._listed = [
-                Arguments(*_map((each.args, each.kwargs), self._stored))
-                for each in _transpose(self._whole, self._ranks)
+                Arguments(*_map((each.args, each.kwargs), self._store)) for each in _transpose(self._whole, self._ranks)
             ]
         else:
-            convert = self._stored_parts if self._mode in SPLIT_MODES else self._stored
+            convert = self._stored_parts if self._mode in SPLIT_MODES else self._store
             self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), convert))
 
     def _apply_custom(self, arguments: Arguments) -> None:
         assert not isinstance(self._mode, Dispatch)
         args, kwargs = self._mode["dispatch_fn"](self._group, *arguments.args, **arguments.kwargs)
         listed = _transpose(Arguments(tuple(args), dict(kwargs)), self._ranks)
-        self._listed = [Arguments(*_map((each.args, each.kwargs), self._stored)) for each in listed]
-
-    def _stored(self, leaf: Any) -> Any:
-        return self._store(leaf) if isinstance(leaf, DataProto) else leaf
+        self._listed = [Arguments(*_map((each.args, each.kwargs), self._store)) for each in listed]
 
     def _stored_parts(self, leaf: Any) -> Any:
         if not isinstance(leaf, DataProto):
-            return leaf
+            return self._store(leaf)
         parts = self._shares_of(len(leaf))
         return _Parts([self._store(_cut(leaf, share.index)) for share in parts])
 
@@ -215,6 +212,14 @@ class Scatter:
             return leaf.take(self.shares[rank].index) if isinstance(leaf, Plan) else leaf
 
         return part
+
+
+class StoredValue(ABC):
+    """An argument, not a batch, that a backend keeps where workers fetch it."""
+
+    @abstractmethod
+    async def fetch(self) -> Any:
+        """The value, without blocking the loop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from asyncrl.data.plan import Header, Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import AsyncRLError, WorkerError
 from asyncrl.single_controller.controller_loop import ControllerLoop
-from asyncrl.single_controller.dispatch import Arguments
+from asyncrl.single_controller.dispatch import Arguments, StoredValue
 from asyncrl.single_controller.worker import WorkerContext, constructing
 
 __all__ = ["Call", "Cancelled", "Failed", "Reply", "Returned", "ReturnedBatch", "WorkerHost"]
@@ -56,12 +56,17 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The method raised. ``error`` is None where the exception cannot travel."""
+    """The method raised.
+
+    Between processes the exception travels as ``pickled``, so that a class that one side cannot load costs the class
+    only, not the reply.
+    """
 
     error: BaseException | None
     kind: str
     message: str
     remote_traceback: str
+    pickled: bytes | None = None
 
     @staticmethod
     def of(error: BaseException) -> Failed:
@@ -218,6 +223,8 @@ class WorkerHost:
             return type(tree)([await self._batches(each, materialize) for each in tree])
         if type(tree) is dict:
             return {key: await self._batches(each, materialize) for key, each in tree.items()}
+        if isinstance(tree, StoredValue):
+            return await tree.fetch()
         if not isinstance(tree, Plan):
             return tree
         if materialize:

@@ -25,13 +25,13 @@ class _LocalBlock:
     def __init__(self, data: DataProto) -> None:
         self._data = data
 
-    @property
-    def here(self) -> bool:
-        return True
-
     @classmethod
     def get_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:
         return [block._data for block in blocks]  # noqa: SLF001  this class
+
+    @classmethod
+    async def fetch_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:
+        return cls.get_all(blocks)
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -102,8 +102,8 @@ class LocalWorkerGroup(WorkerGroup):
     def _skip(self, rank: int, sequence: int) -> None:
         self._hosts[rank].skip(sequence)
 
-    def _store(self, data: DataProto) -> Plan:
-        return Plan.of(data)
+    def _store(self, value: Any) -> Any:
+        return Plan.of(value) if isinstance(value, DataProto) else value
 
     async def _close_workers(self) -> list[Failed | None]:
         return await asyncio.gather(*(host.close() for host in self._hosts))

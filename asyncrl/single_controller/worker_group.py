@@ -104,8 +104,10 @@ class WorkerGroup(ABC):
         """Tell a worker not to wait for the call of this number."""
 
     @abstractmethod
-    def _store(self, data: DataProto) -> Plan:
-        """Put a batch where the workers can fetch it. In the caller's thread."""
+    def _store(self, value: Any) -> Any:
+        """Put one argument where the workers can fetch it: a :class:`Plan` for a batch, a StoredValue or the value
+        itself for anything else. In the caller's thread.
+        """
 
     @abstractmethod
     async def _close_workers(self) -> list[Failed | None]:

@@ -1,0 +1,546 @@
+"""The Ray backend: every worker an actor of its own, placed by placement groups."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import threading
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import ray
+import ray.exceptions
+from ray import cloudpickle
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.data.plan import Block, Header, Plan
+from asyncrl.data.proto import DataProto
+from asyncrl.errors import DispatchError, InfrastructureError, ResourceError, WorkerDiedError, WorkerError
+from asyncrl.single_controller.dispatch import StoredValue
+from asyncrl.single_controller.host import Call, Failed, Reply, WorkerHost
+from asyncrl.single_controller.resource_pool import (
+    NodeResources,
+    PlacementStrategy,
+    ResourcePool,
+    check_room,
+    describe,
+)
+from asyncrl.single_controller.worker import WorkerContext
+from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+
+__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"]
+
+INLINE_BYTES = 64 * 1024
+"""Batches and arrays up to this size travel inside the call; larger ones through the object store, once."""
+
+DEATHS = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.ActorPlacementGroupRemoved,
+)
+
+MAX_CALLS = 10_000
+"""Calls that one actor holds at a time, running or in line; Ray keeps further ones back."""
+
+
+class RayResourcePool(ResourcePool):
+    """Seats for workers on a Ray cluster: a placement group for each entry of ``process_on_nodes``.
+
+    The placement groups are made when the first worker group needs them and removed with the last one.
+
+    Args:
+        process_on_nodes: workers in each placement group.
+        use_gpu: one GPU for each seat, unless ``gpus_per_worker`` says otherwise.
+        cpus_per_worker, gpus_per_worker: resources of one worker.
+        resources_per_worker: custom resources of one worker.
+        max_colocate_count: worker groups that may share the seats; each worker gets this share of the seat's GPUs.
+        strategy: how a placement group's seats lie over the nodes; ``STRICT_PACK`` keeps them on one.
+        name_prefix: begins the names of the placement groups.
+        placement_timeout_s: how long to wait for resources that others use.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = False,
+        name_prefix: str = "",
+        max_colocate_count: int = 1,
+        *,
+        cpus_per_worker: float = 1.0,
+        gpus_per_worker: float | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        strategy: PlacementStrategy = "PACK",
+        placement_timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count=max_colocate_count)
+        self.cpus_per_worker = cpus_per_worker
+        self.gpus_per_worker = float(use_gpu) if gpus_per_worker is None else gpus_per_worker
+        self.resources_per_worker = dict(resources_per_worker or {})
+        self.strategy: PlacementStrategy = strategy
+        self.name_prefix = name_prefix
+        self.placement_timeout_s = placement_timeout_s
+        self._lock = threading.Lock()
+        self._groups: list[PlacementGroup] = []
+        self._users = 0
+
+    def bundle(self) -> dict[str, float]:
+        """Resources of one seat."""
+        shared = {"CPU": self.cpus_per_worker, **self.resources_per_worker}
+        whole = {name: amount * self.max_colocate_count for name, amount in shared.items()}
+        return {name: amount for name, amount in {**whole, "GPU": self.gpus_per_worker}.items() if amount}
+
+    def check(self) -> None:
+        """Raise :class:`ResourceError` if the cluster could not hold the pool even with nothing else on it."""
+        check_room(self._places(), self.strategy, cluster_nodes())
+
+    def _places(self) -> list[list[dict[str, float]]]:
+        return [[self.bundle()] * count for count in self.process_on_nodes]
+
+    def _acquire(self) -> list[PlacementGroup]:
+        """The placement groups, for one more worker group. They may still be pending."""
+        with self._lock:
+            if self._users >= self.max_colocate_count:
+                raise ResourceError(
+                    f"{self!r} is shared by {self._users} worker groups already: max_colocate_count is "
+                    f"{self.max_colocate_count}"
+                )
+            if not self._groups:
+                self._groups = [
+                    placement_group(bundles, strategy=self.strategy, name=self._new_name())
+                    for bundles in self._places()
+                ]
+            self._users += 1
+            return list(self._groups)
+
+    def _new_name(self) -> str:
+        return f"{self.name_prefix}{uuid.uuid4().hex[:8]}" if self.name_prefix else ""
+
+    def _release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            groups, self._groups = (self._groups, []) if self._users == 0 else ([], self._groups)
+        for group in groups:
+            remove_placement_group(group)
+
+    def no_room(self) -> ResourceError:
+        """What to say when the placement groups were not placed in time."""
+        return ResourceError(
+            f"the cluster did not free the resources of {self!r} within {self.placement_timeout_s:g} s\n"
+            + describe(self._places(), cluster_nodes())
+        )
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """Every living node of the cluster."""
+    from ray._private.state import available_resources_per_node
+
+    available = available_resources_per_node()
+    return [
+        NodeResources(
+            name=node["NodeManagerAddress"],
+            total=_plain(node["Resources"]),
+            available=_plain(available.get(node["NodeID"], {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _plain(resources: Mapping[str, float]) -> dict[str, float]:
+    """Without what Ray keeps for itself, and without memory."""
+    hidden = ("memory", "object_store_memory")
+    return {
+        name: amount
+        for name, amount in resources.items()
+        if name not in hidden and ":" not in name and "_group_" not in name
+    }
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class, plain or decorated with ``ray.remote``, the arguments of every rank, and options of the actors.
+
+    Options (:meth:`options`): ``num_cpus``, ``num_gpus``, ``resources`` (of one worker; the pool's share if not given),
+    ``runtime_env`` and ``env_vars`` (environment variables set before the class is loaded).
+    """
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        options: dict[str, Any] = {}
+        metadata = getattr(cls, "__ray_metadata__", None)
+        if metadata is not None:
+            options = dict(getattr(cls, "_default_options", {}))
+            cls = metadata.modified_class
+        super().__init__(cls, *args, **kwargs)
+        self.actor_options = options
+
+    def options(self, **options: Any) -> RayClassWithInitArgs:
+        """The same with these options added."""
+        allowed = {"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars"}
+        if unknown := sorted(options.keys() - allowed):
+            raise ResourceError(f"unknown options {unknown}: a worker takes {sorted(allowed)}")
+        again = RayClassWithInitArgs(self.cls, *self.args, **self.kwargs)
+        again.actor_options = {**self.actor_options, **options}
+        return again
+
+    def update_options(self, options: Mapping[str, Any]) -> None:
+        """Add options in place, under verl's name."""
+        self.actor_options = self.options(**options).actor_options
+
+
+# ------------------------------------------------------------------------------------------------------ object store
+
+
+class _RayBlock:
+    """A payload in Ray's object store. Pickles as its reference."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, ref: ray.ObjectRef[Any]) -> None:
+        self._ref = ref
+
+    @classmethod
+    def get_all(cls, blocks: Sequence[_RayBlock]) -> list[DataProto]:
+        try:
+            return cast("list[DataProto]", ray.get([block._ref for block in blocks]))  # noqa: SLF001  this class
+        except ray.exceptions.RayError as error:
+            raise _lost(error) from error
+
+    @classmethod
+    async def fetch_all(cls, blocks: Sequence[_RayBlock]) -> list[DataProto]:
+        return await asyncio.gather(*(_fetch(block._ref) for block in blocks))  # noqa: SLF001  this class
+
+    def __reduce__(self) -> Any:
+        return _RayBlock, (self._ref,)
+
+
+class _RayValue(StoredValue):
+    """An array in Ray's object store, put there once for all ranks."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, ref: ray.ObjectRef[Any]) -> None:
+        self._ref = ref
+
+    async def fetch(self) -> Any:
+        return await _fetch(self._ref)
+
+    def __reduce__(self) -> Any:
+        return _RayValue, (self._ref,)
+
+
+async def _fetch(ref: ray.ObjectRef[Any]) -> Any:
+    try:
+        return await asyncio.wrap_future(ref.future())
+    except ray.exceptions.RayError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: ray.exceptions.RayError) -> InfrastructureError:
+    return InfrastructureError(f"a payload in Ray's object store is lost: {_first_line(error)}")
+
+
+# -------------------------------------------------------------------------------------------------- inside the worker
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Where an actor lives."""
+
+    node_id: str
+    address: str
+
+
+class _RayHost:
+    """The actor: a :class:`WorkerHost` behind Ray's calls."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._host = WorkerHost()
+
+    async def seat(self) -> _Seat:
+        return _Seat(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+    async def free_port(self) -> int:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    async def construct(self, made: _RayValue, context: WorkerContext, variables: Mapping[str, str]) -> Failed | None:
+        # The class is loaded after the environment is set: modules may read it when they are imported.
+        os.environ.update({**context.environment(), **variables})
+        try:
+            worker_class, args, kwargs = await made.fetch()
+        except InfrastructureError as error:
+            return _packed(Failed.of(error))
+        return _packed(await self._host.construct(worker_class, args, kwargs, context))
+
+    async def call(self, call: Call) -> Reply:
+        return _packed((await self._host.call(call))[0])
+
+    async def call_keeping_batch(self, call: Call) -> tuple[Reply, DataProto | None]:
+        reply, batch = await self._host.call(call)
+        return _packed(reply), batch
+
+    async def cancel(self, call_id: int, sequence: int) -> None:
+        self._host.cancel(call_id, sequence)
+
+    async def skip(self, sequence: int) -> None:
+        self._host.skip(sequence)
+
+    async def close(self) -> Failed | None:
+        return _packed(await self._host.close())
+
+    def __repr__(self) -> str:
+        return self._label
+
+
+def _packed(reply: Any) -> Any:
+    if not isinstance(reply, Failed) or reply.error is None:
+        return reply
+    try:
+        data = cloudpickle.dumps(reply.error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001  user classes fail to pickle in any way; the traceback travels as text
+        return replace(reply, error=None)
+    return replace(reply, error=None, pickled=data)
+
+
+def _unpacked(reply: Any) -> Any:
+    if not isinstance(reply, Failed) or reply.pickled is None:
+        return reply
+    try:
+        return replace(reply, error=pickle.loads(reply.pickled), pickled=None)
+    except Exception:  # noqa: BLE001  as above
+        return replace(reply, pickled=None)
+
+
+# ------------------------------------------------------------------------------------------------------ in the driver
+
+
+class _Actors:
+    """What has to be freed: actors, and a share of a pool."""
+
+    def __init__(self) -> None:
+        self.handles: list[ActorHandle[_RayHost]] = []
+        self.pool: RayResourcePool | None = None
+        self._lock = threading.Lock()
+
+    def free(self) -> None:
+        with self._lock:
+            handles, self.handles = self.handles, []
+            pool, self.pool = self.pool, None
+        if not ray.is_initialized():
+            return
+        for handle in handles:
+            ray.kill(handle)
+        if pool is not None:
+            pool._release()
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Workers as Ray actors, one on every seat of a pool.
+
+    The constructor checks the pool against the cluster and returns; placing and constructing go on meanwhile.
+
+    Args:
+        resource_pool: the seats.
+        ray_cls_with_init: class, arguments, options.
+        name: for messages and logs; the class's name if empty.
+
+    Raises:
+        ResourceError: the cluster can never hold the pool, a worker asks for more than its seat has, or Ray is not
+            initialised. Resources that others use are waited for; if they do not become free, :meth:`ready` fails.
+    """
+
+    def __init__(self, resource_pool: RayResourcePool, ray_cls_with_init: ClassWithInitArgs, *, name: str = "") -> None:
+        if not ray.is_initialized():
+            raise ResourceError("Ray is not initialised: call ray.init() before making worker groups")
+        if not isinstance(ray_cls_with_init, RayClassWithInitArgs):
+            init = ray_cls_with_init
+            ray_cls_with_init = RayClassWithInitArgs(init.cls, *init.args, **init.kwargs)
+        super().__init__(ray_cls_with_init, world_size=resource_pool.world_size, name=name)
+        self.resource_pool = resource_pool
+        self._options = ray_cls_with_init.actor_options
+        resource_pool.check()
+        self._demand = self._actor_resources()
+        self._actors = _Actors()
+        self._underway: set[asyncio.Task[Any]] = set()
+        self._finalizer = weakref.finalize(self, self._actors.free)
+        self._begin()
+
+    def _actor_resources(self) -> dict[str, Any]:
+        """``num_cpus``, ``num_gpus`` and ``resources`` of one actor, checked against its seat."""
+        pool, options = self.resource_pool, self._options
+        demand = {
+            "num_cpus": options.get("num_cpus", pool.cpus_per_worker),
+            "num_gpus": options.get("num_gpus", pool.gpus_per_worker / pool.max_colocate_count),
+            "resources": options.get("resources", pool.resources_per_worker),
+        }
+        seat = pool.bundle()
+        asked = {"CPU": demand["num_cpus"], "GPU": demand["num_gpus"], **demand["resources"]}
+        for resource, amount in asked.items():
+            if amount > seat.get(resource, 0.0) + 1e-6:
+                raise ResourceError(
+                    f"a worker of {self.name} asks for {amount:g} {resource}, and its seat in {pool!r} has "
+                    f"{seat.get(resource, 0.0):g}: raise the pool's resources per worker or lower the worker's options"
+                )
+        return demand
+
+    # ---------------------------------------------------------------------------------------------------------- start
+
+    async def _start(self) -> list[Failed | None]:
+        handles = await self._place()
+        seats: list[_Seat] = await self._all("seat", [handle.seat.remote() for handle in handles])
+        port: int = (await self._all("free_port", [handles[0].free_port.remote()]))[0]
+        init = self.cls_with_init
+        variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
+        made = _RayValue(ray.put((init.cls, init.args, init.kwargs)))
+        contexts = self._contexts(seats, port)
+        failures = await self._all(
+            "__init__",
+            [
+                handle.construct.remote(made, context, variables)
+                for handle, context in zip(handles, contexts, strict=True)
+            ],
+        )
+        return [_unpacked(failure) for failure in failures]
+
+    async def _place(self) -> list[ActorHandle[_RayHost]]:
+        pool = self.resource_pool
+        groups = pool._acquire()  # noqa: SLF001  released by _Actors
+        self._actors.pool = pool
+        waits = [asyncio.to_thread(group.wait, pool.placement_timeout_s) for group in groups]
+        if not all(await asyncio.gather(*waits)):
+            raise await asyncio.to_thread(pool.no_room)
+        actor_class = ray.remote(_RayHost)
+        for group, count in zip(groups, pool.process_on_nodes, strict=True):
+            for seat in range(count):
+                handle = actor_class.options(
+                    **self._demand,
+                    runtime_env=self._options.get("runtime_env"),
+                    max_concurrency=MAX_CALLS,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat),
+                ).remote(f"{self.name}:{len(self._actors.handles)}")
+                self._actors.handles.append(handle)
+        return list(self._actors.handles)
+
+    def _contexts(self, seats: Sequence[_Seat], port: int) -> list[WorkerContext]:
+        on_node = Counter(seat.node_id for seat in seats)
+        before: Counter[str] = Counter()
+        contexts: list[WorkerContext] = []
+        for rank, seat in enumerate(seats):
+            contexts.append(
+                WorkerContext(
+                    rank=rank,
+                    world_size=self.world_size,
+                    local_rank=before[seat.node_id],
+                    local_world_size=on_node[seat.node_id],
+                    group_name=self.name,
+                    master_addr=seats[0].address,
+                    master_port=port,
+                )
+            )
+            before[seat.node_id] += 1
+        return contexts
+
+    async def _all(self, method: str, refs: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+        """Values of one call on every rank; the first failure is raised at once."""
+        return await asyncio.gather(*(self._value(rank, method, ref) for rank, ref in enumerate(refs)))
+
+    # ---------------------------------------------------------------------------------------------------------- calls
+
+    def _submit(self, rank: int, call: Call) -> asyncio.Future[tuple[Reply, Block | None]]:
+        handle = self._actors.handles[rank]
+        block: Block | None = None
+        try:
+            if call.keep_batch:
+                reply, batch = handle.call_keeping_batch.options(num_returns=2).remote(call)
+                block = _RayBlock(batch)
+            else:
+                reply = handle.call.remote(call)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
+        task = asyncio.get_running_loop().create_task(self._reply(rank, call, reply, block))
+        self._underway.add(task)
+        task.add_done_callback(self._underway.discard)
+        return task
+
+    async def _reply(
+        self, rank: int, call: Call, ref: ray.ObjectRef[Any], block: Block | None
+    ) -> tuple[Reply, Block | None]:
+        try:
+            return _unpacked(await self._value(rank, call.method, ref)), block
+        except WorkerError:
+            # The call did not reach the host, or its value could not leave it: later ones must not wait for it.
+            self._skip(rank, call.sequence)
+            raise
+
+    async def _value(self, rank: int, method: str, ref: ray.ObjectRef[Any]) -> Any:
+        try:
+            return await asyncio.wrap_future(ref.future())
+        except DEATHS as error:
+            cause = _cause(error)
+            message = f"the process of rank {rank} of {self.name} died during {method}: {cause}"
+            raise WorkerDiedError(message, group=self.name, rank=rank, method=method, cause=cause) from error
+        except ray.exceptions.RayError as error:
+            message = (
+                f"{self.name}.{method} failed on rank {rank} on the way there or back: {_first_line(error)}\n"
+                "(an argument that cannot be loaded there, or a value that cannot be pickled or loaded here)"
+            )
+            raise WorkerError(
+                message, group=self.name, rank=rank, method=method, remote_traceback=str(error)
+            ) from error
+
+    def _cancel(self, rank: int, call: Call) -> None:
+        if rank < len(self._actors.handles):
+            self._actors.handles[rank].cancel.remote(call.call_id, call.sequence)
+
+    def _skip(self, rank: int, sequence: int) -> None:
+        if rank < len(self._actors.handles):
+            self._actors.handles[rank].skip.remote(sequence)
+
+    def _store(self, value: Any) -> Any:
+        if isinstance(value, DataProto):
+            header = Header.of(value)
+            if header.size_bytes > INLINE_BYTES:
+                return Plan.shard(_RayBlock(ray.put(value)), header)
+            return Plan.of(value)
+        if isinstance(value, np.ndarray | bytes) and memoryview(value).nbytes > INLINE_BYTES:
+            return _RayValue(ray.put(value))
+        return value
+
+    async def _close_workers(self) -> list[Failed | None]:
+        async def close(rank: int, handle: ActorHandle[_RayHost]) -> Failed | None:
+            try:
+                return cast("Failed | None", _unpacked(await self._value(rank, "close", handle.close.remote())))
+            except WorkerDiedError:
+                return None
+
+        return await asyncio.gather(*(close(rank, handle) for rank, handle in enumerate(self._actors.handles)))
+
+    def _kill(self) -> None:
+        self._finalizer()
+
+
+def _cause(error: ray.exceptions.RayError) -> str:
+    """What Ray knows of a death, in one line."""
+    text = str(error)
+    for marker in ("Worker exit detail:", "Worker exit type:", "The actor is dead because"):
+        _, found, rest = text.partition(marker)
+        if found:
+            return rest.strip().splitlines()[0].split(" Some common causes")[0]
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,383 @@
+"""Weights through shared memory: what arrives is what was published, and whatever is damaged is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.interfaces import WeightTransport
+from asyncrl.weights.manifest import WeightManifest
+from engines.weights.shared_memory import SharedMemoryTransport
+
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # need more than their bytes
+DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)} - QUANTIZED, key=str)
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+    transport = SharedMemoryTransport(namespace="test", directory=str(tmp_path))
+    yield transport
+    transport.close()
+
+
+def a_model(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "matrix": torch.randn(7, 5, generator=generator),
+        "half": torch.randn(33, generator=generator).bfloat16(),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]),
+    }
+
+
+def copies(transport: SharedMemoryTransport, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    with transport.pull(manifest) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    def octets(tensor: torch.Tensor) -> bytes:
+        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return one.dtype == other.dtype and one.shape == other.shape and octets(one) == octets(other)
+
+
+def test_it_keeps_the_contract(tmp_path: Path):
+    transport: WeightTransport = SharedMemoryTransport(namespace="test", directory=str(tmp_path))
+    transport.close()
+
+
+def test_what_is_published_is_pulled(transport: SharedMemoryTransport):
+    model = a_model()
+    manifest = transport.publish(model.items(), version=0)
+    pulled = copies(transport, WeightManifest.decode(manifest.encode()))
+    assert list(pulled) == list(model)
+    assert all(same_bytes(pulled[name], model[name]) for name in model)
+    assert all(entry.offset % 64 == 0 for entry in manifest.tensors)
+    assert manifest.size_bytes == 7 * 5 * 4 + 33 * 2 + 8 + 0 + 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_bit_for_bit(transport: SharedMemoryTransport, dtype: torch.dtype):
+    octets = torch.arange(256, dtype=torch.int64).to(torch.uint8)
+    tensor = (octets % 2 if dtype is torch.bool else octets).view(dtype)
+    with transport.pull(transport.publish([("x", tensor)], version=0)) as tensors:
+        assert same_bytes(tensors["x"], tensor)
+
+
+def test_layouts_that_are_not_row_major_are_put_in_order(transport: SharedMemoryTransport):
+    base = torch.arange(24.0).reshape(4, 6)
+    tensors = {
+        "transposed": base.t(),
+        "strided": base[::2, 1::2],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+    }
+    pulled = copies(transport, transport.publish(tensors.items(), version=0))
+    for name, tensor in tensors.items():
+        assert torch.equal(pulled[name], tensor.detach()), name
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_device_arrive_on_the_host(transport: SharedMemoryTransport):
+    tensor = torch.randn(1000, 3, device="cuda")
+    assert torch.equal(copies(transport, transport.publish([("x", tensor)], version=0))["x"], tensor.cpu())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    ],
+    ids=["meta", "sparse", "nested"],
+)
+def test_a_tensor_without_plain_data_is_refused_and_nothing_is_left(
+    transport: SharedMemoryTransport, tmp_path: Path, tensor: torch.Tensor
+):
+    with pytest.raises(WeightError, match="odd is no plain tensor"):
+        transport.publish([("fine", torch.ones(2)), ("odd", tensor)], version=0)
+    assert list(tmp_path.iterdir()) == []
+    assert transport.publish([("fine", torch.ones(2))], version=0).version == 0
+
+
+def test_a_name_published_twice_is_refused(transport: SharedMemoryTransport):
+    with pytest.raises(WeightError, match="tensor w was published twice"):
+        transport.publish([("w", torch.ones(1)), ("w", torch.ones(1))], version=0)
+
+
+def test_versions_grow_and_only_so_many_are_held(transport: SharedMemoryTransport):
+    transport.publish(a_model().items(), version=3)
+    with pytest.raises(WeightVersionError, match="3 cannot be published after 3"):
+        transport.publish(a_model().items(), version=3)
+    transport.publish(a_model().items(), version=7)
+    with pytest.raises(WeightError, match=r"2 versions are held \(3, 7\); release one first"):
+        transport.publish(a_model().items(), version=8)
+    transport.release(3)
+    transport.release(3)
+    transport.publish(a_model().items(), version=8)
+    assert transport.versions == (7, 8)
+
+
+def test_a_released_version_is_gone(transport: SharedMemoryTransport):
+    manifest = transport.publish(a_model().items(), version=0)
+    transport.release(0)
+    with pytest.raises(WeightError, match="version 0 is not available"):
+        copies(transport, manifest)
+
+
+def test_memory_is_used_again_and_old_bytes_never_show(transport: SharedMemoryTransport, tmp_path: Path):
+    large = {"w": torch.full((50,), 255, dtype=torch.uint8), "v": torch.full((300,), 255, dtype=torch.uint8)}
+    small = {"w": torch.ones(3, dtype=torch.uint8), "v": torch.ones(65, dtype=torch.uint8)}
+    transport.publish(large.items(), version=0)
+    (inode,) = [path.stat().st_ino for path in tmp_path.iterdir()]
+    transport.release(0)
+    manifest = transport.publish(small.items(), version=1)
+    assert [path.stat().st_ino for path in tmp_path.iterdir()] == [inode]
+    pulled = copies(transport, manifest)
+    assert all(torch.equal(pulled[name], small[name]) for name in small)
+
+
+def test_a_version_that_is_still_read_is_not_written_over(transport: SharedMemoryTransport):
+    manifest = transport.publish([("w", torch.zeros(1000))], version=0)
+    with transport.pull(manifest) as tensors:
+        transport.release(0)
+        transport.publish([("w", torch.ones(1000))], version=1)
+        assert not tensors["w"].any()
+
+
+def test_writing_to_a_pulled_tensor_changes_nobody_else_s(transport: SharedMemoryTransport):
+    manifest = transport.publish([("w", torch.zeros(1000))], version=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with transport.pull(manifest) as tensors:
+            tensors["w"].fill_(9)
+    assert not copies(transport, manifest)["w"].any()
+
+
+def test_tensors_that_outlive_their_block_are_safe_and_reported(transport: SharedMemoryTransport):
+    manifest = transport.publish([("w", torch.arange(9.0)), ("v", torch.arange(5.0))], version=0)
+    with (
+        pytest.warns(RuntimeWarning, match="2 tensors of weight version 0 outlive"),
+        transport.pull(manifest) as tensors,
+    ):
+        kept = dict(tensors)
+    assert dict(tensors) == {}
+    transport.release(0)
+    transport.publish([("w", torch.zeros(9)), ("v", torch.zeros(5))], version=1)
+    transport.close()
+    gc.collect()
+    assert torch.equal(kept["w"], torch.arange(9.0))
+
+
+def test_files_are_private_and_unlinked_on_close(tmp_path: Path):
+    transport = SharedMemoryTransport(namespace="run-1.5", directory=str(tmp_path))
+    for version in (0, 1):
+        manifest = transport.publish(a_model().items(), version=version)
+    transport.release(0)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    transport.close()
+    transport.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WeightError, match="not available"):
+        copies(transport, manifest)
+    with pytest.raises(WeightError, match="the transport is closed"):
+        transport.publish(a_model().items(), version=2)
+
+
+def test_a_full_memory_file_system_is_an_error_with_a_remedy(
+    transport: SharedMemoryTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(WeightError, match="--shm-size"):
+        transport.publish(a_model().items(), version=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_transports_namespaces_and_paths_are_refused(transport: SharedMemoryTransport, tmp_path: Path):
+    manifest = transport.publish(a_model().items(), version=0)
+    for change in (
+        {"transport": "disk"},
+        {"location": manifest.location.replace("test", "other")},
+        {"location": f"../{tmp_path.name}/{manifest.location}"},
+        {"location": f"{manifest.location}\0"},
+    ):
+        with pytest.raises(WeightError, match="not in the shared memory of namespace 'test'"):
+            copies(transport, msgspec.structs.replace(manifest, **change))
+
+
+OWNER = """
+import sys, torch
+from engines.weights.shared_memory import SharedMemoryTransport
+transport = SharedMemoryTransport(namespace="test", directory=sys.argv[1])
+manifest = transport.publish([("w", torch.arange(100.0))], version=0)
+sys.stdout.buffer.write(manifest.encode())
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def an_owner(tmp_path: Path) -> subprocess.Popen[bytes]:
+    """Another process that holds version 0 until its standard input is closed."""
+    return subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def die(tmp_path: Path, *, half_way: bool, namespace: str = "test") -> None:
+    """A child that publishes version 0 and is killed in the middle of it, or afterwards."""
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.arange(100.0)
+        if half_way:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            SharedMemoryTransport(namespace=namespace, directory=str(tmp_path)).publish(tensors(), version=0)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_another_process_s_version_lives_as_long_as_it_does_and_is_purged_afterwards(
+    transport: SharedMemoryTransport, tmp_path: Path
+):
+    with an_owner(tmp_path) as owner:
+        assert owner.stdout is not None
+        manifest = WeightManifest.decode(os.read(owner.stdout.fileno(), 1 << 16))
+        assert transport.purge_stale() == ()
+        with transport.pull(manifest) as tensors:
+            assert torch.equal(tensors["w"], torch.arange(100.0))
+            owner.kill()
+            owner.wait()
+            assert transport.purge_stale() == (), "it is still read here"
+        del tensors
+        gc.collect()
+        assert transport.purge_stale() == (manifest.location,)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interpreter_that_ends_leaves_nothing(tmp_path: Path):
+    with an_owner(tmp_path) as owner:
+        assert owner.communicate()[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_owner_that_dies_half_way_leaves_nothing_complete_and_the_next_one_cleans_up(tmp_path: Path):
+    die(tmp_path, half_way=True)
+    (unfinished,) = tmp_path.iterdir()
+    assert unfinished.stat().st_size == 64 + 448
+    assert unfinished.read_bytes()[:64] == bytes(64)
+    die(tmp_path, half_way=False, namespace="test.2")
+    assert len(list(tmp_path.iterdir())) == 2
+    SharedMemoryTransport(namespace="test", directory=str(tmp_path)).close()
+    assert [path.name.startswith("asyncrl.test.2.") for path in tmp_path.iterdir()] == [True]
+
+
+def test_a_forked_child_leaves_its_parent_s_files_alone(transport: SharedMemoryTransport):
+    manifest = transport.publish(a_model().items(), version=0)
+    child = os.fork()
+    if child == 0:
+        try:
+            transport.close()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert set(copies(transport, manifest)) == set(a_model())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_damage_is_detected(tmp_path: Path, seed: int):
+    draw = random.Random(seed)
+    transport = SharedMemoryTransport(namespace="test", directory=str(tmp_path))
+    try:
+        manifest = transport.publish(a_model(seed).items(), version=draw.randint(0, 9))
+        path = tmp_path / manifest.location
+        damage = draw.choice(["flip", "flip", "truncate", "extend", "zero", "swap", "missing", "entry"])
+        data = bytearray(path.read_bytes())
+        if damage == "flip":
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        elif damage == "truncate":
+            del data[draw.randrange(len(data)) :]
+        elif damage == "extend":
+            data += bytes(draw.randint(1, 100))
+        elif damage == "zero":
+            start = draw.randrange(64)  # at least a part of the header
+            data[start : start + 64] = bytes(64)
+        elif damage == "swap":
+            data[:64], data[64:128] = data[64:128], data[:64]
+        if damage == "missing":
+            path.unlink()
+        elif damage == "entry":
+            entries = list(manifest.tensors)
+            index = draw.randrange(len(entries))
+            change = draw.choice(
+                [
+                    {"name": "other"},
+                    {"dtype": "int32"},
+                    {"dtype": "nonsense"},
+                    {"dtype": "Tensor"},
+                    {"shape": (*entries[index].shape, 1)},
+                    {"shape": (-1,)},
+                    {"offset": entries[index].offset + 64},
+                    {"offset": entries[index].offset - 1},
+                    {"size_bytes": entries[index].size_bytes + 1},
+                    {"checksum": entries[index].checksum ^ 1},
+                ]
+            )
+            entries[index] = msgspec.structs.replace(entries[index], **change)
+            if draw.random() < 0.2:
+                del entries[draw.randrange(len(entries))]
+            manifest = msgspec.structs.replace(manifest, tensors=tuple(entries))
+        else:
+            path.write_bytes(data)
+        expected = WeightError if damage == "missing" else WeightMismatchError
+        with pytest.raises(expected):
+            copies(transport, manifest)
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"namespace": ""}, {"namespace": "a/b"}, {"namespace": "a", "max_versions": 0}], ids=str
+)
+def test_bad_arguments_are_refused(arguments: dict):
+    with pytest.raises(ValueError, match=r"namespace|max_versions"):
+        SharedMemoryTransport(**arguments)
+
+
+def test_without_a_directory_it_uses_shared_memory():
+    transport = SharedMemoryTransport(namespace=f"test-{os.getpid()}")
+    try:
+        manifest = transport.publish(a_model().items(), version=0)
+        assert (transport.directory / manifest.location).exists()
+        assert same_bytes(copies(transport, manifest)["matrix"], a_model()["matrix"])
+    finally:
+        transport.close()

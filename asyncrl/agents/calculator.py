@@ -72,7 +72,7 @@ class CalculatorEnvironment:
         if answers:
             return Step(messages=tuple(answer.message for answer in answers), info=info)
         numbers = _INTEGER.findall(reply.get("content") or "")
-        right = bool(numbers) and int(numbers[-1]) == self._task["answer"]
+        right = bool(numbers) and numbers[-1] == str(self._task["answer"])
         return Step(reward=float(right), done=True, info=info)
 
     async def close(self) -> None:

@@ -53,7 +53,7 @@ def convert_gguf(package_or_file: str | Path, folder: Path) -> None:
     for name, value in {"hf_quantizer": None, "is_quantized": False}.items():
         setattr(model, name, value)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+        delattr(model.config, "quantization_config")
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CHAT_TEMPLATE", "make", "make_scratch_model", "make_scratch_tokenizer"]
 
 END, PAD = "<|end|>", "<|pad|>"
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 _SPECIAL_TOKENS = [PAD, END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 CHAT_TEMPLATE = """
@@ -77,11 +78,14 @@ def make_scratch_model(
 ) -> None:
     """Write config, random weights (float32), tokenizer and generation config into ``folder``.
 
+    Raises:
+        ConfigError: an option that cannot be used.
+
     Args:
         folder: made if missing.
         conversations: texts the tokenizer is trained on.
         seed: of the weights; the tokenizer depends on the conversations alone.
-        architecture: a Hugging Face ``model_type`` with Llama's configuration keys: llama, qwen2, qwen3, mistral.
+        architecture: a Hugging Face ``model_type``: llama, qwen2, qwen3 or mistral.
         hidden_size: width; with ``heads``, of equal size.
         layers: depth.
         heads: attention heads.
@@ -95,30 +99,35 @@ def make_scratch_model(
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     tokenizer = make_scratch_tokenizer(conversations, vocab_size=vocab_size, max_position=max_position)
-    try:
-        config = AutoConfig.for_model(
-            architecture,
-            vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=hidden_size // heads,
-            max_position_embeddings=max_position,
-            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-            initializer_range=initializer_range,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    except ValueError as error:
+    if hidden_size % heads:
         raise ConfigError(
-            f"no model from architecture={architecture!r}, hidden_size={hidden_size}, heads={heads}: {error}",
+            f"hidden_size={hidden_size} is no multiple of heads={heads}",
+            path="model.options.hidden_size",
+            remedy="heads are of equal size: choose a multiple",
+        )
+    if architecture not in _ARCHITECTURES:
+        raise ConfigError(
+            f"no model can be made of architecture {architecture!r}",
             path="model.options.architecture",
-            remedy="llama, qwen2, qwen3 or mistral, and a hidden_size that heads divides",
-        ) from error
+            remedy=f"one of {', '.join(_ARCHITECTURES)}",
+        )
+    config = AutoConfig.for_model(
+        architecture,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden_size // heads,
+        max_position_embeddings=max_position,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        initializer_range=initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, packages_distributions, requires
+from inspect import signature
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 
-__all__ = ["PART_GROUPS", "check_part", "install_command", "load_part", "part_names"]
+__all__ = ["PART_GROUPS", "check_part", "install_command", "load_part", "make_part", "part_names"]
 
 PART_GROUPS = {
     "asyncrl.rollout_engines": "rollout engine",
@@ -82,6 +84,44 @@ def load_part(group: str, name: str, *, path: str = "") -> Any:
                 _message(path, f"{what}: {module_name} has no {attribute!r}", remedy), path=path, remedy=remedy
             ) from error
     return part
+
+
+def make_part(group: str, name: str, *arguments: Any, options: Mapping[str, Any], path: str, **given: Any) -> Any:
+    """Make a part: ``part(*arguments, **given, **options)``.
+
+    Args:
+        group: as in :func:`load_part`.
+        name: likewise.
+        arguments: positional arguments of the part.
+        options: keyword arguments that a user wrote.
+        path: dotted key that named the part (``env.name``); its options stand beside it (``env.options``).
+        given: keyword arguments that the run itself decides.
+
+    Raises:
+        ConfigError: as :func:`load_part`; or an option is unknown, missing, not the user's to set, or has a value that
+            the part does not take.
+    """
+    part = load_part(group, name, path=path)
+    table = f"{path.rpartition('.')[0]}.options"
+    parameters = signature(part).parameters.values()
+    named = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    allowed = [each for each in named[len(arguments) :] if each not in given]
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        for option in options:
+            if option not in allowed:
+                near = get_close_matches(option, allowed, n=1)
+                remedy = f"did you mean {near[0]!r}? " if near else ""
+                remedy += f"allowed: {', '.join(allowed) or 'none'}"
+                what = f"{_noun(group)} {name!r} has no option {option!r}"
+                raise ConfigError(_message(f"{table}.{option}", what, remedy), path=f"{table}.{option}", remedy=remedy)
+    try:
+        return part(*arguments, **given, **options)
+    except AsyncRLError:
+        raise
+    except (TypeError, ValueError) as error:
+        remedy = f"options it takes: {', '.join(allowed) or 'none'}"
+        what = f"{_noun(group)} {name!r} cannot be made from its options: {error}"
+        raise ConfigError(_message(table, what, remedy), path=table, remedy=remedy) from error
 
 
 def _entry_point(group: str, name: str, *, path: str) -> EntryPoint:

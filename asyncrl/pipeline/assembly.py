@@ -15,16 +15,18 @@ from typing import Any, Literal, TypeAlias
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
 from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, SamplingParams
-from asyncrl.parts import load_part
+from asyncrl.parts import make_part
 from asyncrl.pipeline.reward_worker import RewardWorker
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
 from asyncrl.single_controller import ClassWithInitArgs, Worker, WorkerGroup
+from asyncrl.weights.transport import TransportSpec
 
-__all__ = ["Assembly", "Role", "trainer_options", "warm_start_options"]
+__all__ = ["ROLES", "Assembly", "Role", "trainer_options", "warm_start_options"]
 
 Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference"]
+ROLES: tuple[Role, ...] = ("trainer", "rollout", "reward", "reference")
 
 
 def trainer_options(config: Config) -> dict[str, Any]:
@@ -76,7 +78,6 @@ def _common_options(config: Config) -> dict[str, Any]:
         "max_tokens_per_microbatch": trainer.max_tokens_per_microbatch,
         "gradient_checkpointing": trainer.gradient_checkpointing,
         "seed": config.seed,
-        **trainer.options,
     }
 
 
@@ -115,7 +116,7 @@ class Assembly:
         self.reward: Any = None
         self.reference: Any = None
 
-    async def start(self, roles: Collection[Role] = ("trainer", "rollout", "reward", "reference")) -> None:
+    async def start(self, roles: Collection[Role] = ROLES) -> None:
         """Start the cluster, if one is needed, and the worker processes of ``roles`` that the run uses."""
         requests = [request for request in self._requests() if request.role in roles]
         make_group = self._ray_backend(requests) if self.config.cluster.backend == "ray" else _local_group
@@ -133,9 +134,14 @@ class Assembly:
     def make_buffer(self) -> ReplayBuffer:
         """A replay buffer for this run."""
         config = self.config
-        make = load_part("asyncrl.replay_buffers", config.buffer.kind)
-        buffer: ReplayBuffer = make(
-            capacity=config.capacity_groups, max_staleness=config.max_staleness, selection=config.buffer.selection
+        buffer: ReplayBuffer = make_part(
+            "asyncrl.replay_buffers",
+            config.buffer.kind,
+            options={},
+            path="buffer.kind",
+            capacity=config.capacity_groups,
+            max_staleness=config.max_staleness,
+            selection=config.buffer.selection,
         )
         return buffer
 
@@ -169,16 +175,16 @@ class Assembly:
 
     def _requests(self) -> list[_Request]:
         config = self.config
-        transport_options = {"namespace": f"asyncrl-{os.getpid()}", **config.weights.options}
         trainer = config.trainer
-        spec = TrainerSpec(
-            engine=trainer.engine, transport=config.weights.transport, transport_options=transport_options
+        transport = TransportSpec(
+            name=config.weights.transport, namespace=f"asyncrl-{os.getpid()}", options=dict(config.weights.options)
         )
+        spec = TrainerSpec(engine=trainer.engine, engine_options=dict(trainer.options), transport=transport)
         requests = [
             _Request("trainer", "trainer", TrainerWorker, spec, trainer.world_size, trainer.num_cpus, trainer.num_gpus)
         ]
         rollout = config.rollout
-        rollout_spec = _rollout_spec(config, transport_options)
+        rollout_spec = _rollout_spec(config, transport)
         requests += [
             _Request(
                 "rollout", f"rollout-{replica}", RolloutWorker, rollout_spec, 1, rollout.num_cpus, rollout.num_gpus
@@ -189,7 +195,7 @@ class Assembly:
             reward_spec = (config.reward.source, dict(config.reward.options))
             requests.append(_Request("reward", "reward", RewardWorker, reward_spec, 1, 0.0, 0.0))
         if config.algorithm.kl_coefficient > 0:
-            frozen = TrainerSpec(engine=trainer.engine)
+            frozen = TrainerSpec(engine=trainer.engine, engine_options=dict(trainer.options))
             requests.append(
                 _Request("reference", "reference", TrainerWorker, frozen, 1, trainer.num_cpus, trainer.num_gpus)
             )
@@ -198,21 +204,21 @@ class Assembly:
 
 def make_environments(config: Config) -> EnvironmentFactory:
     """The configured environment factory."""
-    make = load_part("asyncrl.environments", config.env.name)
-    environments: EnvironmentFactory = make(**config.env.options)
+    environments: EnvironmentFactory = make_part(
+        "asyncrl.environments", config.env.name, options=config.env.options, path="env.name"
+    )
     return environments
 
 
-def _rollout_spec(config: Config, transport_options: dict[str, Any]) -> RolloutSpec:
+def _rollout_spec(config: Config, transport: TransportSpec) -> RolloutSpec:
     rollout = config.rollout
-    engine_options = {"dtype": config.model.dtype, "threads": rollout.threads, "seed": config.seed, **rollout.options}
     return RolloutSpec(
         engine=rollout.engine,
-        engine_options=engine_options,
+        engine_given={"dtype": config.model.dtype, "threads": rollout.threads, "seed": config.seed},
+        engine_options=dict(rollout.options),
         environment=config.env.name,
         environment_options=dict(config.env.options),
-        transport=config.weights.transport,
-        transport_options=transport_options,
+        transport=transport,
         sampling=SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,

@@ -253,7 +253,7 @@ class Driver:
         rewards = torch.tensor([reward for summary in summaries for reward in summary.rewards])
         group_ids = torch.tensor([summary.slot for summary in summaries for _ in summary.rewards])
         advantages = get_advantage(self.plan.advantage)(rewards, group_ids)
-        batch = DataProtoFuture.concat([_as_future(group.rows) for group in groups])
+        batch = DataProtoFuture.concat([group.rows for group in groups])
         batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
         (metrics, *_others) = await self.trainer.update(batch)
         slots = [summary.slot for summary in summaries]
@@ -302,7 +302,3 @@ class Driver:
     def _gauge(self) -> None:
         statistics = self.buffer.statistics()
         self.timeline.counter("groups", ready=statistics.ready, pending=statistics.pending)
-
-
-def _as_future(rows: DataProto | DataProtoFuture) -> DataProtoFuture:
-    return rows if isinstance(rows, DataProtoFuture) else DataProtoFuture.from_value(rows)

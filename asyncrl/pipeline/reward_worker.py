@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.data import DataProto
 from asyncrl.interfaces import RewardModel
-from asyncrl.parts import load_part
+from asyncrl.parts import make_part
 from asyncrl.single_controller import Dispatch, Worker, register
 
 __all__ = ["RewardWorker"]
@@ -18,7 +18,7 @@ class RewardWorker(Worker):
     def __init__(self, spec: tuple[str, dict[str, Any]]) -> None:
         super().__init__()
         source, options = spec
-        self._model: RewardModel = load_part("asyncrl.reward_models", source)(**options)
+        self._model: RewardModel = make_part("asyncrl.reward_models", source, options=options, path="reward.source")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def score(self, batch: DataProto) -> DataProto:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from asyncrl.data import DataProto
 from asyncrl.interfaces import TrainingEngine, WeightTransport
-from asyncrl.parts import load_part
-from asyncrl.single_controller import Dispatch, Execute, Worker, register
+from asyncrl.parts import make_part
+from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights.manifest import WeightManifest
+from asyncrl.weights.transport import TransportSpec
 
 __all__ = ["TrainerSpec", "TrainerWorker"]
 
@@ -24,13 +23,13 @@ class TrainerSpec:
 
     Attributes:
         engine: entry point or dotted path of the training engine.
-        transport: entry point of the weight transport; None for a group that publishes nothing (a reference policy).
-        transport_options: keyword arguments of the transport.
+        engine_options: keyword arguments of the engine, from ``[trainer.options]``.
+        transport: how weights leave; None for a group that publishes nothing (a reference policy).
     """
 
     engine: str
-    transport: str | None = None
-    transport_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    transport: TransportSpec | None = None
 
 
 class TrainerWorker(Worker):
@@ -42,20 +41,23 @@ class TrainerWorker(Worker):
         self._engine: Any = None
         self._transport: WeightTransport | None = None
         if spec.transport is not None and self.rank == 0:
-            self._transport = load_part("asyncrl.weight_transports", spec.transport)(**spec.transport_options)
+            self._transport = spec.transport.make()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def build(self, model_path: str, options: dict[str, Any]) -> None:
+    def build(self, model_path: str, settings: dict[str, Any]) -> None:
         """Make the training engine for a model; replaces the one held, if any (a new stage, a new optimizer)."""
         self._close_engine()
-        make_engine = load_part("asyncrl.training_engines", self._spec.engine)
-        self._engine = make_engine(
+        self._engine = make_part(
+            "asyncrl.training_engines",
+            self._spec.engine,
             model_path,
+            options=self._spec.engine_options,
+            path="trainer.engine",
             rank=self.rank,
             world_size=self.world_size,
             master_addr=self.master_addr,
             master_port=self.master_port,
-            **options,
+            **settings,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -105,11 +107,6 @@ class TrainerWorker(Worker):
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model folder."""
         self._held().export(folder)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    async def ready(self) -> str:
-        """The device this rank computes on; answers as soon as the process is up."""
-        return "cuda" if torch.cuda.is_available() else "cpu"
 
     def close(self) -> None:
         """Leave the process group and unlink what was published."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 from asyncrl.agents.chat import ChatRenderer
 from asyncrl.config import Config
 from asyncrl.interfaces import EnvironmentFactory
-from asyncrl.parts import load_part
+from asyncrl.parts import make_part
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
-from asyncrl.pipeline.assembly import Assembly, trainer_options, warm_start_options
+from asyncrl.pipeline.assembly import ROLES, Assembly, Role, trainer_options, warm_start_options
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
 from asyncrl.pipeline.driver import Driver, TrainingPlan
 from asyncrl.pipeline.recorder import Recorder
@@ -68,11 +68,7 @@ class TrainingRun:
         """Run every phase; returns the summary that was written to ``summary.json``."""
         config = self._config
         try:
-            with self._phase("start"):
-                model, _ = await asyncio.gather(
-                    asyncio.to_thread(model_folder, config, self._run, self._assembly.environments),
-                    self._assembly.start(),
-                )
+            model = await self._start()
             if self._checkpoint is not None:
                 model = str(self._checkpoint / "model")
             elif config.sft.steps:
@@ -94,6 +90,16 @@ class TrainingRun:
             return summary
         finally:
             await self._close()
+
+    async def _start(self, roles: Collection[Role] = ROLES) -> str:
+        """Start the workers of ``roles``, and make the model meanwhile; returns where it is."""
+        with self._phase("start"):
+            async with asyncio.TaskGroup() as starting:
+                model = starting.create_task(
+                    asyncio.to_thread(model_folder, self._config, self._run, self._assembly.environments)
+                )
+                starting.create_task(self._assembly.start(roles))
+        return model.result()
 
     async def warm_start(self, model: str) -> str:
         """Supervised steps on the configured conversations; returns the folder of the model they end in."""
@@ -121,11 +127,7 @@ class TrainingRun:
     async def supervise_only(self) -> dict[str, Any]:
         """The warm start alone (``asyncrl sft``); returns where the model is and how the last step went."""
         try:
-            with self._phase("start"):
-                model, _ = await asyncio.gather(
-                    asyncio.to_thread(model_folder, self._config, self._run, self._assembly.environments),
-                    self._assembly.start(roles=("trainer",)),
-                )
+            model = await self._start(roles=("trainer",))
             folder = await self.warm_start(model)
             summary = {"model": folder, "steps": self._config.sft.steps, "phases_s": self._phases_s}
             self._run.write_summary(summary)
@@ -276,8 +278,15 @@ def model_folder(config: Config, run: RunDirectory, environments: EnvironmentFac
         return config.model.path
     assert config.model.source is not None
     folder = run.path / "model"
-    make = load_part("asyncrl.model_sources", config.model.source, path="model.source")
-    make(folder, seed=config.seed, demonstrations=environments.demonstration, **config.model.options)
+    make_part(
+        "asyncrl.model_sources",
+        config.model.source,
+        folder,
+        options=config.model.options,
+        path="model.source",
+        seed=config.seed,
+        demonstrations=environments.demonstration,
+    )
     return str(folder)
 
 

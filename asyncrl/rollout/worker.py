@@ -19,14 +19,14 @@ from asyncrl.interfaces import (
     RolloutEngine,
     SamplingParams,
     Task,
-    WeightTransport,
 )
-from asyncrl.parts import load_part
+from asyncrl.parts import make_part
 from asyncrl.rollout.metering import MeteredEngine, TokenMeter
 from asyncrl.rollout.prompts import derive_seed
 from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
 from asyncrl.weights.manifest import WeightManifest
+from asyncrl.weights.transport import TransportSpec
 
 __all__ = ["EpisodeLimits", "RolloutSpec", "RolloutWorker"]
 
@@ -52,16 +52,19 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """Everything a replica is made from; picklable. Part names are entry points or dotted paths."""
+    """Everything a replica is made from; picklable. Part names are entry points or dotted paths.
+
+    ``engine_given`` are the engine's keyword arguments that the run decides, ``engine_options`` the user's.
+    """
 
     engine: str
     environment: str
-    transport: str
+    transport: TransportSpec
     limits: EpisodeLimits
     sampling: SamplingParams
+    engine_given: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     environment_options: Mapping[str, Any] = field(default_factory=dict)
-    transport_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RolloutWorker(Worker):
@@ -73,20 +76,27 @@ class RolloutWorker(Worker):
         self._meter = TokenMeter()
         self._engine: RolloutEngine | None = None
         self._renderer: ChatRenderer | None = None
-        factory = load_part("asyncrl.environments", spec.environment)
-        self._environments: EnvironmentFactory = factory(**spec.environment_options)
-        self._transport: WeightTransport = load_part("asyncrl.weight_transports", spec.transport)(
-            **spec.transport_options
+        self._environments: EnvironmentFactory = make_part(
+            "asyncrl.environments", spec.environment, options=spec.environment_options, path="env.name"
         )
+        self._transport = spec.transport.make()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def start(self, model_path: str, weight_version: int) -> float:
         """Load the model and begin to serve ``weight_version``. Returns the seconds it took."""
         started = time.monotonic()
-        make_engine = load_part("asyncrl.rollout_engines", self._spec.engine)
         self._renderer = await asyncio.to_thread(_load_renderer, model_path)
-        self._engine = make_engine(model_path, weight_version=weight_version, **self._spec.engine_options)
-        await self._engine.start()
+        engine: RolloutEngine = make_part(
+            "asyncrl.rollout_engines",
+            self._spec.engine,
+            model_path,
+            options=self._spec.engine_options,
+            path="rollout.engine",
+            weight_version=weight_version,
+            **self._spec.engine_given,
+        )
+        self._engine = engine
+        await engine.start()
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -259,7 +259,8 @@ def die(tmp_path: Path, *, half_way: bool, namespace: str = "test") -> None:
     child = os.fork()
     if child == 0:
         try:
-            SharedMemoryTransport(namespace=namespace, directory=str(tmp_path)).publish(tensors(), version=0)
+            transport = SharedMemoryTransport(namespace=namespace, directory=str(tmp_path))
+            transport.publish(tensors(), version=0)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)

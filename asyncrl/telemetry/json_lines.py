@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -86,14 +87,21 @@ class JsonLines:
 
 def cut_torn_tail(path: Path) -> int:
     """Cut off a last line that a crash left without its end; returns how many bytes that were."""
-    if not path.exists():
+    if not path.is_file():
         return 0
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return len(content) - whole
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        whole = size
+        while whole > 0:  # backwards: the file of a long run is large, its last line is not
+            start = max(0, whole - 65_536)
+            file.seek(start)
+            newline = file.read(whole - start).rfind(b"\n")
+            if newline >= 0:
+                whole = start + newline + 1
+                break
+            whole = start
+        file.truncate(whole)
+    return size - whole
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

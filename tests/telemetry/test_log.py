@@ -1,0 +1,44 @@
+"""The driver's log."""
+
+import logging
+
+from asyncrl.telemetry import open_log
+
+
+def test_our_records_from_info_up_and_others_from_warning_up(tmp_path):
+    ours, theirs = logging.getLogger("asyncrl.pipeline.x"), logging.getLogger("somebody.else")
+    path = tmp_path / "driver.log"
+    with open_log(path):
+        ours.debug("too fine")
+        ours.info("step %d", 3)
+        theirs.info("chatter")
+        theirs.warning("careful")
+        try:
+            raise KeyError("x")
+        except KeyError:
+            ours.exception("it broke")
+    ours.info("afterwards")
+    text = path.read_text()
+    assert "INFO    asyncrl.pipeline.x: step 3\n" in text
+    assert "WARNING somebody.else: careful\n" in text
+    assert "KeyError: 'x'" in text
+    for absent in ("too fine", "chatter", "afterwards"):
+        assert absent not in text
+
+
+def test_everything_is_put_back(tmp_path):
+    root, own = logging.getLogger(), logging.getLogger("asyncrl")
+    before = (list(root.handlers), own.level)
+    with open_log(tmp_path / "a.log"), open_log(tmp_path / "b.log"):
+        own.info("in both")
+    assert (list(root.handlers), own.level) == before
+    assert "in both" in (tmp_path / "a.log").read_text()
+    assert "in both" in (tmp_path / "b.log").read_text()
+
+
+async def test_logging_does_not_block_the_event_loop(tmp_path):
+    from blockbuster import blockbuster_ctx
+
+    with open_log(tmp_path / "driver.log"), blockbuster_ctx():
+        logging.getLogger("asyncrl").info("hello")
+    assert "hello" in (tmp_path / "driver.log").read_text()

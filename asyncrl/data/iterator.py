@@ -45,10 +45,12 @@ def mini_batches(
                 for start in starts:
                     yield data.slice(start, start + mini_batch_size)
                 continue
-            # A DataLoader draws a seed for its workers before the order of its rows; so do we, to get its order.
+            # A DataLoader draws a seed for its workers before the order of its rows, and one order too many after
+            # them; so do we, to get the same rows in every epoch.
             torch.empty((), dtype=torch.int64).random_(generator=generator)
             order = torch.randperm(rows, generator=generator)
             for start in starts:
                 yield data.select_idxs(order[start : start + mini_batch_size])
+            torch.randperm(rows, generator=generator)
 
     return passes()

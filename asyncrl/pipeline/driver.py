@@ -97,6 +97,9 @@ class Trainer(Protocol):
     def release(self, version: int) -> Any: ...
 
 
+TRAINED_COLUMNS = ("input_ids", "loss_mask", "behaviour_log_probs")
+"""What an update reads of a row; nothing else of it is sent to the trainer. Advantages are added here."""
+
 Score = Callable[[DataProtoFuture], DataProtoFuture]
 """A stage between rollout and buffer: rows in, further columns of the same rows out."""
 
@@ -253,7 +256,10 @@ class Driver:
         rewards = torch.tensor([reward for summary in summaries for reward in summary.rewards])
         group_ids = torch.tensor([summary.slot for summary in summaries for _ in summary.rewards])
         advantages = get_advantage(self.plan.advantage)(rewards, group_ids)
-        batch = DataProtoFuture.concat([group.rows for group in groups])
+        columns = [*TRAINED_COLUMNS, *(["reference_log_probs"] if self.reference is not None else [])]
+        batch = DataProtoFuture.concat(
+            [group.rows.select(columns, non_tensor_batch_keys=[], meta_info_keys=[]) for group in groups]
+        )
         batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
         (metrics, *_others) = await self.trainer.update(batch)
         slots = [summary.slot for summary in summaries]

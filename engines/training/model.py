@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import ConfigError
+from engines.loading import one_at_a_time
 from engines.training.token_log_probs import Extras, TokenScores, token_log_probs
 
 __all__ = ["ComputeDtype", "PolicyModel", "load_policy_model", "local_shard", "shard"]
@@ -81,8 +82,9 @@ class PolicyModel(nn.Module):
         return logits
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their checkpoint names, tied ones once."""
-        return self.causal_lm.named_parameters()
+        """Parameters under their names in the causal LM, tied ones once."""
+        self.free_gathered()
+        yield from self.causal_lm.named_parameters()
 
     @property
     def renamed(self) -> bool:
@@ -95,16 +97,16 @@ class PolicyModel(nn.Module):
         return renamed
 
     def tensors_by_name(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and the buffers that belong into a checkpoint, under their checkpoint names, tied ones once."""
-        yield from self.causal_lm.named_parameters()
+        """Parameters, and the buffers that belong into a checkpoint."""
+        yield from self.parameters_by_name()
         for prefix, module in self.causal_lm.named_modules():
             transient = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no public question for this
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in transient:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
-    def reshard(self) -> None:
-        """Free gathered parameters: without a backward pass FSDP keeps some, which would outlive new weights."""
+    def free_gathered(self) -> None:
+        """Hold only shards: without a backward pass FSDP keeps what it gathered, which would outlive new weights."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -125,7 +127,8 @@ def load_policy_model(path: str, *, gradient_checkpointing: bool = False) -> Pol
         for name, value in part.to_dict().items():
             if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
                 setattr(part, name, 0.0)
-    causal_lm: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    with one_at_a_time:
+        causal_lm: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     for module in causal_lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

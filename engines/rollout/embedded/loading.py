@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import AsyncRLError, EngineError
+from engines.loading import one_at_a_time
 from engines.rollout.embedded.decoder import Decoder
 
 __all__ = ["LoadedModel", "load"]
@@ -38,7 +39,8 @@ def load(model_path: str, *, dtype: torch.dtype, device: str, max_model_tokens: 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        with one_at_a_time:
+            model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
         model = model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise EngineError(f"cannot load {model_path} on {device}: {type(error).__name__}: {error}") from error

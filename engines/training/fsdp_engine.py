@@ -308,6 +308,7 @@ class FSDPEngine:
     def _step(
         self, rows: PackedRows, portion: Portion, weights: Tensor, *, losses_of: LossesOf, extras: Extras
     ) -> dict[str, float]:
+        self._optimizer.discard_gradients()  # of a step that was broken off by an error
         gradients = self._passes.accumulate(
             rows,
             portion,

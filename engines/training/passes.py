@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.algorithms import TokenLosses
 from engines.training.microbatch import MicroBatch, plan_microbatches
@@ -65,7 +64,6 @@ class Passes:
 
     def __init__(self, model: PolicyModel, ranks: RankGroup, *, max_tokens: int, temperature: float) -> None:
         self._model = model
-        self._fsdp = cast(FSDPModule, model)
         self._ranks = ranks
         self.max_tokens = max_tokens
         self.temperature = temperature
@@ -102,7 +100,7 @@ class Passes:
                     log_probs[padded.tokens] = scores.log_probs.float().cpu()
                     if extras != "none":
                         entropy[padded.tokens] = scores.entropy.float().cpu()
-        self._model.reshard()
+        self._model.free_gathered()
         return log_probs, entropy
 
     def accumulate(
@@ -126,10 +124,7 @@ class Passes:
             extras: what ``losses_of`` needs beside log-probs.
         """
         sums: dict[str, Tensor] = {}
-        for number, padded in enumerate(self._microbatches(rows, portion)):
-            if self._ranks.world_size == 1:
-                # Nothing is exchanged, so gradients may gather unsharded and be handed over once, at the end.
-                self._fsdp.set_requires_gradient_sync(number == portion.microbatches - 1)
+        for padded in self._microbatches(rows, portion):
             scores = self._forward(padded, extras)
             device = scores.log_probs.device
             mask = torch.full_like(scores.log_probs, padded.real, dtype=torch.bool)

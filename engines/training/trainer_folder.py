@@ -102,7 +102,7 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedAdamW, rank
         failure = error
     ranks.agree(failure, doing="load")
 
-    model.reshard()
+    model.free_gathered()
     optimizer.discard_gradients()
     tensors = dict(model.tensors_by_name())
     with torch.no_grad():

@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncrl.algorithms import PolicyObjective, TokenLosses
+from asyncrl.data import DataProto
+from asyncrl.data.ragged import rows_of
+from asyncrl.errors import CheckpointError, ConfigError, EngineClosedError, EngineError, InvalidDataError, SchemaError
+from asyncrl.interfaces import TrainingEngine
+from engines.training.fsdp_engine import FSDPEngine
+
+Trajectories = Callable[..., DataProto]
+LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14]
+
+MakeEngine = Callable[..., FSDPEngine]
+
+
+@pytest.fixture
+def engine(model_folder: Callable[..., str]) -> Iterator[MakeEngine]:
+    made: list[FSDPEngine] = []
+
+    def make(family: str = "llama", *, path: str | None = None, objective: PolicyObjective | None = None, **options: object) -> FSDPEngine:  # fmt: skip
+        settings = {"lr": 1e-2, "device": "cpu"} | options
+        made.append(FSDPEngine(path or model_folder(family), objective=objective or PolicyObjective(), **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    assert not dist.is_initialized()
+
+
+def _weights(engine: TrainingEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_tensors()}
+
+
+def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# ---------------------------------------------------------------------------------------------------------- log-probs
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_a_plain_forward_row_by_row(
+    engine: MakeEngine, trajectories: Trajectories, model_folder: Callable[..., str], family: str, temperature: float
+) -> None:
+    batch = trajectories([*LENGTHS, 1])
+    scored = engine(family, max_tokens_per_microbatch=25, temperature=temperature).log_probs(batch)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder(family), dtype=torch.float32)
+    assert batch.batch is not None
+    assert scored.batch is not None
+    assert sorted(scored.batch.keys()) == ["entropy", "log_probs"]
+    for ids, log_probs, entropy in zip(
+        rows_of(batch.batch["input_ids"]),
+        rows_of(scored.batch["log_probs"]),
+        rows_of(scored.batch["entropy"]),
+        strict=True,
+    ):
+        with torch.no_grad():
+            log_p = (plain(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(dim=-1)
+        assert log_probs[0] == entropy[0] == 0.0
+        assert log_probs.dtype == torch.float32
+        assert torch.allclose(log_probs[1:], log_p.gather(1, ids[1:, None]).squeeze(1), atol=1e-5)
+        assert torch.allclose(entropy[1:], -(log_p.exp() * log_p).sum(dim=1), atol=1e-5)
+
+
+def test_log_probs_of_no_rows(engine: MakeEngine, trajectories: Trajectories) -> None:
+    assert len(engine().log_probs(trajectories(LENGTHS)[0:0])) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- update
+
+
+def test_metrics_of_a_first_step_by_hand(engine: MakeEngine, trajectories: Trajectories) -> None:
+    """On policy (behaviour = current) the ratio is 1, so the loss is minus the mean advantage of a token."""
+    trainer = engine(lr=0.0)
+    batch = trajectories(LENGTHS)
+    scored = trainer.log_probs(batch)
+    assert scored.batch is not None
+    assert batch.batch is not None
+    batch = batch.with_columns(behaviour_log_probs=scored.batch["log_probs"])
+    metrics = trainer.update(batch)
+    trained = torch.tensor([max(0, length - 3) for length in LENGTHS])
+    advantages = batch.batch["advantages"]
+    assert metrics["loss"] == pytest.approx(-float((trained * advantages).sum() / trained.sum()), rel=1e-5)
+    assert metrics["tokens_trained"] == trained.sum() == 47
+    assert metrics["rows"] == 8
+    assert metrics["ratio"] == pytest.approx(1.0)
+    assert metrics["behaviour_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["lr"] == 0.0
+    assert metrics["grad_norm"] > 0
+    mask = torch.cat(rows_of(batch.batch["loss_mask"]))
+    assert metrics["entropy"] == pytest.approx(
+        float(torch.cat(rows_of(scored.batch["entropy"]))[mask].mean()), rel=1e-5
+    )
+
+
+def test_microbatches_and_ragged_advantages_change_nothing(engine: MakeEngine, trajectories: Trajectories) -> None:
+    batch = trajectories(LENGTHS)
+    assert batch.batch is not None
+    ragged = [value.expand(length) for value, length in zip(batch.batch["advantages"], LENGTHS, strict=True)]
+    # A large epsilon keeps Adam from magnifying the rounding of gradients that are nearly 0.
+    one, many = engine(eps=1e-3), engine(eps=1e-3, max_tokens_per_microbatch=10)
+    for seed in range(3):
+        first = one.update(trajectories(LENGTHS, seed=seed))
+        second = many.update(trajectories(LENGTHS, seed=seed))
+        assert second == pytest.approx(first, rel=1e-4, abs=1e-6)
+    for left, right in zip(_weights(one).values(), _weights(many).values(), strict=True):
+        assert (left - right).norm() <= 1e-6 * left.norm()
+    assert many.update(trajectories(LENGTHS, advantages=ragged)) == pytest.approx(one.update(batch), rel=1e-3, abs=1e-5)
+
+
+def test_the_same_calls_give_the_same_bits(engine: MakeEngine, trajectories: Trajectories) -> None:
+    runs = []
+    for _ in range(2):
+        trainer = engine(minibatches=2, epochs=2, max_tokens_per_microbatch=30)
+        metrics = [trainer.update(trajectories(LENGTHS, seed=seed)) for seed in range(2)]
+        runs.append((metrics, _weights(trainer)))
+    assert runs[0][0] == runs[1][0]
+    assert _same(runs[0][1], runs[1][1])
+
+
+def test_proximal_log_probs_are_those_before_the_first_of_several_steps(
+    engine: MakeEngine, trajectories: Trajectories
+) -> None:
+    batch = trajectories(LENGTHS)
+    implicit, explicit = (engine(minibatches=2, epochs=2) for _ in range(2))
+    scored = explicit.log_probs(batch)
+    assert scored.batch is not None
+    given = batch.with_columns(proximal_log_probs=scored.batch["log_probs"])
+    first, second = implicit.update(batch), explicit.update(given)
+    assert first == second
+    assert _same(_weights(implicit), _weights(explicit))
+    # Later steps have moved away from it, and every token is counted once, though used twice.
+    assert first["policy_kl"] > 0
+    assert first["ratio"] != 1.0
+    assert first["tokens_trained"] == 47
+
+
+def test_minibatches_and_epochs_are_optimizer_steps(engine: MakeEngine, trajectories: Trajectories) -> None:
+    trainer = engine(minibatches=3, epochs=2, lr=6.0, schedule="linear", warmup_steps=6, total_steps=1000)
+    assert trainer.update(trajectories(LENGTHS))["lr"] == 6.0  # the last of 6 steps ends the warm-up
+    # Two rows make two minibatches of one row; the third is empty and no step.
+    assert trainer.update(trajectories([8, 8]))["lr"] == pytest.approx(6.0 * (1 - 3 / 994))
+
+
+def test_reference_divergence_is_measured_and_demanded(engine: MakeEngine, trajectories: Trajectories) -> None:
+    policy, reference = engine(objective=PolicyObjective(kl_coefficient=0.5), lr=0.1), engine()
+    batch = trajectories(LENGTHS)
+    with pytest.raises(SchemaError, match="'reference_log_probs' is missing"):
+        policy.update(batch)
+    scored = reference.log_probs(batch)
+    assert scored.batch is not None
+    batch = batch.with_columns(reference_log_probs=scored.batch["log_probs"])
+    assert policy.update(batch)["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert policy.update(batch)["reference_kl"] > 1e-3
+
+
+def test_bfloat16_computes_roughly_the_same_and_keeps_float32_weights(
+    engine: MakeEngine, trajectories: Trajectories
+) -> None:
+    full, half = engine(), engine(dtype="bfloat16")
+    batch = trajectories(LENGTHS)
+    assert half.update(batch)["loss"] == pytest.approx(full.update(batch)["loss"], rel=0.05, abs=0.02)
+    assert {tensor.dtype for tensor in _weights(half).values()} == {torch.float32}
+    assert not _same(_weights(half), _weights(full))
+
+
+def test_garbage_is_named_and_not_stepped_on(engine: MakeEngine, trajectories: Trajectories) -> None:
+    trainer = engine()
+    before = _weights(trainer)
+    with pytest.raises(EngineError, match="loss is nan at optimizer step 0"):
+        trainer.update(trajectories([8, 8], advantages=torch.tensor([1.0, torch.nan])))
+    with pytest.raises(InvalidDataError, match="no token to train on"):
+        trainer.update(trajectories([3, 2]))
+    assert _same(before, _weights(trainer))
+
+    fresh, batch = engine(), trajectories(LENGTHS)
+    assert trainer.update(batch) == fresh.update(batch)
+    assert _same(_weights(trainer), _weights(fresh))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Faulty(PolicyObjective):
+    """Raises in the second micro-batch."""
+
+    calls: list[int] = field(default_factory=list)
+
+    def token_losses(self, **columns: Any) -> TokenLosses:  # type: ignore[override]
+        self.calls.append(1)
+        if len(self.calls) == 2:
+            raise ArithmeticError("a bug in an objective")
+        return PolicyObjective.token_losses(self, **columns)
+
+
+def test_an_error_between_forward_and_backward_leaves_no_trace(engine: MakeEngine, trajectories: Trajectories) -> None:
+    trainer = engine(objective=_Faulty(), max_tokens_per_microbatch=20)
+    with pytest.raises(ArithmeticError):
+        trainer.update(trajectories(LENGTHS, seed=1))
+    fresh = engine(max_tokens_per_microbatch=20)
+    for seed in range(2):
+        assert trainer.update(trajectories(LENGTHS, seed=seed)) == fresh.update(trajectories(LENGTHS, seed=seed))
+    assert _same(_weights(trainer), _weights(fresh))
+
+
+def test_read_only_batches_are_fine(engine: MakeEngine, trajectories: Trajectories) -> None:
+    with torch.inference_mode():
+        batch = trajectories(LENGTHS)
+    trainer = engine()
+    assert trainer.update(batch)["tokens_trained"] == 47
+    assert trainer.supervise(batch)["tokens"] == 47
+
+
+# ---------------------------------------------------------------------------------------------------------- supervise
+
+
+def test_a_small_supervised_run_learns_its_rows_by_heart(engine: MakeEngine, trajectories: Trajectories) -> None:
+    trainer, batch = engine(lr=2e-2, schedule="cosine", warmup_steps=3, total_steps=40), trajectories(LENGTHS)
+    history = [trainer.supervise(batch) for _ in range(40)]
+    assert sorted(history[0]) == ["accuracy", "grad_norm", "loss", "lr", "tokens"]
+    assert history[0]["loss"] > 4.0
+    assert history[0]["accuracy"] < 0.2
+    assert history[-1]["loss"] < 0.2
+    assert history[-1]["accuracy"] == 1.0
+    scored = trainer.log_probs(batch)
+    assert scored.batch is not None
+    assert batch.batch is not None
+    mask = torch.cat(rows_of(batch.batch["loss_mask"]))
+    assert torch.cat(rows_of(scored.batch["log_probs"]))[mask].mean() > -0.2
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def test_named_tensors_are_the_checkpoint_with_tied_weights_once(
+    engine: MakeEngine, model_folder: Callable[..., str]
+) -> None:
+    tied, free = engine(), engine(path=model_folder("llama", tied=False), publish_dtype="bfloat16")
+    assert "lm_head.weight" not in _weights(tied)
+    assert "lm_head.weight" in _weights(free)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
+    assert _same(_weights(tied), {name: each.detach() for name, each in plain.named_parameters()})
+    assert {tensor.dtype for tensor in _weights(free).values()} == {torch.bfloat16}
+
+
+def test_an_exported_folder_is_the_model(
+    engine: MakeEngine, trajectories: Trajectories, model_folder: Callable[..., str], tmp_path: Path
+) -> None:
+    (source := tmp_path / "source").mkdir()
+    for path in Path(model_folder("qwen3")).iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (source / "tokenizer.json").write_text("{}")
+    trainer, batch = engine(path=str(source)), trajectories(LENGTHS)
+    trainer.update(batch)
+    trainer.export(tmp_path / "export")
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["dtype"] == "float32"
+    again = engine(path=str(tmp_path / "export"))
+    assert _same(_weights(again), _weights(trainer))
+    left, right = again.log_probs(batch).batch, trainer.log_probs(batch).batch
+    assert left is not None
+    assert right is not None
+    assert torch.equal(left["log_probs"].values(), right["log_probs"].values())
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_save_load_continue_equals_continue_bit_for_bit(
+    engine: MakeEngine, trajectories: Trajectories, a_folder: Path
+) -> None:
+    options = {"minibatches": 2, "schedule": "cosine", "total_steps": 20, "weight_decay": 0.1}
+    straight = engine(**options)
+    batches = [trajectories(LENGTHS, seed=seed) for seed in range(4)]
+    for batch in batches[:2]:
+        straight.update(batch)
+    straight.save(a_folder)
+    resumed = engine(**options, seed=99)  # the seed of the saved run wins
+    resumed.log_probs(batches[0])  # gathered weights must not outlive the load
+    resumed.load(a_folder)
+    assert _same(_weights(resumed), _weights(straight))
+    for batch in batches[2:]:
+        assert resumed.update(batch) == straight.update(batch)
+    assert _same(_weights(resumed), _weights(straight))
+    assert sorted(path.name for path in a_folder.iterdir()) == [
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "trainer.json",
+    ]
+
+
+def test_a_checkpoint_before_the_first_step(engine: MakeEngine, trajectories: Trajectories, a_folder: Path) -> None:
+    first, second = engine(), engine()
+    first.save(a_folder)
+    second.update(trajectories(LENGTHS))
+    second.load(a_folder)
+    assert second.update(trajectories(LENGTHS)) == first.update(trajectories(LENGTHS))
+    assert _same(_weights(first), _weights(second))
+
+
+def test_a_checkpoint_that_is_damaged_or_of_another_model_changes_nothing(
+    engine: MakeEngine, trajectories: Trajectories, a_folder: Path, tmp_path: Path
+) -> None:
+    trainer = engine()
+    trainer.update(trajectories(LENGTHS))
+    trainer.save(a_folder)
+    trainer.update(trajectories(LENGTHS))
+    before = _weights(trainer)
+    content = bytearray((a_folder / "optimizer.safetensors").read_bytes())
+    content[-5] ^= 1
+    (a_folder / "optimizer.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is damaged"):
+        trainer.load(a_folder)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        trainer.load(tmp_path / "nowhere")
+    engine("qwen2").save(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="a qwen2, here it is a llama"):
+        trainer.load(tmp_path / "other")
+    assert _same(before, _weights(trainer))
+
+
+def test_a_folder_that_cannot_be_written(engine: MakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        engine().save(tmp_path / "file" / "checkpoint")
+
+
+# --------------------------------------------------------------------------------------------------------- life cycle
+
+
+def test_engines_share_a_process_and_leave_it_clean(engine: MakeEngine, trajectories: Trajectories) -> None:
+    policy, reference = engine(), engine()
+    batch = trajectories(LENGTHS)
+    policy.update(batch)
+    policy.close()
+    policy.close()
+    with pytest.raises(EngineClosedError, match="closed"):
+        policy.update(batch)
+    assert dist.is_initialized()
+    assert len(reference.log_probs(batch)) == 8
+
+
+def test_options_that_cannot_be(engine: MakeEngine, tmp_path: Path) -> None:
+    for options, message in (
+        ({"minibatches": 0}, "minibatches is 0"),
+        ({"threads": 0}, "threads is 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"world_size": 2}, "2 ranks need master_port"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine(**options)
+    with pytest.raises(OSError, match="nowhere"):
+        engine(path=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cuda_gives_what_the_cpu_gives(engine: MakeEngine, trajectories: Trajectories, dtype: str) -> None:
+    batch = trajectories(LENGTHS)
+    expected = engine(device="cpu").update(batch)
+    found = engine(device="cuda", dtype=dtype).update(batch)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3 if dtype == "float32" else 0.05, abs=0.02)
+    assert found["tokens_trained"] == 47

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.errors import ConfigError
+from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
+
+
+def _rates(steps: int, schedule: Schedule, warmup_steps: int, total_steps: int | None) -> list[float]:
+    rate = LearningRate(peak=8.0, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
+    return [rate.at(step) for step in range(steps)]
+
+
+def test_schedules_by_hand() -> None:
+    assert _rates(5, "constant", 4, None) == [2.0, 4.0, 6.0, 8.0, 8.0]
+    assert _rates(8, "linear", 2, 6) == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
+    # Half a cosine over four steps: 1, (1 + cos 45)/2, 1/2, (1 - cos 45)/2, 0.
+    assert _rates(6, "cosine", 0, 4) == pytest.approx([8.0, 4 + 4 * math.sqrt(0.5), 4.0, 4 - 4 * math.sqrt(0.5), 0, 0])
+
+
+def test_a_schedule_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="total_steps, which is None"):
+        LearningRate(peak=1.0, schedule="linear")
+    with pytest.raises(ConfigError, match="total_steps, which is 5"):
+        LearningRate(peak=1.0, schedule="cosine", warmup_steps=5, total_steps=5)
+    with pytest.raises(ConfigError, match="lr is nan"):
+        LearningRate(peak=math.nan)
+    with pytest.raises(ConfigError, match="'sine' does not exist"):
+        LearningRate(peak=1.0, schedule="sine")  # type: ignore[arg-type]
+
+
+def test_clipping() -> None:
+    assert clipping_scale(5.0, None) == 1.0
+    assert clipping_scale(0.5, 1.0) == 1.0
+    assert clipping_scale(4.0, 1.0) == 0.25
+
+
+def _optimizer() -> tuple[nn.Parameter, nn.Parameter, ShardedAdamW]:
+    matrix, bias = nn.Parameter(torch.full((2, 2), 10.0)), nn.Parameter(torch.full((2,), 10.0))
+    return matrix, bias, ShardedAdamW([("matrix", matrix), ("bias", bias)], weight_decay=0.5, betas=(0.5, 0.75))
+
+
+def test_two_steps_by_hand() -> None:
+    matrix, bias, adamw = _optimizer()
+    matrix.grad, bias.grad = torch.full((2, 2), 3.0), torch.full((2,), -3.0)
+    assert adamw.squared_gradient_norm() == pytest.approx(4 * 9 + 2 * 9)
+    adamw.step(lr=0.1)
+    # The first step is lr * sign(gradient), and the matrix also loses lr * decay = 5% of itself.
+    assert matrix.detach().numpy() == pytest.approx(10 * 0.95 - 0.1)
+    assert bias.detach().numpy() == pytest.approx(10 + 0.1)
+    assert matrix.grad is None
+
+    # A gradient of 8, scaled by 1/8 to 1: exp_avg = 0.5 * 1.5 + 0.5 = 1.25, over 1 - 0.5**2 = 0.75: 5/3;
+    # exp_avg_sq = 0.75 * (0.25 * 9) + 0.25 = 1.9375, over 1 - 0.75**2 = 0.4375: 4.4285...
+    matrix.grad = torch.full((2, 2), 8.0)
+    before = matrix.detach().clone()
+    adamw.step(lr=0.2, gradient_scale=1 / 8)
+    expected = before * 0.9 - 0.2 * (5 / 3) / math.sqrt(1.9375 / 0.4375)
+    assert torch.allclose(matrix, expected)
+    assert bias.detach().numpy() == pytest.approx(10.1)  # no gradient, no step
+    assert adamw.steps() == {"matrix": 2, "bias": 1}
+
+
+def test_restored_moments_go_on_where_they_were() -> None:
+    matrix, bias, adamw = _optimizer()
+    matrix.grad, bias.grad = torch.rand(2, 2), torch.rand(2)
+    adamw.step(lr=0.1)
+    other_matrix, other_bias, other = _optimizer()
+    with torch.no_grad():
+        other_matrix.copy_(matrix)
+        other_bias.copy_(bias)
+    moments = {name: {each: tensor.clone() for each, tensor in pair.items()} for name, pair in adamw.moments().items()}
+    other.restore(moments, adamw.steps())
+    for parameter, twin in ((matrix, other_matrix), (bias, other_bias)):
+        parameter.grad = torch.rand(parameter.shape)
+        twin.grad = parameter.grad.clone()
+    adamw.step(lr=0.1)
+    other.step(lr=0.1)
+    assert torch.equal(matrix, other_matrix)
+    assert torch.equal(bias, other_bias)
+
+
+def test_frozen_parameters_are_none_of_its_business() -> None:
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    adamw = ShardedAdamW([("frozen", frozen), ("free", nn.Parameter(torch.ones(2)))])
+    adamw.step(lr=1.0)
+    assert adamw.moments() == {}
+    assert torch.equal(frozen, torch.ones(2, 2))

@@ -5,9 +5,9 @@ the answer of the one before; then the assistant says the number. The reward is 
 final message is the right one, otherwise 0; the calls themselves earn nothing.
 
 Demonstrations are *imperfect on purpose*: they stand for a warm start that knows how to call the tool but not when.
-A demonstrator guesses without the tool in ``guess_share`` of the conversations; where several calls are needed, it
-takes the result of an earlier one for the answer in ``early_stop_share`` of them; and it answers with the left operand
-of its last call instead of the result in ``misread_share``.
+A demonstrator guesses without the tool in ``guess_share`` of the conversations; it takes the result of a call for the
+answer after ``early_stop_share`` of the calls that are not the last one needed; and it answers with the left operand of
+its last call instead of the result in ``misread_share`` of the conversations with calls.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class CalculatorFactory:
         operation_shares: shares of the questions with one, two, three ... operations; they sum to 1.
         negative: whether results below zero may appear (otherwise such a ``-`` becomes a ``+``).
         guess_share: share of the demonstrations that answer without the tool.
-        early_stop_share: share of the demonstrations of several operations that stop before the last one.
+        early_stop_share: share of the calls, those excepted that complete the question, after which a demonstration
+            stops.
         misread_share: share of the demonstrations with calls whose answer is an operand instead of the result.
         instructions: system message; none if empty.
     """
@@ -103,7 +104,7 @@ class CalculatorFactory:
         operation_shares: Sequence[float] = (0.3, 0.4, 0.3),
         negative: bool = False,
         guess_share: float = 0.2,
-        early_stop_share: float = 0.6,
+        early_stop_share: float = 0.65,
         misread_share: float = 0.25,
         instructions: str = "",
     ) -> None:
@@ -156,8 +157,10 @@ class CalculatorFactory:
         steps: list[list[Any]] = task["steps"]
         if draw.random() < self._guess_share:
             return [*messages, {"role": "assistant", "content": str(draw.randint(1, 2 * self._max_operand))}]
-        if len(steps) > 1 and draw.random() < self._early_stop_share:
-            steps = steps[: draw.randrange(1, len(steps))]
+        calls = 1
+        while calls < len(steps) and draw.random() >= self._early_stop_share:
+            calls += 1
+        steps = steps[:calls]
         for number, (a, operator, b, result) in enumerate(steps):
             call_id = f"call_{number}"
             function = {"name": calculator.name, "arguments": {"a": a, "operator": operator, "b": b}}

@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 from asyncrl.data.outcome import Outcome
 from asyncrl.errors import DeadlineError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["DataProtoFuture", "Future"]
 
 T = TypeVar("T")
-Self = TypeVar("Self", bound="Future[Any]")
 
 
 class Future(Generic[T]):
@@ -36,19 +35,19 @@ class Future(Generic[T]):
     """
 
     def __init__(self, loop: ControllerLoop, label: str) -> None:
-        self._loop = loop
-        self._outcome: Outcome[Any] = Outcome(label)
+        self.controller = loop
+        self.outcome: Outcome[Any] = Outcome(label)
         self._work: Work | None = None
 
     # -------------------------------------------------------------------------------------------------- the making
 
-    def _run(self: Self, make: Callable[[], Coroutine[Any, Any, Any]], owner: TaskOwner) -> Self:
+    def run(self, make: Callable[[], Coroutine[Any, Any, Any]], owner: TaskOwner) -> Self:
         """Let ``owner`` run ``make()`` for this future."""
-        self._work = owner.spawn(make, self._outcome.settle)
+        self._work = owner.spawn(make, self.outcome.settle)
         return self
 
-    def _start(self) -> None:
-        """Begin what nobody has begun yet."""
+    def start(self) -> None:
+        """Begin what nobody has begun yet. Awaiting does it too."""
 
     def _value(self, raw: Any) -> T:
         return cast("T", raw)
@@ -56,12 +55,12 @@ class Future(Generic[T]):
     async def _value_async(self, raw: Any) -> T:
         return cast("T", raw)
 
-    async def _completed(self) -> Any:
-        """The raw outcome, without a payload. Does not suspend if it is there."""
-        self._start()
-        await self._outcome.completion()
+    async def completed(self) -> Any:
+        """The outcome as it is, without a payload: a plan, if this is a batch. Does not suspend if it is there."""
+        self.start()
+        await self.outcome.completion()
         try:
-            return self._outcome.get()
+            return self.outcome.get()
         except concurrent.futures.CancelledError as error:
             raise asyncio.CancelledError(str(error)) from None
 
@@ -69,10 +68,10 @@ class Future(Generic[T]):
 
     def done(self) -> bool:
         """Finished, failed or cancelled. The payload of a finished batch may still be with its workers."""
-        return self._outcome.complete
+        return self.outcome.complete
 
     def cancelled(self) -> bool:
-        return self._outcome.state == "cancelled"
+        return self.outcome.state == "cancelled"
 
     def cancel(self) -> bool:
         """End the call: its coroutines in the workers are cancelled, or it is never submitted.
@@ -80,7 +79,7 @@ class Future(Generic[T]):
         Returns:
             False if it had finished.
         """
-        if not self._outcome.cancel():
+        if not self.outcome.cancel():
             return False
         if self._work is not None:
             self._work.cancel()
@@ -106,69 +105,68 @@ class Future(Generic[T]):
         except concurrent.futures.CancelledError:
             raise
         except BaseException:
-            error = self._outcome.error()
+            error = self.outcome.error()
             if error is None:
                 raise
             return error
         return None
 
-    def add_done_callback(self: Self, callback: Callable[[Self], object]) -> None:
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call ``callback(self)`` on the controller loop once the call has finished, failed or been cancelled."""
-        self._start()
-        self._outcome.subscribe(lambda: self._loop.call(callback, self))
+        self.start()
+        self.outcome.subscribe(lambda: self.controller.call(callback, self))
 
-    def deadline(self: Self, timeout_s: float) -> Self:
+    def deadline(self, timeout_s: float) -> Self:
         """Fail with :class:`DeadlineError` and cancel the call unless it finishes within ``timeout_s`` from now.
 
         Returns:
             This future, so that ``await group.update(batch).deadline(30)`` reads well.
         """
-        self._start()
-        self._loop.call(self._arm, timeout_s)
+        self.start()
+        self.controller.call(self._arm, timeout_s)
         return self
 
     def _arm(self, timeout_s: float) -> None:
-        timer = self._loop.loop.call_later(timeout_s, self._expire, timeout_s)
-        self._outcome.subscribe(lambda: self._loop.call(timer.cancel))
+        timer = self.controller.loop.call_later(timeout_s, self._expire, timeout_s)
+        self.outcome.subscribe(lambda: self.controller.call(timer.cancel))
 
     def _expire(self, timeout_s: float) -> None:
-        label = self._outcome.label
+        label = self.outcome.label
         error = DeadlineError(f"{label} did not finish within {timeout_s:g} s", waiting_for=label, timeout_s=timeout_s)
-        if self._outcome.fail(error) and self._work is not None:
+        if self.outcome.fail(error) and self._work is not None:
             self._work.cancel()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._get_async().__await__()
 
     async def _get_async(self) -> T:
-        return await self._value_async(await self._completed())
+        return await self._value_async(await self.completed())
 
     def _wait(self, timeout_s: float | None) -> Any:
-        self._start()
-        if not self._outcome.complete:
-            if self._loop.is_here:
+        self.start()
+        if not self.outcome.complete:
+            if self.controller.is_here:
                 raise RuntimeError(
-                    f"result() of {self._outcome.label} was called on the controller loop, which would wait for "
+                    f"result() of {self.outcome.label} was called on the controller loop, which would wait for "
                     "itself: use `await future` there"
                 )
-            if not self._loop.loop.is_running():
+            if not self.controller.loop.is_running():
                 raise RuntimeError(
-                    f"{self._outcome.label} cannot finish: the event loop it runs on is not running any more"
+                    f"{self.outcome.label} cannot finish: the event loop it runs on is not running any more"
                 )
-            if not self._outcome.wait(timeout_s):
+            if not self.outcome.wait(timeout_s):
                 raise DeadlineError(
-                    f"{self._outcome.label} has not finished after {timeout_s:g} s; it goes on",
-                    waiting_for=self._outcome.label,
+                    f"{self.outcome.label} has not finished after {timeout_s:g} s; it goes on",
+                    waiting_for=self.outcome.label,
                     timeout_s=timeout_s or 0.0,
                 )
-        return self._outcome.get()
+        return self.outcome.get()
 
     def _status(self) -> str:
-        error = self._outcome._error
-        return self._outcome.state if error is None else f"failed: {type(error).__name__}"
+        return self.outcome.status
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._outcome.label}: {self._status()}>"
+        return f"<{type(self).__name__} {self.outcome.label}: {self._status()}>"
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} stays in its process: hand it to a worker group's method, or send its result")
@@ -206,7 +204,7 @@ class DataProtoFuture(Future["DataProto"]):
     def from_plan(plan: Plan, label: str, loop: ControllerLoop | None = None) -> DataProtoFuture:
         """A finished future."""
         future = DataProtoFuture(loop or ControllerLoop.default(), label)
-        future._outcome.succeed(plan)
+        future.outcome.succeed(plan)
         return future
 
     @staticmethod
@@ -220,22 +218,24 @@ class DataProtoFuture(Future["DataProto"]):
 
     async def header(self) -> Header:
         """Rows, schema, ``meta_info`` and size, as soon as the call has finished."""
-        header = (await self._plan()).header
+        header = (await self.plan()).header
         return replace(header, meta_info=dict(header.meta_info))
 
     async def meta_info(self) -> dict[str, Any]:
         """``meta_info`` of the batch, as soon as the call has finished."""
         return (await self.header()).meta_info
 
-    async def _plan(self) -> Plan:
-        return cast("Plan", await self._completed())
+    async def plan(self) -> Plan:
+        """Which rows and columns of which blocks, as soon as the call has finished."""
+        return cast("Plan", await self.completed())
 
     def __len__(self) -> int:
         if not self.done():
             raise RuntimeError(
-                f"the number of rows of {self._outcome.label} is not known yet: `(await future.header()).rows` waits for it"
+                f"the number of rows of {self.outcome.label} is not known yet: "
+                "`(await future.header()).rows` waits for it"
             )
-        return cast("Plan", self._outcome.get()).header.rows
+        return cast("Plan", self.outcome.get()).header.rows
 
     def __bool__(self) -> bool:
         return True
@@ -251,9 +251,12 @@ class DataProtoFuture(Future["DataProto"]):
         self, idxs: Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | torch.Tensor
     ) -> DataProtoFuture:
         """The rows ``idxs``: integers in their order, or one boolean a row."""
+        import numpy as np
+        import torch
+
         from asyncrl.data.columns import row_index
 
-        kept = idxs.copy() if hasattr(idxs, "copy") else idxs.clone() if hasattr(idxs, "clone") else list(idxs)
+        kept: Any = np.array(idxs.cpu() if isinstance(idxs, torch.Tensor) else idxs)
         return self._derive(".select_idxs", lambda plan: plan.take(row_index(kept, plan.header.rows)))
 
     def __getitem__(self, item: Any) -> DataProtoFuture:
@@ -267,7 +270,7 @@ class DataProtoFuture(Future["DataProto"]):
         return self.select_idxs(item)
 
     def __iter__(self) -> NoReturn:
-        raise TypeError(f"{self._outcome.label} cannot be iterated before its rows are here: `await` it first")
+        raise TypeError(f"{self.outcome.label} cannot be iterated before its rows are here: `await` it first")
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """``chunks`` parts of consecutive rows, by the rule of :meth:`DataProto.chunk`, before the rows are known."""
@@ -311,8 +314,8 @@ class DataProtoFuture(Future["DataProto"]):
         futures = [_as_future(each) for each in data]
         if not futures:
             Plan.concat([])
-        loop = next((each._loop for each in data if isinstance(each, DataProtoFuture)), futures[0]._loop)
-        label = f"concat({', '.join(each._outcome.label for each in futures)})"
+        loop = next((each.controller for each in data if isinstance(each, DataProtoFuture)), futures[0].controller)
+        label = f"concat({', '.join(each.outcome.label for each in futures)})"
         return DataProtoFuture(loop, label, parents=futures, apply=Plan.concat)
 
     # --------------------------------------------------------------------------------------------------------- columns
@@ -333,47 +336,49 @@ class DataProtoFuture(Future["DataProto"]):
     def union(self, other: DataProtoFuture | DataProto) -> DataProtoFuture:
         """These columns and those of ``other``, whose rows are the same rows. Neither is changed."""
         right = _as_future(other)
-        label = f"{self._outcome.label}.union({right._outcome.label})"
-        return DataProtoFuture(self._loop, label, parents=(self, right), apply=lambda plans: plans[0].union(plans[1]))
+        label = f"{self.outcome.label}.union({right.outcome.label})"
+        return DataProtoFuture(
+            self.controller, label, parents=(self, right), apply=lambda plans: plans[0].union(plans[1])
+        )
 
     # ------------------------------------------------------------------------------------------------------- machinery
 
     def _derive(self, text: str, apply: Callable[[Plan], Plan]) -> DataProtoFuture:
         return DataProtoFuture(
-            self._loop, self._outcome.label + text, parents=(self,), apply=lambda plans: apply(plans[0])
+            self.controller, self.outcome.label + text, parents=(self,), apply=lambda plans: apply(plans[0])
         )
 
     def done(self) -> bool:
         if not self._started and all(parent.done() for parent in self._parents):
-            self._start()
+            self.start()
         return super().done()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         with self._start_lock:
             if self._started:
                 return
             self._started = True
         for parent in self._parents:
-            parent._start()
-        if all(parent._outcome.complete for parent in self._parents):
+            parent.start()
+        if all(parent.outcome.complete for parent in self._parents):
             self._resolve_now()
         else:
-            self._run(self._resolve, self._loop.owner)
+            self.run(self._resolve, self.controller.owner)
 
     def _resolve_now(self) -> None:
         assert self._apply is not None
         try:
-            plan = self._apply([parent._outcome.get() for parent in self._parents])
+            plan = self._apply([parent.outcome.get() for parent in self._parents])
         except concurrent.futures.CancelledError:
-            self._outcome.cancel()
+            self.outcome.cancel()
         except Exception as error:  # noqa: BLE001  whatever it is, it is what this future failed with
-            self._outcome.fail(error)
+            self.outcome.fail(error)
         else:
-            self._outcome.succeed(plan)
+            self.outcome.succeed(plan)
 
     async def _resolve(self) -> Plan:
         assert self._apply is not None
-        return self._apply([await parent._plan() for parent in self._parents])
+        return self._apply([await parent.plan() for parent in self._parents])
 
     def _value(self, raw: Any) -> DataProto:
         if self._data is None:
@@ -386,15 +391,15 @@ class DataProtoFuture(Future["DataProto"]):
         return self._data.select()
 
     def _status(self) -> str:
-        if self._outcome.state == "done":
-            header = cast("Plan", self._outcome._value).header
+        if self.outcome.state == "done":
+            header = cast("Plan", self.outcome.get()).header
             names = ", ".join(header.schema.names)
             return f"{header.rows} rows, {header.size_bytes} bytes ({names})"
         return super()._status()
 
     def __reduce__(self) -> Any:
-        if self.done() and self._outcome.state == "done":
-            return DataProtoFuture.from_plan, (self._outcome.get(), self._outcome.label)
+        if self.done() and self.outcome.state == "done":
+            return DataProtoFuture.from_plan, (self.outcome.get(), self.outcome.label)
         return super().__reduce__()
 
 

@@ -40,6 +40,11 @@ class Outcome(Generic[T]):
         return self._state
 
     @property
+    def status(self) -> str:
+        """The state, and the class of the error if it failed; looking at it is not asking for the error."""
+        return self._state if self._error is None else f"failed: {type(self._error).__name__}"
+
+    @property
     def complete(self) -> bool:
         return self._state != "pending"
 

@@ -360,8 +360,8 @@ def _compose(outer: Rows, inner: Rows) -> Rows:
     if isinstance(outer, range):
         if isinstance(inner, range):
             return outer[inner.start : inner.stop : inner.step] if inner.step > 0 else _evenly(_array(outer)[inner])
-        return outer.start + outer.step * inner
-    return outer[_array(inner)]
+        return np.asarray(outer.start + outer.step * inner)
+    return np.asarray(outer[_array(inner)])
 
 
 def _array(rows: Rows) -> np.ndarray[Any, np.dtype[Any]]:

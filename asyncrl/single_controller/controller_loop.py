@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -12,10 +11,9 @@ from typing import Any
 
 __all__ = ["ControllerLoop", "TaskOwner", "Work"]
 
-logger = logging.getLogger(__name__)
-
-_default_lock = threading.Lock()
-_default: ControllerLoop | None = None
+_lock = threading.Lock()
+_running: dict[int, ControllerLoop] = {}
+"""The background loop of this process, by process id: a forked child does not inherit its parent's thread."""
 
 
 class ControllerLoop:
@@ -29,16 +27,15 @@ class ControllerLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.owner = TaskOwner(self, name="controller loop")
-        self._process = os.getpid()
 
     @staticmethod
     def default() -> ControllerLoop:
         """The background loop of this process, started if need be (a forked child gets one of its own)."""
-        global _default
-        with _default_lock:
-            if _default is None or _default._process != os.getpid() or _default.loop.is_closed():
-                _default = _start_thread()
-            return _default
+        with _lock:
+            controller = _running.get(os.getpid())
+            if controller is None or controller.loop.is_closed():
+                controller = _running[os.getpid()] = _start_thread()
+            return controller
 
     @staticmethod
     def current() -> ControllerLoop:
@@ -85,17 +82,9 @@ class Work:
         if self._task is not None:
             self._task.cancel()
 
-    def _begin(
-        self,
-        owner: TaskOwner,
-        make: Callable[[], Coroutine[Any, Any, Any]],
-        then: Callable[[asyncio.Task[Any]], object],
-    ) -> None:
-        task = self._loop.loop.create_task(make())
+    def begin(self, task: asyncio.Task[Any]) -> None:
+        """``task`` is the one. On the loop."""
         self._task = task
-        owner._tasks.add(task)
-        task.add_done_callback(owner._tasks.discard)
-        task.add_done_callback(then)
         if self._cancelled:
             task.cancel()
 
@@ -111,8 +100,17 @@ class TaskOwner:
     def spawn(self, make: Callable[[], Coroutine[Any, Any, Any]], then: Callable[[asyncio.Task[Any]], object]) -> Work:
         """Run ``make()`` as a task and hand the finished task to ``then``. From any thread; tasks begin in order."""
         work = Work(self._loop)
-        self._loop.call(work._begin, self, make, then)
+        self._loop.call(self._begin, work, make, then)
         return work
+
+    def _begin(
+        self, work: Work, make: Callable[[], Coroutine[Any, Any, Any]], then: Callable[[asyncio.Task[Any]], object]
+    ) -> None:
+        task = self._loop.loop.create_task(make())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(then)
+        work.begin(task)
 
     async def cancel_all(self) -> None:
         """Cancel every task but the calling one, and wait until they have ended. On the loop."""
@@ -140,6 +138,7 @@ def _start_thread() -> ControllerLoop:
     loop = asyncio.new_event_loop()
     controller = ControllerLoop(loop)
     started = threading.Event()
+    process = os.getpid()
 
     def run() -> None:
         asyncio.set_event_loop(loop)
@@ -154,7 +153,7 @@ def _start_thread() -> ControllerLoop:
     started.wait()
 
     def stop() -> None:
-        if controller._process != os.getpid() or loop.is_closed():
+        if process != os.getpid() or loop.is_closed():
             return
 
         async def end() -> None:

@@ -49,7 +49,7 @@ class Dispatch(Enum):
     DP_COMPUTE = "dp_compute"
     """As ALL_TO_ALL, under the name verl's programs use for data-parallel calls."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    """The rows of batches are split over the ranks, anything else is copied; results are batches, joined in order."""
+    """Rows of batches are split over the ranks, all else is copied; results are batches, joined."""
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     """As DP_COMPUTE_PROTO, with a function for every rank as first argument."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
@@ -67,8 +67,8 @@ class CustomDispatch(TypedDict):
     """Functions of one's own.
 
     ``dispatch_fn(worker_group, *args, **kwargs)`` returns ``(args, kwargs)`` in which every argument is a list with one
-    entry for each rank. ``collect_fn(worker_group, output)`` makes the result from the values by rank; those of a method
-    annotated ``-> DataProto`` are DataProtoFutures.
+    entry for each rank. ``collect_fn(worker_group, output)`` makes the result from the values by rank; those of a
+    method annotated ``-> DataProto`` are DataProtoFutures.
     """
 
     dispatch_fn: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
@@ -254,9 +254,9 @@ def _unpadded(plan: Plan, share: Share, method: str) -> Plan:
     given, returned = len(share.index), plan.header.rows
     if returned % given:
         raise DispatchError(
-            f"{method} was given {given} rows of which {share.padding} were padding, and returned {returned}: padding can "
-            "be taken off only if every row gives equally many; register the method with pad=False, or pass a number "
-            "of rows that the ranks divide"
+            f"{method} was given {given} rows of which {share.padding} were padding, and returned {returned}: padding "
+            "can be taken off only if every row gives equally many; register the method with pad=False, or pass a "
+            "number of rows that the ranks divide"
         )
     return plan.take(range(returned // given * (given - share.padding)))
 

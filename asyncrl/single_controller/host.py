@@ -8,9 +8,10 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, thread
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 from asyncrl.data.future import DataProtoFuture
 from asyncrl.data.plan import Header, Plan
@@ -70,7 +71,7 @@ class Failed:
 
     @staticmethod
     def of(error: BaseException) -> Failed:
-        trace = "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(type(error), error, _users(error.__traceback__)))
         return Failed(error=error, kind=type(error).__qualname__, message=str(error), remote_traceback=trace)
 
     def to_error(self, *, group: str, rank: int, method: str) -> BaseException:
@@ -88,6 +89,15 @@ class Failed:
         )
         error.__cause__ = self.error
         return error
+
+
+def _users(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame on that is not this module's or the thread pool's."""
+    hidden = (__file__, thread.__file__)
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in hidden:
+        first = first.tb_next
+    return first or trace
 
 
 Reply: TypeAlias = Returned | ReturnedBatch | Cancelled | Failed
@@ -238,7 +248,7 @@ class WorkerHost:
             return await _leaving(_immediately(function))
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, context.run, _without_exit, function)
+        return await loop.run_in_executor(self._thread, lambda: context.run(_without_exit, function))
 
     async def _outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await self._settled(asyncio.get_running_loop().create_task(coroutine))
@@ -268,16 +278,16 @@ class _Line:
 class _Place:
     def __init__(self, places: list[_Place]) -> None:
         self._places = places
-        self._moved = asyncio.Event()
+        self.moved = asyncio.Event()
 
-    async def __aenter__(self) -> _Place:
+    async def __aenter__(self) -> Self:
         self._places.append(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._places.remove(self)
         for place in self._places[:2]:
-            place._moved.set()  # noqa: SLF001  a place of the same line
+            place.moved.set()
 
     async def next(self) -> None:
         """Wait until at most one call is ahead."""
@@ -289,8 +299,8 @@ class _Place:
 
     async def _ahead(self, most: int) -> None:
         while self._places.index(self) > most:
-            self._moved.clear()
-            await self._moved.wait()
+            self.moved.clear()
+            await self.moved.wait()
 
 
 async def _immediately(function: Callable[[], Any]) -> Any:

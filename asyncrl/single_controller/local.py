@@ -20,14 +20,14 @@ __all__ = ["LocalWorkerGroup"]
 class _LocalBlock:
     """A payload in this process."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("data",)
 
     def __init__(self, data: DataProto) -> None:
-        self._data = data
+        self.data = data
 
     @classmethod
     def get_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:
-        return [block._data for block in blocks]  # noqa: SLF001  this class
+        return [block.data for block in blocks]
 
     @classmethod
     async def fetch_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:

@@ -12,13 +12,11 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import ray
 import ray.exceptions
-from ray import cloudpickle
-from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -107,7 +105,7 @@ class RayResourcePool(ResourcePool):
     def _places(self) -> list[list[dict[str, float]]]:
         return [[self.bundle()] * count for count in self.process_on_nodes]
 
-    def _acquire(self) -> list[PlacementGroup]:
+    def acquire(self) -> list[PlacementGroup]:
         """The placement groups, for one more worker group. They may still be pending."""
         with self._lock:
             if self._users >= self.max_colocate_count:
@@ -126,7 +124,8 @@ class RayResourcePool(ResourcePool):
     def _new_name(self) -> str:
         return f"{self.name_prefix}{uuid.uuid4().hex[:8]}" if self.name_prefix else ""
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """One worker group less; with the last one the placement groups go."""
         with self._lock:
             self._users -= 1
             groups, self._groups = (self._groups, []) if self._users == 0 else ([], self._groups)
@@ -203,24 +202,26 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 class _RayBlock:
     """A payload in Ray's object store. Pickles as its reference."""
 
-    __slots__ = ("_ref",)
+    __slots__ = ("ref",)
 
     def __init__(self, ref: ray.ObjectRef[Any]) -> None:
-        self._ref = ref
+        self.ref = ref
 
     @classmethod
     def get_all(cls, blocks: Sequence[_RayBlock]) -> list[DataProto]:
         try:
-            return cast("list[DataProto]", ray.get([block._ref for block in blocks]))  # noqa: SLF001  this class
+            found: Any = ray.get([block.ref for block in blocks])
+            return cast("list[DataProto]", found)
         except ray.exceptions.RayError as error:
             raise _lost(error) from error
 
     @classmethod
     async def fetch_all(cls, blocks: Sequence[_RayBlock]) -> list[DataProto]:
-        return await asyncio.gather(*(_fetch(block._ref) for block in blocks))  # noqa: SLF001  this class
+        found: list[DataProto] = await asyncio.gather(*(_fetch(block.ref) for block in blocks))
+        return found
 
     def __reduce__(self) -> Any:
-        return _RayBlock, (self._ref,)
+        return _RayBlock, (self.ref,)
 
 
 class _RayValue(StoredValue):
@@ -281,8 +282,8 @@ class _RayHost:
         try:
             worker_class, args, kwargs = await made.fetch()
         except InfrastructureError as error:
-            return _packed(Failed.of(error))
-        return _packed(await self._host.construct(worker_class, args, kwargs, context))
+            return _packed_failure(Failed.of(error))
+        return _packed_failure(await self._host.construct(worker_class, args, kwargs, context))
 
     async def call(self, call: Call) -> Reply:
         return _packed((await self._host.call(call))[0])
@@ -298,18 +299,22 @@ class _RayHost:
         self._host.skip(sequence)
 
     async def close(self) -> Failed | None:
-        return _packed(await self._host.close())
+        return _packed_failure(await self._host.close())
 
     def __repr__(self) -> str:
         return self._label
 
 
-def _packed(reply: Any) -> Any:
+def _packed_failure(failure: Failed | None) -> Failed | None:
+    return None if failure is None else cast("Failed", _packed(failure))
+
+
+def _packed(reply: Reply) -> Reply:
     if not isinstance(reply, Failed) or reply.error is None:
         return reply
     try:
-        data = cloudpickle.dumps(reply.error)
-        pickle.loads(data)
+        data: bytes = pickle.dumps(reply.error)
+        pickle.loads(data)  # noqa: S301  our own, to see whether it loads
     except Exception:  # noqa: BLE001  user classes fail to pickle in any way; the traceback travels as text
         return replace(reply, error=None)
     return replace(reply, error=None, pickled=data)
@@ -319,7 +324,7 @@ def _unpacked(reply: Any) -> Any:
     if not isinstance(reply, Failed) or reply.pickled is None:
         return reply
     try:
-        return replace(reply, error=pickle.loads(reply.pickled), pickled=None)
+        return replace(reply, error=pickle.loads(reply.pickled), pickled=None)  # noqa: S301  from our own worker
     except Exception:  # noqa: BLE001  as above
         return replace(reply, pickled=None)
 
@@ -327,11 +332,15 @@ def _unpacked(reply: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------ in the driver
 
 
+# Ray types the handle of a class that it decorates; it would take _RayHost's methods for ordinary ones.
+_Handle: TypeAlias = Any
+
+
 class _Actors:
     """What has to be freed: actors, and a share of a pool."""
 
     def __init__(self) -> None:
-        self.handles: list[ActorHandle[_RayHost]] = []
+        self.handles: list[_Handle] = []
         self.pool: RayResourcePool | None = None
         self._lock = threading.Lock()
 
@@ -344,7 +353,7 @@ class _Actors:
         for handle in handles:
             ray.kill(handle)
         if pool is not None:
-            pool._release()
+            pool.release()
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -404,7 +413,8 @@ class RayWorkerGroup(WorkerGroup):
         port: int = (await self._all("free_port", [handles[0].free_port.remote()]))[0]
         init = self.cls_with_init
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
-        made = _RayValue(ray.put((init.cls, init.args, init.kwargs)))
+        given: Any = (init.cls, init.args, init.kwargs)
+        made = _RayValue(ray.put(given))
         contexts = self._contexts(seats, port)
         failures = await self._all(
             "__init__",
@@ -415,9 +425,9 @@ class RayWorkerGroup(WorkerGroup):
         )
         return [_unpacked(failure) for failure in failures]
 
-    async def _place(self) -> list[ActorHandle[_RayHost]]:
+    async def _place(self) -> list[_Handle]:
         pool = self.resource_pool
-        groups = pool._acquire()  # noqa: SLF001  released by _Actors
+        groups = pool.acquire()
         self._actors.pool = pool
         waits = [asyncio.to_thread(group.wait, pool.placement_timeout_s) for group in groups]
         if not all(await asyncio.gather(*waits)):
@@ -425,7 +435,7 @@ class RayWorkerGroup(WorkerGroup):
         actor_class = ray.remote(_RayHost)
         for group, count in zip(groups, pool.process_on_nodes, strict=True):
             for seat in range(count):
-                handle = actor_class.options(
+                handle: Any = actor_class.options(
                     **self._demand,
                     runtime_env=self._options.get("runtime_env"),
                     max_concurrency=MAX_CALLS,
@@ -460,7 +470,7 @@ class RayWorkerGroup(WorkerGroup):
     # ---------------------------------------------------------------------------------------------------------- calls
 
     def _submit(self, rank: int, call: Call) -> asyncio.Future[tuple[Reply, Block | None]]:
-        handle = self._actors.handles[rank]
+        handle: Any = self._actors.handles[rank]
         block: Block | None = None
         try:
             if call.keep_batch:
@@ -515,12 +525,12 @@ class RayWorkerGroup(WorkerGroup):
             if header.size_bytes > INLINE_BYTES:
                 return Plan.shard(_RayBlock(ray.put(value)), header)
             return Plan.of(value)
-        if isinstance(value, np.ndarray | bytes) and memoryview(value).nbytes > INLINE_BYTES:
+        if isinstance(value, np.ndarray | bytes) and _size_bytes(value) > INLINE_BYTES:
             return _RayValue(ray.put(value))
         return value
 
     async def _close_workers(self) -> list[Failed | None]:
-        async def close(rank: int, handle: ActorHandle[_RayHost]) -> Failed | None:
+        async def close(rank: int, handle: _Handle) -> Failed | None:
             try:
                 return cast("Failed | None", _unpacked(await self._value(rank, "close", handle.close.remote())))
             except WorkerDiedError:
@@ -530,6 +540,10 @@ class RayWorkerGroup(WorkerGroup):
 
     def _kill(self) -> None:
         self._finalizer()
+
+
+def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:
+    return len(value) if isinstance(value, bytes) else value.nbytes
 
 
 def _cause(error: ray.exceptions.RayError) -> str:

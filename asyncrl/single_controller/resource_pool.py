@@ -70,7 +70,7 @@ def check_room(
         taken = _place(bundles, strategy, free)
         if taken is None:
             raise ResourceError(
-                f"place {number} of the pool ({strategy}, {_table(_sum(bundles))} in {len(bundles)} bundles) has no room\n"
+                f"no room for place {number} ({strategy}, {len(bundles)} bundles, {_table(_sum(bundles))})\n"
                 + describe(places, nodes)
             )
 
@@ -80,8 +80,10 @@ def describe(places: Sequence[Sequence[Mapping[str, float]]], nodes: Sequence[No
     everything = [bundle for bundles in places for bundle in bundles]
     lines = [
         f"asked for: {_table(_sum(everything))}",
-        f"in total:  {_table(_sum([node.total for node in nodes]))}, "
-        f"free now: {_table(_sum([node.available for node in nodes]))}",
+        (
+            f"in total:  {_table(_sum([node.total for node in nodes]))}, "
+            f"free now: {_table(_sum([node.available for node in nodes]))}"
+        ),
     ]
     lines += [f"node {node.name}: {_table(node.total)}, free now: {_table(node.available)}" for node in nodes]
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.plan import Block, Plan
@@ -18,7 +18,7 @@ from asyncrl.data.proto import DataProto
 from asyncrl.errors import AsyncRLError, DeadlineError, DispatchError, InfrastructureError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
-from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, Share, collect
+from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, collect
 from asyncrl.single_controller.host import Call, Cancelled, Failed, Reply, Returned, ReturnedBatch
 
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
@@ -105,8 +105,9 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _store(self, value: Any) -> Any:
-        """Put one argument where the workers can fetch it: a :class:`Plan` for a batch, a StoredValue or the value
-        itself for anything else. In the caller's thread.
+        """Put one argument where the workers can fetch it. In the caller's thread.
+
+        A batch becomes a :class:`Plan`, anything else a StoredValue or stays as it is.
         """
 
     @abstractmethod
@@ -124,7 +125,7 @@ class WorkerGroup(ABC):
         return self._ready
 
     def _begin(self) -> None:
-        self._ready._run(self._start_all, self._owner)
+        self._ready.run(self._start_all, self._owner)
 
     async def _start_all(self) -> None:
         try:
@@ -158,7 +159,7 @@ class WorkerGroup(ABC):
         if self._shutdown is None:
             self._closed = True
             self._shutdown = Future(self._loop, f"shutdown of {self.name}")
-            self._shutdown._run(lambda: self._end(timeout_s), self._loop.owner)
+            self._shutdown.run(lambda: self._end(timeout_s), self._loop.owner)
         return self._shutdown
 
     async def _end(self, timeout_s: float) -> None:
@@ -229,7 +230,8 @@ class WorkerGroup(ABC):
         name = registration.name
         if hasattr(type(self), name):
             raise DispatchError(
-                f"{self.cls_with_init.cls.__name__}.{name} cannot be registered: worker groups have a {name} of their own"
+                f"{self.cls_with_init.cls.__name__}.{name} cannot be registered: "
+                f"worker groups have a {name} of their own"
             )
         method = inspect.getattr_static(self.cls_with_init.cls, name)
         signature = inspect.signature(method)
@@ -263,11 +265,11 @@ class WorkerGroup(ABC):
             registration.dispatch_mode, arguments, ranks=ranks, pad=registration.pad, store=self._store, group=self
         )
         kind = DataProtoFuture if registration.returns_batch else Future
-        return kind(self._loop, label)._run(lambda: self._call(registration, scatter, label), self._owner)
+        return kind(self._loop, label).run(lambda: self._call(registration, scatter, label), self._owner)
 
     async def _call(self, registration: Registration, scatter: Scatter, label: str) -> Any:
         try:
-            await self._ready._completed()
+            await self._ready.completed()
             arguments = await scatter.resolve(_resolver(label))
             replies = await self._replies(self._send(registration, arguments), label)
         except asyncio.CancelledError:
@@ -362,7 +364,7 @@ async def _as_plan(result: Any, label: str) -> Plan:
     if isinstance(result, Plan):
         return result
     if isinstance(result, DataProtoFuture):
-        return await result._plan()
+        return await result.plan()
     if isinstance(result, DataProto):
         return Plan.of(result)
     raise DispatchError(f"{label} is to return a DataProto and returned {type(result).__name__}")
@@ -371,7 +373,7 @@ async def _as_plan(result: Any, label: str) -> Plan:
 def _resolver(label: str) -> Callable[[Any], Awaitable[Any]]:
     async def resolve(future: Future[Any]) -> Any:
         try:
-            return await future._completed()
+            return await future.completed()
         except AsyncRLError as error:
             raise _travelled(error, label) from error.__cause__
 
@@ -389,7 +391,7 @@ def _travelled(error: AsyncRLError, label: str) -> AsyncRLError:
 def _first_of(errors: Sequence[BaseException]) -> BaseException:
     """The first error, except that a dead process explains what the other ranks saw of it."""
     died = [error for error in errors if isinstance(error, WorkerDiedError)]
-    first = cast("BaseException", (died or errors)[0])
+    first = died[0] if died else errors[0]
     for error in errors:
         if error is not first:
             first.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

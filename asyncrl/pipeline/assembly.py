@@ -164,12 +164,12 @@ class Assembly:
         from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
         def make(request: _Request) -> WorkerGroup:
-            pool = RayResourcePool([request.world_size], num_cpus=request.num_cpus, num_gpus=request.num_gpus)
-            return RayWorkerGroup(
-                resource_pool=pool,
-                ray_cls_with_init=RayClassWithInitArgs(request.worker, request.spec),
-                name=request.name,
+            # Threads that wait for one another must sleep, not spin: other workers compute on these cores.
+            made = RayClassWithInitArgs(request.worker, request.spec).options(env_vars={"OMP_WAIT_POLICY": "PASSIVE"})
+            seats = RayResourcePool(
+                [request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus
             )
+            return RayWorkerGroup(resource_pool=seats, ray_cls_with_init=made, name=request.name)
 
         return make
 

@@ -172,7 +172,7 @@ class TrainingRun:
         state = DriverState(
             step=step,
             next_slot=driver.law.next_slot,
-            outstanding=tuple(driver.law.outstanding),
+            outstanding=tuple(sorted(driver.outstanding)),
             generated=balance.generated,
             trained=balance.trained,
             dropped=dict(balance.dropped),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
 import random
 import selectors
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -13,8 +15,10 @@ from blockbuster import blockbuster_ctx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import buffers.replay
 from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
+from asyncrl.pipeline.staleness import AdmissionLaw, certify
 from buffers.replay import AsyncReplayBuffer
 
 ROWS = object()
@@ -460,3 +464,80 @@ def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(story())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    selection=st.sampled_from(["fifo", "fifo_ready"]),
+    failure=st.sampled_from([0.0, 0.3]),
+)
+def test_under_the_admission_law_every_step_gets_its_batch_and_nothing_is_left(
+    seed: int, groups_per_step: int, max_staleness: int, selection: str, failure: float
+):
+    """In slot order nothing is ever too old; out of it, what is dropped is replaced. The window is room enough."""
+    draw = random.Random(seed)
+    steps = 6
+    law = AdmissionLaw(groups_per_step, max_staleness=max_staleness, total_groups=steps * groups_per_step)
+
+    async def story() -> AsyncReplayBuffer:
+        buffer = AsyncReplayBuffer(capacity=law.window, max_staleness=max_staleness, selection=selection)
+        changed = asyncio.Event()
+        version = 0
+
+        def dropped(group: DroppedGroup) -> None:
+            law.dropped(group.slot)
+            changed.set()
+
+        buffer.on_drop(dropped)
+
+        async def group(slot: int) -> None:
+            versions: dict[int, int] = {}
+            for _ in range(draw.randint(1, 4)):  # tokens under every version that comes along
+                versions[version] = versions.get(version, 0) + 1
+                await asyncio.sleep(draw.choice([0.1, draw.uniform(0, 20)]))
+            if draw.random() < failure:
+                buffer.drop(slot, "failed", tokens=sum(versions.values()))
+            else:
+                tokens = sum(versions.values())
+                buffer.put(replace(summary(slot, min(versions), tokens=tokens), version_tokens=versions), ROWS)
+
+        async def train() -> None:
+            nonlocal version
+            for _ in range(steps):
+                batch = await buffer.select(groups_per_step, weight_version=version, timeout_s=10_000.0)
+                certificate = certify([one.summary for one in batch], trainer_version=version)
+                assert certificate.groups == groups_per_step
+                assert certificate.maximum <= max_staleness
+                if selection == "fifo":
+                    assert slots_of(batch) == sorted(slots_of(batch))
+                await asyncio.sleep(draw.uniform(0, 5))
+                buffer.release(slots_of(batch))
+                version += 1
+                law.published(version)
+                changed.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(train())
+            training.add_done_callback(lambda _: changed.set())
+            while not training.done():
+                changed.clear()
+                while law.may_issue():
+                    slot = law.issue()
+                    await buffer.admit(slot, timeout_s=0.0)
+                    tasks.create_task(group(slot))
+                await changed.wait()
+        return buffer
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        counts = runner.run(story()).statistics()
+    assert (counts.released, counts.pending, counts.ready) == (steps * groups_per_step, 0, 0)
+    if selection == "fifo":
+        assert "stale" not in counts.dropped
+
+
+def test_the_example_in_the_docstring_runs():
+    results = doctest.testmod(buffers.replay)
+    assert (results.failed, results.attempted > 0) == (0, True)

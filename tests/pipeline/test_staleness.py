@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import heapq
 import pickle
 import random
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import asyncrl.pipeline.staleness
 from asyncrl.errors import InvalidDataError, WeightVersionError
 from asyncrl.interfaces import GroupSummary
 from asyncrl.pipeline.staleness import AdmissionLaw, Certificate, certify, merge
@@ -263,3 +265,8 @@ def test_tokens_of_the_future_or_uncounted_ones_are_refused():
     )
     with pytest.raises(InvalidDataError, match="group 4 has 9 tokens"):
         certify([broken], trainer_version=0)
+
+
+def test_the_example_in_the_docstring_runs():
+    results = doctest.testmod(asyncrl.pipeline.staleness)
+    assert (results.failed, results.attempted > 0) == (0, True)

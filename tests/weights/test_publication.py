@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import asyncrl.weights.publication
 from asyncrl.errors import WeightError, WeightVersionError
 from asyncrl.weights.publication import Commit, Ended, Fence, Phase, Prepare, Publication, Serve
 
@@ -262,3 +264,8 @@ def test_in_any_order_nobody_serves_what_was_not_verified_and_publications_end(
     if fleet.version is not None:
         assert serving == {one.replica for one in fleet.replicas}
         assert all(holds == fleet.version for holds, _ in holdings(fleet).values())
+
+
+def test_the_example_in_the_docstring_runs():
+    results = doctest.testmod(asyncrl.weights.publication)
+    assert (results.failed, results.attempted > 0) == (0, True)

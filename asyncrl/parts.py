@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, packages_distributions, requires
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
 from inspect import signature
 from typing import Any
 
@@ -71,7 +71,9 @@ def load_part(group: str, name: str, *, path: str = "") -> Any:
         raise ConfigError(
             _message(path, f"{what} cannot be imported from {module_name}: {error}", remedy), path=path, remedy=remedy
         ) from error
-    except ValueError as error:  # an empty module name, or one that starts with a dot
+    except (ValueError, TypeError) as error:
+        if module_name.strip(".") and not module_name.startswith("."):
+            raise  # the module's own mistake, raised while it was imported
         remedy = "write package.module:Name"
         raise ConfigError(_message(path, f"{what} is no dotted path", remedy), path=path, remedy=remedy) from error
     for attribute in attributes.split("."):
@@ -149,14 +151,15 @@ def _message(path: str, text: str, remedy: str) -> str:
 
 
 def _import_remedy(error: ImportError, module_name: str) -> str:
-    missing = (error.name or "").partition(".")[0]
-    if not missing or not isinstance(error, ModuleNotFoundError):
+    missing = error.name or ""
+    if not isinstance(error, ModuleNotFoundError) or not missing:
         return f"see the cause with: {sys.executable} -c 'import {module_name}'"
-    if module_name.partition(".")[0] == missing and missing not in packages_distributions():
-        return f"no module {missing!r} on the path: install it, or run where it lies"
-    if error.name and error.name.startswith(f"{module_name.partition('.')[0]}."):
-        return "check the module's name"
-    return f"install it: {install_command(missing)}"
+    package = missing.partition(".")[0]
+    if package != module_name.partition(".")[0]:
+        return f"install it: {install_command(package)}"
+    if package == missing:
+        return f"no package {package!r} on the path: install it, or run where it lies"
+    return "check the module's name"
 
 
 def install_command(package: str) -> str:

@@ -1,0 +1,98 @@
+"""What the doctor says."""
+
+import importlib.metadata
+import json
+import sys
+
+import pytest
+
+from asyncrl.cli import doctor as module
+from asyncrl.cli.doctor import Check, Requirement, doctor, examine
+
+
+@pytest.mark.parametrize(
+    ("text", "requirement"),
+    [
+        ("torch>=2.7", Requirement("torch", ">=2.7", "", True)),
+        ("vllm>=0.30; extra == 'vllm'", Requirement("vllm", ">=0.30", "vllm", True)),
+        ('uvloop>=0.21; sys_platform != "win32"', Requirement("uvloop", ">=0.21", "", True)),
+        ("asyncrl[envs]; extra == 'dev'", Requirement("asyncrl", "", "dev", True)),
+        (f"x; sys_platform != '{sys.platform}'", Requirement("x", "", "", False)),
+    ],
+)
+def test_a_line_of_the_metadata(text, requirement):
+    assert Requirement.parse(text) == requirement
+
+
+@pytest.mark.parametrize(
+    ("needed", "installed", "met"),
+    [
+        (">=2.7", "2.13.0+cpu", True),
+        (">=2.7", "2.7", True),
+        (">=2.7", "2.6.9", False),
+        (">=0.5.10", "0.5.9", False),
+        (">=1,<2", "2.0", False),
+        ("==1.0", "1", True),
+        ("", "whatever", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(needed, installed, met):
+    assert Requirement("x", needed, "", True).met_by(installed) is met
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    monkeypatch.setattr(module, "examine", lambda: [Check("python", "ok", "3.11"), Check("wandb", "warning", "none")])
+
+
+def test_a_machine_that_can_train(healthy, capsys):
+    assert doctor() == 0
+    assert "asyncrl train can run here." in capsys.readouterr().out
+    assert doctor(as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True,
+        "checks": [
+            {"name": "python", "status": "ok", "found": "3.11", "remedy": ""},
+            {"name": "wandb", "status": "warning", "found": "none", "remedy": ""},
+        ],
+    }
+
+
+def test_a_missing_dependency_fails_with_the_command_that_brings_it(monkeypatch, capsys):
+    def version(name):
+        if name == "xxhash":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.0.1" if name == "rich" else "1000"
+
+    monkeypatch.setattr(module, "version", version)
+    monkeypatch.setattr(module, "_torch", list)
+    monkeypatch.setattr(module, "_ray", list)
+    monkeypatch.setattr(module, "_parts", list)
+    assert doctor() == 1
+    out = capsys.readouterr().out
+    assert "FAIL  xxhash" in out
+    assert "-m pip install 'xxhash>=" in out
+    assert "FAIL  rich" in out
+    assert "cannot run here" in out
+
+
+def test_a_part_that_does_not_import_is_named_with_its_cause(monkeypatch):
+    monkeypatch.setattr(module, "part_names", lambda group: ("fsdp",) if "training" in group else ())
+
+    def load_part(group, name):
+        raise RuntimeError("broken library")
+
+    monkeypatch.setattr(module, "load_part", load_part)
+    found = {check.name: check for check in module._parts()}
+    assert found["training engine fsdp"].status == "missing"
+    assert found["training engine fsdp"].found == "RuntimeError: broken library"
+    assert found["replay buffer replay"].status == "missing"
+
+
+def test_this_machine_is_examined():
+    checks = {check.name: check for check in examine()}
+    assert checks["python"].status == "ok"
+    assert checks["torch"].status == "ok"
+    assert checks["torch build"].status == "ok"
+    assert checks["rollout engine transformers"].found == "engines.rollout.transformers_engine:TransformersEngine"
+    assert float(checks["cores"].found) > 0

@@ -1,0 +1,271 @@
+"""The command line: what it starts, what it prints, which exit code it ends with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from asyncrl import errors
+from asyncrl.cli.main import main
+from asyncrl.telemetry import RunDirectory
+
+FILE = 'name = "first"\nsteps = 10\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n'
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def pipeline(monkeypatch):
+    """Stands in for the loop: keeps what it was called with."""
+    module = types.ModuleType("asyncrl.pipeline.run")
+    module.calls = []
+
+    def keep(name, result):
+        def call(config, **arguments):
+            module.calls.append((name, config, arguments))
+            return result
+
+        setattr(module, name, call)
+
+    keep("train", {"steps": 10, "weight_version": 10, "success_before": 0.25, "success_after": 0.5})
+    keep("sft", {"model": "somewhere", "wall_s": 1.5})
+    keep("evaluate", {"success": 0.5, "tasks": 128})
+    keep("generate", [{"text": "2+2=4", "reward": 1.0}, {"text": "ü", "reward": float("nan")}])
+    monkeypatch.setitem(sys.modules, "asyncrl.pipeline.run", module)
+    return module
+
+
+def run(*words):
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as error:
+        return error.code
+
+
+def test_train_hands_the_configuration_over_and_prints_the_report(file, pipeline, capsys):
+    assert run("train", "--seed", "3", file, "--trainer.lr=1e-3", "--env.options.digits", 2) == 0
+    [(name, config, arguments)] = pipeline.calls
+    assert (name, config.seed, config.trainer.lr, config.env.options) == ("train", 3, 1e-3, {"digits": 2})
+    assert arguments == {"resume": None}
+    assert "held-out success  0.250 -> 0.500" in capsys.readouterr().out
+
+
+def test_json_is_json(file, pipeline, capsys):
+    assert run("train", file, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["success_after"] == 0.5
+
+
+def test_a_resumed_run_brings_its_own_configuration(file, pipeline):
+    assert run("train", "--resume", file.parent, "--steps", 20) == 0
+    [(_, config, arguments)] = pipeline.calls
+    assert (config.name, config.steps, arguments) == ("first", 20, {"resume": file.parent})
+
+
+def test_sft_and_eval(file, pipeline, capsys):
+    assert run("sft", file) == 0
+    assert run("eval", file, "--checkpoint", file.parent, "--eval.tasks", 7) == 0
+    assert [(name, arguments) for name, _, arguments in pipeline.calls] == [
+        ("sft", {}),
+        ("evaluate", {"checkpoint": file.parent}),
+    ]
+    assert pipeline.calls[1][1].eval.tasks == 7
+    out = capsys.readouterr().out
+    assert "model   somewhere" in out
+    assert "success  0.5" in out
+
+
+def test_generate_prints_json_lines(file, pipeline, capsys):
+    assert run("generate", file, "--prompt", "2+2=", "--tasks", 2) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"text": "2+2=4", "reward": 1.0}, {"text": "ü", "reward": None}]
+    assert pipeline.calls[0][2] == {"prompt": "2+2=", "tasks": 2, "checkpoint": None, "out": None}
+
+
+def test_generate_into_a_file_prints_nothing(file, pipeline, tmp_path, capsys):
+    assert run("generate", file, "--out", tmp_path / "x.jsonl") == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "generate"])
+def test_a_dry_run_starts_nothing_and_prints_a_usable_file(command, file, pipeline, tmp_path, capsys):
+    assert run(command, file, "--dry-run", "--max-staleness", 4) == 0
+    assert pipeline.calls == []
+    (tmp_path / "resolved.toml").write_text(capsys.readouterr().out)
+    assert run("train", tmp_path / "resolved.toml") == 0
+    assert pipeline.calls[0][1].max_staleness == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["train"], "no configuration given"),
+        (["train", "absent.toml"], "absent.toml: no such file"),
+        (["train", "FILE", "--seed"], "--seed needs a value"),
+        (["train", "FILE", "--sede", "3"], "sede: no such key; did you mean seed?"),
+        (["train", "FILE", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        (["train", "FILE", "--steps", "-1"], "steps = -1"),
+        (["train", "FILE", "again"], "unrecognized arguments: again"),
+        (["train", "FILE", "--env.name", "calcu"], "no environment named 'calcu'; did you mean 'calculator'?"),
+        (["train", "FILE", "--telemetry.trackers", "nope"], "telemetry.trackers: no tracker named 'nope'"),
+        (["train", "FILE", "--sft.data", "absent.jsonl"], "sft.data = 'absent.jsonl': no such file"),
+        (["train", "FILE", "--model.source", "none", "--model.path", "/absent"], "model.path = '/absent': no such"),
+        (["eval", "FILE", "--checkpoint", "/absent"], "--checkpoint = '/absent': no such"),
+        (["generate", "FILE", "--tasks", "0"], "no whole number from 1"),
+        (["plot", "absent"], "absent: no run"),
+        (["plot", "absent", "--bogus"], "unrecognized arguments: --bogus"),
+        (["trian"], "invalid choice: 'trian'"),
+    ],
+)
+def test_wrong_usage_is_told_and_ends_with_2(words, text, file, pipeline, capsys):
+    assert run(*[file if word == "FILE" else word for word in words]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
+    assert pipeline.calls == []
+
+
+def fail_with(pipeline, error):
+    def train(config, *, resume=None):
+        raise error
+
+    pipeline.train = train
+
+
+def test_a_known_failure_is_named_on_one_screen(file, pipeline, capsys, monkeypatch):
+    remote = "\n".join(f"frame {number}" for number in range(500))
+    error = errors.WorkerError("update failed", group="trainer", rank=1, method="update", remote_traceback=remote)
+    error.__cause__ = ValueError("bad shape")
+    fail_with(pipeline, error)
+    assert run("train", file) == 1
+    err = capsys.readouterr().err
+    assert "error: WorkerError: update failed" in err
+    for part in ("group: trainer", "rank: 1", "frame 499", "caused by ValueError: bad shape", "--traceback"):
+        assert part in err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) < 24
+
+    assert run("train", file, "--traceback") == 1
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("ASYNCRL_TRACEBACK", "1")
+    assert run("train", file) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_failures_of_a_task_group_are_counted(file, pipeline, capsys):
+    group = ExceptionGroup("tasks", [errors.EngineError("out of memory"), errors.WeightError("torn")])
+    fail_with(pipeline, ExceptionGroup("outer", [group]))
+    assert run("train", file) == 1
+    err = capsys.readouterr().err
+    assert "error: EngineError: out of memory" in err
+    assert "and 1 more: WeightError" in err
+
+
+def test_a_bug_shows_its_traceback(file, pipeline, capsys):
+    fail_with(pipeline, ZeroDivisionError("division by zero"))
+    assert run("train", file) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "ZeroDivisionError" in err
+    assert "a bug" in err
+
+
+def test_a_configuration_error_of_the_run_ends_with_2(file, pipeline, capsys):
+    fail_with(pipeline, errors.ConfigError("this will not do", path="rollout.engine", remedy="take another"))
+    assert run("train", file) == 2
+    assert capsys.readouterr().err == "error: this will not do\n  at rollout.engine\n  take another\n"
+
+
+def test_ctrl_c_ends_with_130(file, pipeline, capsys):
+    fail_with(pipeline, KeyboardInterrupt())
+    assert run("train", file) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_plot_draws_a_run(tmp_path, capsys):
+    with RunDirectory.create(tmp_path, "first") as folder:
+        folder.log_metrics({"reward_mean": 0.5}, step=1, version=1)
+    assert run("plot", folder.path, "--out", tmp_path / "x.svg") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'x.svg'}\n"
+
+
+# ------------------------------------------------------------------------------------------------- as a process
+
+WAITS_FOR_A_SIGNAL = """
+import signal, sys, types
+module = types.ModuleType("asyncrl.pipeline.run")
+def train(config, *, resume=None):
+    try:
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+    finally:
+        print("cleaned up", flush=True)
+module.train = train
+sys.modules["asyncrl.pipeline.run"] = module
+from asyncrl.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_unwind_the_program(number, code, file):
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS_FOR_A_SIGNAL, "train", str(file)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "cleaned up\n"
+        assert process.wait(20) == code
+
+
+def test_a_reader_that_goes_away_is_no_error(file):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "asyncrl.cli", "train", str(file), "--dry-run"]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = (
+        "import sys, time; begin = time.perf_counter()\n"
+        "from asyncrl.cli.main import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'pydantic', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "print('\\n', time.perf_counter() - begin, sorted(heavy))"
+    )
+    best_s = 1.0
+    for _ in range(3):
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        seconds, _, heavy = out.splitlines()[-1].strip().partition(" ")
+        assert heavy == "[]"
+        best_s = min(best_s, float(seconds))
+    assert best_s < 0.25
+
+
+def test_a_terminal_without_unicode(file):
+    command = [sys.executable, "-m", "asyncrl.cli", "train", str(file), "--dry-run", "--env.options.x=ü"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0
+    assert b'x = "\\xfc"' in done.stdout
+
+
+def test_the_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("asyncrl 0.")
+    assert run() == 0
+    assert "doctor" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""Who may know whom. The tree is the architecture; this page says it once more, and checks it."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("asyncrl", "engines", "buffers")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base", "manager"}
+LONGEST_FILE = 450
+LONG_FILES = {
+    "asyncrl/interfaces.py",  # all contracts on one page
+    "asyncrl/data/proto.py",  # one class whose methods are a public, fixed set
+    "asyncrl/single_controller/ray.py",  # the whole seam to one vendor
+    "engines/rollout/transformers_engine.py",  # one contract, implemented
+}
+"""Files that may be longer, each with a reason."""
+
+RAY_FILES = "asyncrl/single_controller/ray"
+RAY_ELSEWHERE = {"asyncrl/cli/doctor.py"}
+"""Files outside the Ray backend that may import ray, each with a reason: the doctor looks whether it imports."""
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of all modules a file imports, also inside functions; relative ones made absolute."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            found.add(".".join(part for part in (origin, node.module) if part))
+    return found
+
+
+def top_level(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def test_there_is_something_to_check():
+    assert {name_of(path).partition("/")[0] for path in SOURCES} == set(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("package", "strangers"),
+    [
+        ("asyncrl", {"engines", "buffers"}),
+        ("engines", {"buffers"}),
+        ("buffers", {"engines"}),
+    ],
+)
+def test_the_core_knows_no_part_and_no_part_another(package, strangers):
+    wrong = {name_of(path): top_level(path) & strangers for path in SOURCES if name_of(path).startswith(f"{package}/")}
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_nobody_imports_tests_examples_or_benchmarks():
+    outside = {"tests", "examples", "benchmarks"}
+    assert [name_of(path) for path in SOURCES if top_level(path) & outside] == []
+
+
+def test_ray_stays_in_its_backend():
+    users = {name_of(path) for path in SOURCES if "ray" in top_level(path)}
+    assert {path for path in users if not path.startswith(RAY_FILES)} <= RAY_ELSEWHERE
+
+
+def test_interfaces_and_errors_know_only_the_data():
+    for name in ("interfaces", "errors"):
+        ours = {module for module in imports(ROOT / "asyncrl" / f"{name}.py") if module.startswith("asyncrl")}
+        assert ours <= {"asyncrl.data", "asyncrl.weights.manifest"}
+
+
+def test_no_module_is_named_after_nothing():
+    nameless = [
+        name_of(path)
+        for path in SOURCES
+        if FORBIDDEN_NAMES & {part.strip("_") for part in path.relative_to(ROOT).with_suffix("").parts}
+    ]
+    assert nameless == []
+
+
+def test_one_noun_one_file():
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE and path not in LONG_FILES} == {}
+
+
+def test_tests_are_no_package():
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_is_the_one_of_this_tree(package):
+    module = importlib.import_module(package)
+    assert module.__file__ is not None
+    assert Path(module.__file__).resolve() == (ROOT / package / "__init__.py").resolve()
+
+
+def fresh(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
+def test_importing_asyncrl_is_light_and_quick():
+    heavy = ("torch", "ray", "transformers", "vllm", "sglang", "numpy", "tensordict", "pydantic")
+    code = (
+        "import sys, time; begin = time.perf_counter(); import asyncrl\n"
+        f"print(time.perf_counter() - begin, *[name for name in {heavy} if name in sys.modules])"
+    )
+    answers = [fresh(code).split() for _ in range(3)]
+    assert [loaded for _, *loaded in answers] == [[], [], []]
+    assert min(float(seconds) for seconds, *_ in answers) < 0.15
+
+
+@pytest.mark.parametrize(
+    "module", ["asyncrl.interfaces", "asyncrl.errors", "asyncrl.config", "asyncrl.parts", "asyncrl.telemetry"]
+)
+def test_the_light_modules_stay_light(module):
+    heavy = ("torch", "ray", "transformers", "vllm", "sglang", "matplotlib", "rich")
+    assert fresh(f"import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])") == ""

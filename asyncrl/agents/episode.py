@@ -79,50 +79,85 @@ async def run_episode(
         InvalidDataError: the prompt alone fills ``max_tokens``.
     """
     episode = _Episode(task)
+    limits = _Limits(
+        sampling=sampling, max_turns=max_turns, max_tokens=max_tokens, deadline_s=deadline_s, latency_s=latency_s
+    )
     try:
-        messages = list(await _ask(environment.reset, task, what="reset", deadline_s=deadline_s))
-        tools = tuple(environment.tools)
-        episode.heard(renderer.prompt(messages, tools))
-        if episode.length >= max_tokens:
-            raise InvalidDataError(
-                f"the prompt has {episode.length} tokens, the whole trajectory may have {max_tokens}: raise max_tokens"
+        try:
+            reason = await _play(
+                engine, environment, renderer, episode, limits, request_prefix=request_prefix, seed=seed
             )
-        for number in range(max_turns):
-            turn_sampling = dataclasses.replace(
-                sampling,
-                max_new_tokens=min(sampling.max_new_tokens, max_tokens - episode.length),
-                stop_token_ids=tuple({*sampling.stop_token_ids, renderer.end_of_turn_id}),
-                seed=derive_seed(seed, "turn", number),
-            )
-            request = GenerationRequest(
-                request_id=f"{request_prefix}-{number}",
-                prompt_token_ids=tuple(episode.token_ids),
-                sampling=turn_sampling,
-            )
-            generation = await _generate(engine, request, tokens_before=episode.sampled_tokens)
-            reply = renderer.parse(generation.token_ids)
-            episode.said(generation, reply)
-            if generation.finish_reason == "length" and episode.length >= max_tokens:
-                return episode.ended("max_tokens")
-            if latency_s > 0:
-                await asyncio.sleep(latency_s)
-            step = await _ask(environment.step, reply, what="step", deadline_s=deadline_s)
-            episode.earned(step)
-            if step.done:
-                return episode.ended("done")
-            if number + 1 == max_turns:
-                break
-            answer = renderer.extend(messages, generation.token_ids, step.messages, tools)
-            if episode.length + len(answer) >= max_tokens:
-                return episode.ended("max_tokens")
-            episode.heard(answer)
-            messages += [reply, *step.messages]
-        return episode.ended("max_turns")
+        except BaseException as error:
+            try:
+                await _ask(environment.close, what="close", deadline_s=deadline_s)
+            except EnvironmentFailure as failure:  # what went wrong first counts, a cancellation above all
+                error.add_note(f"closing the environment failed too: {failure}")
+            raise
+        await _ask(environment.close, what="close", deadline_s=deadline_s)
     except EnvironmentFailure as failure:
         failure.tokens_generated = episode.sampled_tokens
         raise
-    finally:
-        await _close(environment, deadline_s=deadline_s, tokens_generated=episode.sampled_tokens)
+    return episode.ended(reason)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """The arguments of :func:`run_episode` that bound an episode."""
+
+    sampling: SamplingParams
+    max_turns: int
+    max_tokens: int
+    deadline_s: float
+    latency_s: float
+
+
+async def _play(
+    engine: TokenGenerator,
+    environment: Environment,
+    renderer: ChatRenderer,
+    episode: _Episode,
+    limits: _Limits,
+    *,
+    request_prefix: str,
+    seed: int,
+) -> EpisodeEnd:
+    """The turns, written down in ``episode``; returns why they ended."""
+    messages = list(await _ask(environment.reset, episode.task, what="reset", deadline_s=limits.deadline_s))
+    tools = tuple(environment.tools)
+    episode.heard(renderer.prompt(messages, tools))
+    if episode.length >= limits.max_tokens:
+        raise InvalidDataError(
+            f"the prompt has {episode.length} tokens and a trajectory may have {limits.max_tokens}: raise max_tokens"
+        )
+    for number in range(limits.max_turns):
+        sampling = dataclasses.replace(
+            limits.sampling,
+            max_new_tokens=min(limits.sampling.max_new_tokens, limits.max_tokens - episode.length),
+            stop_token_ids=tuple(sorted({*limits.sampling.stop_token_ids, renderer.end_of_turn_id})),
+            seed=derive_seed(seed, "turn", number),
+        )
+        request = GenerationRequest(
+            request_id=f"{request_prefix}-{number}", prompt_token_ids=tuple(episode.token_ids), sampling=sampling
+        )
+        generation = await _generate(engine, request, tokens_before=episode.sampled_tokens)
+        reply = renderer.parse(generation.token_ids)
+        episode.said(generation, reply)
+        if generation.finish_reason == "length" and episode.length >= limits.max_tokens:
+            return "max_tokens"
+        if limits.latency_s > 0:
+            await asyncio.sleep(limits.latency_s)
+        step = await _ask(environment.step, reply, what="step", deadline_s=limits.deadline_s)
+        episode.earned(step)
+        if step.done:
+            return "done"
+        if number + 1 == limits.max_turns:
+            break
+        answer = renderer.extend(messages, generation.token_ids, step.messages, tools)
+        if episode.length + len(answer) >= limits.max_tokens:
+            return "max_tokens"
+        episode.heard(answer)
+        messages += [reply, *step.messages]
+    return "max_turns"
 
 
 class _Episode:
@@ -221,11 +256,3 @@ async def _ask(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, d
         if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
             raise EnvironmentDeadlineError(f"the environment's {what} took longer than {deadline_s:g} s") from error
         raise EnvironmentFailure(f"the environment's {what} failed: {type(error).__name__}: {error}") from error
-
-
-async def _close(environment: Environment, *, deadline_s: float, tokens_generated: int) -> None:
-    try:
-        await _ask(environment.close, what="close", deadline_s=deadline_s)
-    except EnvironmentFailure as failure:
-        failure.tokens_generated = tokens_generated
-        raise

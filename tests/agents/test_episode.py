@@ -232,6 +232,19 @@ async def test_cancelling_leaves_nothing_running(scratch: ChatRenderer) -> None:
     assert (engine.statistics().running, engine.statistics().waiting) == (0, 0)
 
 
+async def test_a_failure_to_close_hides_nothing(scratch: ChatRenderer) -> None:
+    engine = engine_saying(scratch, "123456789" * 5)
+    await engine.start()
+    await engine.pause("keep")
+    episode = asyncio.ensure_future(play(engine, Troubled(OSError("no disk"), at="close"), scratch))
+    while not engine.requests:
+        await asyncio.sleep(0)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await episode
+    assert "closing the environment failed too: the environment's close failed: OSError" in caught.value.__notes__[0]
+
+
 async def test_a_closed_engine_ends_the_episode_and_the_environment(scratch: ChatRenderer) -> None:
     environment = Troubled(None)
     engine = engine_saying(scratch, "1<|end|>")

@@ -120,14 +120,18 @@ class Assembly:
         """Start the cluster, if one is needed, and the worker processes of ``roles`` that the run uses."""
         requests = [request for request in self._requests() if request.role in roles]
         make_group = self._ray_backend(requests) if self.config.cluster.backend == "ray" else _local_group
+        groups: list[WorkerGroup] = []
         replicas: dict[str, WorkerGroup] = {}
         for request in requests:
             group = make_group(request)
+            groups.append(group)
             self._stack.push_async_callback(group.aclose)
             if request.role == "rollout":
                 replicas[request.name] = group
             else:
                 setattr(self, request.role, group)
+        for group in groups:
+            await group.ready()
         if replicas:
             self.pool = RolloutPool(replicas, kv_cache=self.config.weights.kv_cache)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from asyncrl.data import DataProto
 from asyncrl.interfaces import RewardModel
-from asyncrl.parts import make_part
+from asyncrl.parts import load_part, make_part
 from asyncrl.single_controller import Dispatch, Worker, register
 
 __all__ = ["RewardWorker"]
@@ -17,12 +18,22 @@ class RewardWorker(Worker):
 
     def __init__(self, spec: tuple[str, dict[str, Any]]) -> None:
         super().__init__()
-        source, options = spec
-        self._model: RewardModel = make_part("asyncrl.reward_models", source, options=options, path="reward.source")
+        self._source, self._options = spec
+        self._model: RewardModel | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def start(self, model_path: str) -> None:
+        """Make the reward model. One that takes a ``tokenizer`` is given the policy's, unless options name another."""
+        part = load_part("asyncrl.reward_models", self._source, path="reward.source")
+        takes_tokenizer = "tokenizer" in signature(part).parameters
+        options = {"tokenizer": model_path, **self._options} if takes_tokenizer else self._options
+        self._model = make_part("asyncrl.reward_models", self._source, options=options, path="reward.source")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def score(self, batch: DataProto) -> DataProto:
         """Column ``scores`` [B] float32; the header's ``meta_info["scores"]`` tells them to the driver."""
+        if self._model is None:
+            raise RuntimeError("the reward worker was not started: call start(model_path) first")
         scored = await self._model.score(batch)
         assert scored.batch is not None
         scores = scored.batch["rewards"]
@@ -30,4 +41,5 @@ class RewardWorker(Worker):
 
     async def aclose(self) -> None:
         """Close the reward model."""
-        await self._model.close()
+        if self._model is not None:
+            await self._model.close()

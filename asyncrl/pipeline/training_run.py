@@ -144,6 +144,7 @@ class TrainingRun:
                 self._build_trainer(model),
                 assembly.pool.start(model, weight_version=step),
                 *([assembly.reference.build(model, trainer_options(config))] if assembly.reference else []),
+                *([assembly.reward.start(model)] if assembly.reward else []),
             )
         reward, reference = assembly.reward, assembly.reference
         return Driver(

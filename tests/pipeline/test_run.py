@@ -1,0 +1,136 @@
+"""Whole runs on the local backend: real engine, real trainer, a small world."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure
+from asyncrl.pipeline.run import evaluate, generate, sft, train
+from asyncrl.telemetry.run_directory import RunDirectory
+
+MakeConfig = Callable[..., Config]
+
+
+def only_run(config: Config, *, pattern: str = "small-2*") -> Path:
+    (folder,) = config.runs.glob(pattern)
+    return folder
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_tells_where_every_token_went_and_keeps_its_bound(small_config: MakeConfig):
+    config = small_config(steps=4, max_staleness=2)
+    summary = train(config)
+    tokens = summary["tokens"]
+    assert tokens["generated"] == tokens["trained"] > 0
+    assert (tokens["dropped"], tokens["in_flight"]) == ({}, 0)
+    assert summary["staleness"]["max"] <= 2
+    assert sum(summary["staleness"]["histogram"].values()) == tokens["trained"]
+    assert (summary["steps"], summary["weight_version"], summary["max_staleness"]) == (4, 4, 2)
+
+    run = only_run(config)
+    assert json.loads((run / "summary.json").read_text())["tokens"] == tokens
+    steps = [line for line in metrics_of(run) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(line["staleness_max"] <= 2 for line in steps)
+    assert {"rollout", "train", "publish", "evaluate"} <= {
+        event["cat"].split(",")[1]
+        for event in json.loads((run / "timeline.json").read_text())["traceEvents"]
+        if "," in event.get("cat", "")
+    }
+    assert len((run / "trajectories.jsonl").read_text().splitlines()) == 4
+
+
+def test_the_warm_start_teaches_and_its_model_can_be_scored_and_shown(small_config: MakeConfig):
+    config = small_config(steps=0, sft={"steps": 30, "batch_size": 16, "lr": 1e-2})
+    folder = Path(sft(config)["model"])
+    losses = [line["sft/loss"] for line in metrics_of(only_run(config))]
+    assert len(losses) == 30
+    assert losses[-1] < 0.5 * losses[0]
+    scored = evaluate(config, checkpoint=folder)
+    assert scored["tasks"] == 4
+    (shown,) = generate(config, checkpoint=folder, prompt="3+4")
+    assert "3+4" in shown["text"]
+    whole = generate(config, checkpoint=folder, tasks=2, out=config.runs / "shown.jsonl")
+    assert [record["task"]["index"] for record in whole] == [10_000, 10_001]
+    assert len((config.runs / "shown.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_group_whose_world_is_broken_is_replaced_and_its_tokens_are_counted(small_config: MakeConfig):
+    config = small_config(env={"name": "worlds:DigitsFactory", "options": {"fails_on": [1, 2]}})
+    summary = train(config)
+    dropped = summary["tokens"]["dropped"]
+    assert list(dropped) == ["environment_failed"]
+    assert dropped["environment_failed"] > 0
+    assert summary["tokens"]["generated"] == summary["tokens"]["trained"] + dropped["environment_failed"]
+    assert summary["steps"] == 3
+
+
+def test_a_world_that_hangs_meets_its_deadline(small_config: MakeConfig):
+    config = small_config(
+        steps=1,
+        env={"name": "worlds:DigitsFactory", "options": {"hangs_on": [0]}, "deadline_s": 0.2},
+        rollout={"max_attempts": 1},
+    )
+    assert train(config)["tokens"]["dropped"]["environment_failed"] > 0
+
+
+def test_a_world_that_is_always_broken_ends_the_run_by_name(small_config: MakeConfig):
+    config = small_config(env={"name": "worlds:DigitsFactory", "options": {"fails_on": list(range(100))}})
+    with pytest.raises(EnvironmentFailure, match="is broken"):
+        train(config)
+
+
+def test_rewards_of_a_function_and_a_reference_take_their_place_in_the_loop(small_config: MakeConfig):
+    config = small_config(
+        steps=2,
+        reward={"source": "function", "options": {"function": "worlds:length_score"}},
+        algorithm={"kl_coefficient": 0.1},
+        model={"source": "scratch"},
+    )
+    summary = train(config)
+    assert 0 < summary["reward_first"] < 1
+    steps = [line for line in metrics_of(only_run(config)) if "train/loss" in line]
+    assert steps[0]["train/reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert steps[1]["train/reference_kl"] > 0
+
+
+def test_a_run_goes_on_from_its_checkpoint(small_config: MakeConfig):
+    config = small_config(steps=2, checkpoint={"every": 2})
+    first = train(config)
+    run = only_run(config)
+    longer = config.model_copy(update={"steps": 5})
+    second = train(longer, resume=run)
+    assert second["weight_version"] == 5
+    assert second["success_before"] == first["success_before"]
+    tokens = second["tokens"]
+    assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values())
+    assert tokens["trained"] > first["tokens"]["trained"]
+    assert [line["step"] for line in metrics_of(run) if "train/loss" in line] == [1, 2, 3, 4, 5]
+    with pytest.raises(CheckpointError, match="all its 5 steps"):
+        train(longer, resume=run)
+
+
+def test_resuming_nothing_is_refused(small_config: MakeConfig, tmp_path: Path):
+    with pytest.raises(ConfigError, match="no run to resume"):
+        train(small_config(), resume=tmp_path)
+    with RunDirectory.create(tmp_path, "empty") as run:
+        run.write_config("")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        train(small_config(), resume=run.path)
+
+
+def test_an_option_a_part_does_not_have_is_told_with_the_nearest(small_config: MakeConfig):
+    with pytest.raises(ConfigError, match="did you mean 'fails_on'") as caught:
+        train(small_config(env={"name": "worlds:DigitsFactory", "options": {"fail_on": [1]}}))
+    assert caught.value.path == "env.options.fail_on"
+    with pytest.raises(ConfigError, match="max_running_requests"):
+        train(small_config(rollout={"options": {"max_runing_requests": 1}}))

@@ -145,8 +145,8 @@ def _scores(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mapping[s
                 f"{score:.2f}", (step, score), xytext=(0, 9), textcoords="offset points", ha="center",
                 color=COLOURS[1], fontweight="bold",
             )  # fmt: skip
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.12 * (high - low))
+    low, high = min([0.0, *rewards, *held]), max([0.1, *rewards, *held])
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))  # room for the numbers at the ends
     axes.set_xlabel("training step")
     axes.set_ylabel("score")
     axes.margins(x=0.02)

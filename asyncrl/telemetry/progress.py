@@ -35,7 +35,7 @@ class Progress(Protocol):
         ...
 
     def advance(self, steps: int = 1) -> None:
-        """Some more steps of the stage are done."""
+        """Some more steps of the stage are done. What is newly known of them is told before, with :meth:`update`."""
         ...
 
     def update(self, **values: Any) -> None:

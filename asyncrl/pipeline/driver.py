@@ -253,9 +253,9 @@ class Driver:
         """One batch: concatenate the groups' rows where they lie, add advantages, update."""
         summaries = [group.summary for group in groups]
         certificate = certify(summaries, trainer_version=step - 1)
-        rewards = torch.tensor([reward for summary in summaries for reward in summary.rewards])
-        group_ids = torch.tensor([summary.slot for summary in summaries for _ in summary.rewards])
-        advantages = get_advantage(self.plan.advantage)(rewards, group_ids)
+        rewards = [reward for summary in summaries for reward in summary.rewards]
+        owners = [summary.slot for summary in summaries for _ in summary.rewards]
+        advantages = get_advantage(self.plan.advantage)(torch.tensor(rewards), torch.tensor(owners))
         columns = [*TRAINED_COLUMNS, *(["reference_log_probs"] if self.reference is not None else [])]
         batch = DataProtoFuture.concat(
             [group.rows.select(columns, non_tensor_batch_keys=[], meta_info_keys=[]) for group in groups]
@@ -274,7 +274,7 @@ class Driver:
             weight_version=step,
             metrics=metrics,
             certificate=certificate,
-            rewards=tuple(rewards.tolist()),
+            rewards=tuple(rewards),
             lengths=tuple(length for summary in summaries for length in summary.lengths),
             buffer_ready=statistics.ready,
             buffer_pending=statistics.pending,

@@ -152,7 +152,7 @@ def _scores(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mapping[s
     axes.margins(x=0.02)
     axes.grid(axis="y")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(loc="lower right", ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=2)
 
 
 def _stages(axes: Axes, trace: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ class Observer(Protocol):
 
     def evaluated(self, result: EvaluationResult, *, step: int) -> None: ...
 
-    def sampled(self, trajectory: dict[str, Any], *, slot: int) -> None: ...
+    def sampled(self, trajectory: dict[str, Any], *, step: int, slot: int) -> None: ...
 
 
 class Trainer(Protocol):
@@ -202,7 +202,7 @@ class Driver:
         summary = GroupSummary(**meta["summary"])
         self.accounts.drop("environment_failed", meta["wasted_tokens"])
         if sample:
-            self.observer.sampled(meta["sample"], slot=slot)
+            self.observer.sampled(meta["sample"], step=self.law.version + 1, slot=slot)
         if self.reward is not None:
             with self.timeline.span("reward", f"group {slot}"):
                 scores = self.reward(rows)

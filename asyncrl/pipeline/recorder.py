@@ -35,8 +35,8 @@ class Recorder:
     def supervised(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step of the warm start is done."""
         self._log({f"sft/{name}": value for name, value in metrics.items()}, step=0, version=0)
-        self._progress.advance()
         self._progress.update(loss=metrics["loss"])
+        self._progress.advance()
 
     def stepped(self, record: StepRecord) -> None:
         """As :meth:`asyncrl.pipeline.driver.Observer.stepped`."""
@@ -57,13 +57,13 @@ class Recorder:
             **{f"train/{name}": value for name, value in record.metrics.items()},
         }
         self._log(metrics, step=record.step, version=record.weight_version)
-        self._progress.advance()
         self._progress.update(
             reward=reward,
             tokens_per_s=tokens_per_s,
             staleness=record.certificate.maximum,
             queue_depth=record.buffer_ready,
         )
+        self._progress.advance()
 
     def evaluated(self, result: EvaluationResult, *, step: int) -> None:
         """As :meth:`asyncrl.pipeline.driver.Observer.evaluated`."""
@@ -80,9 +80,9 @@ class Recorder:
             f"held-out success {result.success:.3f} on {result.tasks} tasks (weight version {result.weight_version})"
         )
 
-    def sampled(self, trajectory: dict[str, Any], *, slot: int) -> None:
+    def sampled(self, trajectory: dict[str, Any], *, step: int, slot: int) -> None:
         """As :meth:`asyncrl.pipeline.driver.Observer.sampled`."""
-        self._run.log_trajectory({"slot": slot, **trajectory})
+        self._run.log_trajectory({"step": step, "slot": slot, **trajectory})
 
     def _log(self, metrics: Mapping[str, float], *, step: int, version: int) -> None:
         self._run.log_metrics(metrics, step=step, version=version)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -148,6 +149,8 @@ def _in_run(
     checkpoint: Path | None,
 ) -> _T:
     run.write_config(config.to_toml())
+    if config.model.path is None or Path(config.model.path).is_dir():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nothing is downloaded; bars would draw over ours
     timeline = Timeline()
     progress = make_progress(config.telemetry.progress, waits=timeline.current_waits)
     progress.note(f"run {run.path}")

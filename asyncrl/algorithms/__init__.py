@@ -13,7 +13,7 @@ from asyncrl.algorithms.aggregation import Aggregation, token_weights
 from asyncrl.algorithms.kl import KLEstimator, kl_estimate, probability_ratio
 from asyncrl.algorithms.log_probs import log_probs_and_entropy
 from asyncrl.algorithms.policy import PolicyObjective
-from asyncrl.algorithms.preference import PairLosses, PreferenceObjective
+from asyncrl.algorithms.preference import PairLosses, PreferenceObjective, answer_log_probs, preference_pairs
 from asyncrl.algorithms.supervised import supervised_token_losses
 from asyncrl.algorithms.token_losses import TokenLosses
 
@@ -26,11 +26,13 @@ __all__ = [
     "PolicyObjective",
     "PreferenceObjective",
     "TokenLosses",
+    "answer_log_probs",
     "dr_grpo_advantages",
     "get_advantage",
     "grpo_advantages",
     "kl_estimate",
     "log_probs_and_entropy",
+    "preference_pairs",
     "probability_ratio",
     "register_advantage",
     "rloo_advantages",

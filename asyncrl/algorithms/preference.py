@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, sigmoid
 from torch.nn.functional import logsigmoid
 
-from asyncrl.errors import ConfigError, SchemaError
+from asyncrl.algorithms.token_losses import keep
+from asyncrl.data.ragged import rows_of
+from asyncrl.errors import ConfigError, InvalidDataError, SchemaError
 
-__all__ = ["PairLosses", "PreferenceObjective"]
+__all__ = ["PairLosses", "PreferenceObjective", "answer_log_probs", "preference_pairs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +109,55 @@ class PreferenceObjective:
             # d/dm log sigmoid(m) = sigmoid(-m); (1 - s) sigmoid(-m) - s sigmoid(m) = sigmoid(-m) - s
             advantage=self.beta * (sigmoid(-distance) - self.label_smoothing),
         )
+
+
+def preference_pairs(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rows to be compared, as indices: chosen, rejected, chosen, rejected, ... ([2 P] int64).
+
+    In every group the best row is paired with the worst, the second best with the second worst and so on, as long as
+    their rewards differ. Groups come in the order of their numbers, rows of equal reward in their own order.
+
+    >>> preference_pairs(torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0]), torch.tensor([8, 8, 8, 5, 5]))
+    tensor([1, 2])
+
+    Args:
+        rewards: [B] floating.
+        groups: [B] integer; rows with the same number answer the same prompt.
+
+    Raises:
+        InvalidDataError: a reward is not finite; the message names the row.
+    """
+    if rewards.ndim != 1 or groups.shape != rewards.shape:
+        raise SchemaError(f"rewards and groups must be [B], got {tuple(rewards.shape)} and {tuple(groups.shape)}")
+    members: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    for row, (reward, group) in enumerate(zip(rewards.tolist(), groups.tolist(), strict=True)):
+        if not math.isfinite(reward):
+            raise InvalidDataError(f"reward of row {row} (group {group}) is {reward}: it cannot be compared")
+        members[group].append((reward, row))
+    pairs: list[int] = []
+    for group in sorted(members):
+        best_first = sorted(members[group], key=lambda member: -member[0])
+        worst_first = sorted(members[group], key=lambda member: (member[0], -member[1]))
+        for (better, chosen), (worse, rejected) in zip(best_first, worst_first, strict=True):
+            if better <= worse:
+                break
+            pairs += [chosen, rejected]
+    return torch.tensor(pairs, dtype=torch.int64)
+
+
+def answer_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Log-prob of whole answers [B]: in every row, the sum over the tokens where ``mask``.
+
+    Args:
+        log_probs: ragged column of B rows, differentiable.
+        mask: ragged boolean column of the same lengths, True where the policy sampled the token.
+
+    Raises:
+        SchemaError: the rows differ in length.
+    """
+    rows, masks = rows_of(log_probs), rows_of(mask)
+    if [len(row) for row in rows] != [len(row) for row in masks]:
+        raise SchemaError("log_probs and mask must have rows of the same lengths")
+    if not rows:
+        return log_probs.values().new_zeros(0).float()
+    return torch.stack([keep(row, chosen).sum() for row, chosen in zip(rows, masks, strict=True)])

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import PreferenceObjective
-from asyncrl.errors import ConfigError, SchemaError
+from asyncrl.algorithms import PreferenceObjective, answer_log_probs, preference_pairs
+from asyncrl.data.ragged import ragged_from_list
+from asyncrl.errors import ConfigError, InvalidDataError, SchemaError
 
 NAMES = ("chosen_log_probs", "rejected_log_probs", "reference_chosen_log_probs", "reference_rejected_log_probs")
 
@@ -96,3 +97,44 @@ def test_columns_that_do_not_fit_are_named() -> None:
         PreferenceObjective().pair_losses(**{**good, "rejected_log_probs": torch.zeros(3)})
     with pytest.raises(SchemaError, match="reference_chosen_log_probs"):
         PreferenceObjective().pair_losses(**{**good, "reference_chosen_log_probs": torch.zeros(2, dtype=torch.int64)})
+
+
+def test_the_best_is_paired_with_the_worst_as_long_as_they_differ() -> None:
+    rewards = torch.tensor([0.5, 3.0, 1.0, 1.0, 2.0, 0.0, 7.0, 7.0])
+    groups = torch.tensor([4, 4, 4, 4, 2, 2, 3, 3])
+    # group 2: rows 4 (2.0) and 5 (0.0); group 3: equal; group 4: 3.0 with 0.5, then 1.0 with 1.0
+    assert preference_pairs(rewards, groups).tolist() == [4, 5, 1, 0]
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3)), max_size=16))
+@settings(max_examples=60, deadline=None)
+def test_pairs_are_of_one_group_prefer_the_higher_reward_and_use_a_row_once(rows: list[tuple[float, int]]) -> None:
+    rewards, groups = [r for r, _ in rows], [g for _, g in rows]
+    pairs = preference_pairs(torch.tensor(rewards), torch.tensor(groups, dtype=torch.int64)).tolist()
+    assert len(set(pairs)) == len(pairs)
+    for chosen, rejected in zip(pairs[0::2], pairs[1::2], strict=True):
+        assert groups[chosen] == groups[rejected]
+        assert rewards[chosen] > rewards[rejected]
+    for group in set(groups):  # with two rewards, as many pairs as the rarer one has rows
+        members = [reward for reward, its in rows if its == group]
+        if set(members) == {0.0, 1.0}:
+            assert sum(groups[row] == group for row in pairs) == 2 * min(members.count(0.0), members.count(1.0))
+
+
+def test_a_reward_that_is_no_number_cannot_be_compared() -> None:
+    with pytest.raises(InvalidDataError, match=r"row 1 \(group 6\) is nan"):
+        preference_pairs(torch.tensor([1.0, math.nan]), torch.tensor([6, 6]))
+
+
+def test_answers_are_summed_over_what_was_sampled() -> None:
+    leaf = torch.tensor([-1.0, math.nan, -2.0, -4.0, -8.0], requires_grad=True)
+    masks = [torch.tensor([True, False, True]), torch.tensor([False]), torch.tensor([True])]
+    columns = ragged_from_list([leaf[:3], leaf[3:4], leaf[4:]]), ragged_from_list(masks)
+    sums = answer_log_probs(*columns)
+    sums.sum().backward()
+    assert sums.tolist() == [-3.0, 0.0, -8.0]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [1.0, 0.0, 1.0, 0.0, 1.0]
+    with pytest.raises(SchemaError, match="same lengths"):
+        answer_log_probs(columns[0], ragged_from_list(masks[:2]))
+    assert answer_log_probs(ragged_from_list([]), ragged_from_list([])).tolist() == []

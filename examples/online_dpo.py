@@ -1,0 +1,131 @@
+"""Online DPO by hand: pairs of a right and a wrong answer, made by the policy itself, at every step.
+
+    python examples/online_dpo.py [--steps 20] [--backend local|ray]
+
+asyncrl has no such trainer: this file adds one method to the trainer's workers, and a frozen policy as a third group.
+Rows are compared here by their rewards alone; their tokens stay with the workers. The share of right answers goes from
+a half to nearly all, until there is little left to compare. Online DPO: arXiv:2402.04792. Half a minute on two cores.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from asyncrl.agents.calculator import CalculatorFactory
+from asyncrl.agents.chat import ChatRenderer
+from asyncrl.algorithms import PolicyObjective, PreferenceObjective, answer_log_probs, preference_pairs
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.interfaces import SamplingParams
+from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
+from asyncrl.pipeline.warm_start import conversation_rows
+from asyncrl.rollout.prompts import derive_seed, prompt_rows
+from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, WorkerGroup, register
+from asyncrl.single_controller.local import LocalWorkerGroup
+from asyncrl.weights.transport import TransportSpec
+from engines.training.scratch import make_scratch_model
+
+PROMPTS, ROWS = 8, 8  # per step; of each prompt, right answers are paired with wrong ones
+WORLD: dict[str, Any] = {"max_operand": 9, "operation_shares": [1.0], "guess_share": 0.6, "misread_share": 0.0}
+SIZE: dict[str, Any] = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320}
+TRANSPORT = TransportSpec(name="shared_memory", namespace=f"dpo-{os.getpid()}")
+TRAINER = TrainerSpec(engine="fsdp", transport=TRANSPORT)
+ROLLOUT = RolloutSpec(
+    engine="transformers",
+    environment="calculator",
+    environment_options=WORLD,
+    sampling=SamplingParams(max_new_tokens=24),
+    limits=EpisodeLimits(max_turns=3, max_tokens=64),
+    transport=TRANSPORT,
+)
+OBJECTIVE = PolicyObjective(behaviour_weight_cap=None, aggregation="fixed_length", fixed_length=1)  # sums over tokens
+
+
+class PreferenceTrainer(TrainerWorker):
+    """A trainer's worker with one more method."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def prefer(self, pairs: DataProto) -> dict[str, float]:
+        """One DPO step on rows chosen, rejected, chosen, rejected, ... with ``reference_log_probs``."""
+        columns = pairs.union(self._held().log_probs(pairs)).to_tensordict()
+        policy = answer_log_probs(columns["log_probs"], columns["loss_mask"])
+        reference = answer_log_probs(columns["reference_log_probs"], columns["loss_mask"])
+        losses = PreferenceObjective(beta=0.1).pair_losses(
+            chosen_log_probs=policy[0::2],
+            rejected_log_probs=policy[1::2],
+            reference_chosen_log_probs=reference[0::2],
+            reference_rejected_log_probs=reference[1::2],
+        )
+        # The gradient of the mean loss of pairs, written as advantages of two rows each.
+        advantages = torch.stack([losses.advantage, -losses.advantage], dim=1).flatten() * 2
+        metrics = self._held().update(pairs.union(DataProto.from_dict({"advantages": advantages})))
+        return {"loss": losses.loss.mean().item(), "grad_norm": metrics["grad_norm"]}
+
+
+async def main(*, steps: int = 20, warm_start_steps: int = 150, backend: str = "local") -> list[float]:
+    """Train; returns the share of right answers of every step."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_group: Callable[[ClassWithInitArgs], WorkerGroup] = LocalWorkerGroup  # all in this process
+        if backend == "ray":  # a process for each, in the seats of one pool
+            from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+            from asyncrl.single_controller.ray_cluster import RayCluster
+
+            stack.enter_context(RayCluster(num_cpus=3, log_folder=folder))
+            make_group = partial(RayWorkerGroup, RayResourcePool([1], max_colocate_count=3))
+        trainer = await stack.enter_async_context(make_group(ClassWithInitArgs(PreferenceTrainer, TRAINER)))
+        reference = await stack.enter_async_context(
+            make_group(ClassWithInitArgs(TrainerWorker, TrainerSpec(engine="fsdp")))
+        )
+        rollout = await stack.enter_async_context(make_group(ClassWithInitArgs(RolloutWorker, ROLLOUT)))
+
+        # A model from scratch, which imitates demonstrations first.
+        tasks, model, warm = CalculatorFactory(**WORLD), folder / "model", folder / "warm"
+        make_scratch_model(model, conversations=[tasks.demonstration(row) for row in range(256)], **SIZE)
+        renderer, tools = ChatRenderer(AutoTokenizer.from_pretrained(model)), tasks.make().tools
+        await trainer.build(str(model), {"objective": OBJECTIVE, "lr": 3e-3, "threads": 1})
+        for step in range(warm_start_steps):
+            conversations = [tasks.demonstration(32 * step + row) for row in range(32)]
+            await trainer.supervise(conversation_rows(renderer, conversations, tools))
+        await trainer.export(warm)
+        await trainer.build(str(warm), {"objective": OBJECTIVE, "lr": 1e-3, "threads": 1})
+        await reference.build(str(warm), {"objective": OBJECTIVE, "lr": 0.0, "threads": 1})
+        await rollout.start(str(warm), weight_version=0)
+
+        shares: list[float] = []
+        for step in range(1, steps + 1):
+            groups: list[DataProtoFuture] = []
+            for slot in range(step * PROMPTS, (step + 1) * PROMPTS):
+                seeds = [derive_seed(slot, row) for row in range(ROWS)]
+                prompts = prompt_rows([tasks.task(slot, split="train")] * ROWS, slot=slot, seeds=seeds, purpose="train")
+                groups.append(rollout.rollout(prompts).select(meta_info_keys=[]))
+            batch = DataProtoFuture.concat(groups)
+            seen = (await batch.select(["rewards", "slot"], [])).to_tensordict()  # the tokens stay where they are
+            shares.append(float(seen["rewards"].mean()))
+            compared = preference_pairs(seen["rewards"], seen["slot"])
+            print(f"step {step:2}  right {shares[-1]:.3f}  pairs {len(compared) // 2:2}")
+            if len(compared) == 0:
+                continue
+            pairs = batch.select_idxs(compared)
+            await trainer.prefer(pairs.union(reference.reference_log_probs(pairs)))
+            (manifest,) = await trainer.publish(step)
+            await rollout.prepare_weights(manifest)
+            await rollout.commit_weights(step)
+            await trainer.release(step)
+        return shares
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--backend", choices=["local", "ray"], default="local")
+    asyncio.run(main(**vars(parser.parse_args())))

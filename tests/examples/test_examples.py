@@ -1,0 +1,112 @@
+"""The examples run, at their smallest and as they stand."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.algorithms import PreferenceObjective
+from asyncrl.data import DataProto
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["grpo", "online_dpo"])
+async def test_it_runs_at_its_smallest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = await load(name).main(steps=2, warm_start_steps=12)
+    assert len(rewards) == 2
+    assert all(0.0 <= reward <= 1.0 for reward in rewards)
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert len(steps) == 2
+    assert not list(Path("/dev/shm").glob(f"asyncrl.*-{os.getpid()}.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "online_dpo"])
+async def test_it_learns(name: str) -> None:
+    rewards = await load(name).main()
+    assert sum(rewards[:3]) / 3 < 0.7
+    assert sum(rewards[-3:]) / 3 > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("name", ["grpo", "online_dpo"])
+def test_it_runs_on_ray_as_the_command_says(name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", "1", "--backend", "ray"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "step  1" in done.stdout
+
+
+def test_one_preference_step_is_the_gradient_of_dpo(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    example = load("online_dpo")
+    folder = str(tmp_path / "model")
+    tasks = example.CalculatorFactory(**example.WORLD)
+    example.make_scratch_model(
+        tmp_path / "model", conversations=[tasks.demonstration(row) for row in range(32)], **example.SIZE
+    )
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(300, (length,), generator=generator) for length in (7, 9, 5, 12)]
+    masks = [torch.arange(len(row)) >= 3 for row in rows]
+    reference = [-6.0 - torch.rand(len(row), generator=generator) for row in rows]
+
+    # The plain way: one graph through both answers of every pair.
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    sums = []
+    for row, mask in zip(rows, masks, strict=True):
+        log_probs = model(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None]).squeeze(1)
+        sums.append(log_probs[mask[1:]].sum())
+    policy = torch.stack(sums)
+    frozen = torch.stack([row[mask].sum() for row, mask in zip(reference, masks, strict=True)])
+    loss = PreferenceObjective(beta=0.1).pair_losses(
+        chosen_log_probs=policy[0::2],
+        rejected_log_probs=policy[1::2],
+        reference_chosen_log_probs=frozen[0::2],
+        reference_rejected_log_probs=frozen[1::2],
+    )
+    loss.loss.mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+    trainer = example.PreferenceTrainer(example.TRAINER)
+    try:
+        trainer.build(folder, {"objective": example.OBJECTIVE, "lr": 1e-3, "threads": 1, "device": "cpu"})
+        pairs = DataProto.from_dict(
+            tensors={
+                "input_ids": rows,
+                "loss_mask": masks,
+                "behaviour_log_probs": [torch.zeros(len(row)) for row in rows],
+                "reference_log_probs": reference,
+            }
+        )
+        metrics = trainer.prefer(pairs)
+    finally:
+        trainer.close()
+    assert metrics["loss"] == pytest.approx(loss.loss.mean().item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)

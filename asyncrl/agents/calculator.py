@@ -101,7 +101,7 @@ class CalculatorFactory:
         seed: int = 0,
         max_operand: int = 99,
         operators: Sequence[str] = ("+", "-"),
-        operation_shares: Sequence[float] = (0.3, 0.4, 0.3),
+        operation_shares: Sequence[float] = (0.35, 0.65),
         negative: bool = False,
         guess_share: float = 0.2,
         early_stop_share: float = 0.65,

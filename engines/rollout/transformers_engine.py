@@ -162,12 +162,12 @@ class TransformersEngine:
             EngineError: the model cannot be loaded, or is of a kind that this engine does not serve.
         """
         async with self._starting:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
             if self._generation is None:
                 await self._start()
 
     async def _start(self) -> None:
-        if self._closed:
-            raise EngineClosedError("the engine is closed")
         loop = asyncio.get_running_loop()
         generation = await asyncio.to_thread(self._load)
         if self._closed:

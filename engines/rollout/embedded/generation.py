@@ -6,16 +6,19 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from asyncrl.errors import EngineError
 from asyncrl.interfaces import KVCachePolicy, PauseMode
-from engines.rollout.embedded.decoder import Decoder
 from engines.rollout.embedded.row import Row
 from engines.rollout.embedded.sampling import Sampled, Sampler
 from engines.rollout.embedded.schedule import Chunk, Schedule, Step
 from engines.rollout.embedded.shadow_weights import ShadowWeights
+
+if TYPE_CHECKING:
+    from engines.rollout.embedded.decoder import Decoder  # loads transformers, which only a started engine does
 
 __all__ = ["Counters", "Generation"]
 
@@ -35,7 +38,8 @@ class Counters:
 class Generation:
     """Rows in, tokens into the rows. Events between steps, :meth:`step` for the tokens.
 
-    Every method that may change a row appends it to :attr:`touched`, for whoever delivers.
+    Every method that may change a row appends it to :attr:`touched`, for whoever delivers, and sets :attr:`ended` if
+    it was the row's end.
     """
 
     def __init__(self, decoder: Decoder, schedule: Schedule, weights: ShadowWeights) -> None:
@@ -44,6 +48,7 @@ class Generation:
         self.weights = weights
         self.counters = Counters()
         self.touched: list[Row] = []
+        self.ended = False
         self.failure: Exception | None = None
         self.commit_pause_s = 0.0
         self._sampler: Sampler | None = None
@@ -169,6 +174,7 @@ class Generation:
                 self.counters.requests_finished += 1
         self.schedule.leave(row)
         self.touched.append(row)
+        self.ended = True
 
     def _sampler_of(self, rows: Sequence[Row]) -> Sampler:
         return Sampler(

@@ -44,10 +44,7 @@ def load(model_path: str, *, dtype: torch.dtype, device: str, max_model_tokens: 
         model = model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise EngineError(f"cannot load {model_path} on {device}: {type(error).__name__}: {error}") from error
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-    except (OSError, ValueError, ImportError, KeyError):
-        tokenizer = None  # a model without a tokenizer is served; a request with stop strings is refused by name
+    tokenizer = _tokenizer(model_path)
     decoder = Decoder(model, max_model_tokens=max_model_tokens)
     with torch.inference_mode():
         try:
@@ -61,6 +58,16 @@ def load(model_path: str, *, dtype: torch.dtype, device: str, max_model_tokens: 
     stop = set(_ids(getattr(model.generation_config, "eos_token_id", None)))
     stop.update(_ids(getattr(tokenizer, "eos_token_id", None)))
     return LoadedModel(decoder=decoder, tokenizer=tokenizer, stop_token_ids=frozenset(stop))
+
+
+def _tokenizer(model_path: str) -> Any:
+    """The folder's tokenizer; None if it has none, which only requests with stop strings will mind."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError, ImportError, KeyError):
+        return None
+    # For some families transformers makes an empty tokenizer up; its end-of-sequence id would cut texts short.
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

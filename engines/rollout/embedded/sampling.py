@@ -29,6 +29,7 @@ __all__ = ["Sampled", "Sampler", "uniforms"]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 _BLOCK = 256  # vocabulary entries whose probabilities are added up before any is looked at alone
+_SMALL_VOCABULARY = 2048  # up to here blocks cost more than they save
 _CANDIDATES = 1024  # first try for a nucleus without top-k
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -120,13 +121,16 @@ class Sampler:
         if best is not None and self._all_greedy:
             # The largest logit is `top` itself: log-prob = -log(sum of exp(logit - top)).
             return best[:, 0], -weights.sum(-1, dtype=torch.float64).log()
-        blocks = _block_sums(weights)
-        total, block, rest = _invert(blocks, drawn[:, None])
-        columns = block * _BLOCK + torch.arange(_BLOCK, device=self._device)
-        inside = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).double()
-        inside.masked_fill_(columns >= weights.shape[1], 0.0)
-        _, offset, _ = _invert(inside, None, target=rest)
-        tokens = (block * _BLOCK + offset).clamp_(max=weights.shape[1] - 1)  # non-finite logits point anywhere
+        vocabulary = weights.shape[1]
+        if vocabulary <= _SMALL_VOCABULARY:
+            total, tokens, _ = _invert(weights.double(), drawn[:, None])
+        else:
+            total, block, rest = _invert(_block_sums(weights), drawn[:, None])
+            columns = block * _BLOCK + torch.arange(_BLOCK, device=self._device)
+            inside = weights.gather(1, columns.clamp(max=vocabulary - 1)).double()
+            inside.masked_fill_(columns >= vocabulary, 0.0)
+            _, offset, _ = _invert(inside, None, target=rest)
+            tokens = (block * _BLOCK + offset).clamp_(max=vocabulary - 1)  # non-finite logits point anywhere
         if best is not None and self._greedy is not None:
             tokens = torch.where(self._greedy[:, None], best, tokens)
         log_probs = (scaled.gather(1, tokens) - top).double() - total.log()

@@ -1,0 +1,154 @@
+"""Tiny models made on the spot, and a reference that computes log-probs the slow way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.interfaces import Generation, GenerationRequest, SamplingParams
+from engines.rollout.transformers_engine import TransformersEngine
+
+VOCABULARY = 67
+CONTEXT = 256
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make_model(kind: str, *, seed: int, tied: bool = False, **options: Any) -> Any:
+    """A model with random weights, spread widely enough that its distributions are far from uniform."""
+    import transformers
+
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "mamba": (transformers.MambaConfig, transformers.MambaForCausalLM),
+    }[kind]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.4,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(seed)
+    return model_class(config_class(**{**settings, **options})).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``folder_of("llama", seed=0)`` is a model folder; made once."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(kind: str = "llama", *, seed: int = 0, **options: Any) -> Path:
+        key = (kind, seed, *sorted((name, str(value)) for name, value in options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(kind)
+            make_model(kind, seed=seed, **options).save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model_of() -> Callable[..., Any]:
+    return make_model
+
+
+def log_prob_of(logits: Sequence[float], token: int, sampling: SamplingParams) -> float:
+    """Plain Python: log-prob of ``token`` after temperature, top-k and top-p; greedy: untempered."""
+    if sampling.temperature == 0.0:
+        weights = dict(enumerate(logits))
+    else:
+        weights = {i: value / sampling.temperature for i, value in enumerate(logits)}
+        ranked = sorted(weights, key=lambda i: -weights[i])
+        if sampling.top_k:
+            ranked = ranked[: sampling.top_k]
+        top = weights[ranked[0]]
+        total = math.fsum(math.exp(weights[i] - top) for i in ranked)
+        kept, mass = [], 0.0
+        for i in ranked:
+            if mass >= sampling.top_p * total and sampling.top_p < 1.0:
+                break
+            kept.append(i)
+            mass += math.exp(weights[i] - top)
+        weights = {i: weights[i] for i in kept}
+    if token not in weights:
+        return -math.inf
+    top = max(weights.values())
+    return weights[token] - top - math.log(math.fsum(math.exp(value - top) for value in weights.values()))
+
+
+@pytest.fixture(scope="session")
+def plain_log_probs() -> Callable[..., list[float]]:
+    """Log-probs of a generation by one forward pass over prompt and tokens, without any cache."""
+
+    def compute(model: Any, request: GenerationRequest, tokens: Sequence[int]) -> list[float]:
+        prompt = request.prompt_token_ids
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].double()
+        rows = logits[len(prompt) - 1 : -1].tolist()
+        return [log_prob_of(row, token, request.sampling) for row, token in zip(rows, tokens, strict=True)]
+
+    return compute
+
+
+@pytest.fixture(scope="session")
+def truncated_log_prob() -> Callable[[Sequence[float], int, SamplingParams], float]:
+    return log_prob_of
+
+
+@pytest.fixture(scope="session")
+def collect() -> Callable[..., Any]:
+    """``await collect(engine, request)`` puts the chunks of a request together, and checks their form."""
+
+    async def run(engine: TransformersEngine, request: GenerationRequest) -> Generation:
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        versions: list[int] = []
+        reason = None
+        async for chunk in engine.generate(request):
+            assert reason is None, "a chunk came after the last one"
+            assert len(chunk.token_ids) == len(chunk.log_probs) == len(chunk.weight_versions)
+            tokens += chunk.token_ids
+            log_probs += chunk.log_probs
+            versions += chunk.weight_versions
+            reason = chunk.finish_reason
+        assert reason is not None
+        return Generation(
+            token_ids=tuple(tokens),
+            log_probs=tuple(log_probs),
+            weight_versions=tuple(versions),
+            finish_reason=reason,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def request_of() -> Callable[..., GenerationRequest]:
+    def make(name: str | int, prompt: Sequence[int], tokens: int, **sampling: Any) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=str(name),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_new_tokens=tokens, **sampling),
+        )
+
+    return make

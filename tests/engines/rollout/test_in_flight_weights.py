@@ -1,0 +1,365 @@
+"""New weights while requests are in flight: where the cut is, what each side of it was computed from, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import WeightMismatchError, WeightVersionError
+from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, VersionSpan
+from engines.rollout.transformers_engine import TransformersEngine
+
+Collect = Callable[..., Any]
+RequestOf = Callable[..., GenerationRequest]
+FolderOf = Callable[..., Path]
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **options: Any) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(str(folder), **{"device": "cpu", "threads": 1, **options})
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.named_parameters()}
+
+
+def mixed_log_probs(models: Sequence[Any], request: GenerationRequest, got: Generation) -> list[float]:
+    """Replay with transformers' own cache: each token's keys and values under the weights that read it.
+
+    With the cache kept, a sampled token is read by the step that samples the next one, so by that one's version.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    log_probs = []
+    pending = list(request.prompt_token_ids)
+    for token, version in zip(got.token_ids, got.weight_versions, strict=True):
+        with torch.no_grad():
+            out = models[version](input_ids=torch.tensor([pending]), past_key_values=cache, use_cache=True)
+        log_probs.append(float(out.logits[0, -1].double().log_softmax(-1)[token]))
+        pending = [token]
+    return log_probs
+
+
+async def reaches(engine: TransformersEngine, tokens: int) -> None:
+    while engine.statistics().tokens_generated < tokens:
+        await engine._call(lambda: None)  # the next boundary between two steps
+
+
+@pytest.mark.parametrize("in_thread", [True, False], ids=["thread", "inline"])
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True)])
+async def test_both_sides_of_the_cut_are_exact(
+    folder_of: FolderOf,
+    collect: Collect,
+    request_of: RequestOf,
+    plain_log_probs: Any,
+    kv_cache: KVCachePolicy,
+    kind: str,
+    tied: bool,
+    in_thread: bool,
+) -> None:
+    folder = folder_of(kind, tied=tied)
+    models = [load(folder), load(folder_of(kind, seed=1, tied=tied)), load(folder_of(kind, seed=2, tied=tied))]
+    dice = random.Random(7)
+    requests = [
+        request_of(i, [dice.randrange(67) for _ in range(dice.randint(1, 30))], dice.randint(40, 70)) for i in range(9)
+    ]
+    # Five run, four wait; a small prefill budget lets recomputed rows come back one after the other.
+    async with serving(folder, step_in_thread=in_thread, max_running_requests=5, prefill_tokens_per_step=48) as engine:
+        tasks = [asyncio.ensure_future(collect(engine, r)) for r in requests]
+        for version in (1, 2):
+            await engine.prepare_weights(tensors_of(models[version]), version=version)
+            await reaches(engine, 70 * version)
+            await engine.commit_weights(version, kv_cache=kv_cache)
+            assert engine.weight_version == version
+        done: list[Generation] = await asyncio.gather(*tasks)
+    assert {version for got in done for version in got.weight_versions} == {0, 1, 2}
+    assert any(len(got.spans) == 3 for got in done)
+    for request, got in zip(requests, done, strict=True):
+        assert list(got.weight_versions) == sorted(got.weight_versions)
+        assert len(got.token_ids) == request.sampling.max_new_tokens
+        if kv_cache == "keep":
+            expected = mixed_log_probs(models, request, got)
+        else:
+            by_version = [plain_log_probs(model, request, got.token_ids) for model in models]
+            expected = [by_version[version][n] for n, version in enumerate(got.weight_versions)]
+        worst = max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True))
+        assert worst <= 1e-4, (request.request_id, got.spans)
+
+
+async def test_the_two_policies_differ(folder_of: FolderOf, collect: Collect, request_of: RequestOf) -> None:
+    other = tensors_of(load(folder_of(seed=1)))
+    seen: dict[str, Generation] = {}
+    for kv_cache in ("keep", "recompute"):
+        async with serving(folder_of(), step_in_thread=False) as engine:
+            task = asyncio.ensure_future(collect(engine, request_of("a", [1, 2, 3], 30, seed=5)))
+            await engine.prepare_weights(other, version=1)
+            await reaches(engine, 10)
+            await engine.commit_weights(1, kv_cache=kv_cache)
+            seen[kv_cache] = await task
+    keep, recompute = seen["keep"], seen["recompute"]
+    assert keep.spans == recompute.spans
+    assert [span.version for span in keep.spans] == [0, 1]
+    cut = keep.spans[1].start
+    assert keep.log_probs[:cut] == recompute.log_probs[:cut]
+    assert max(abs(a - b) for a, b in zip(keep.log_probs[cut:], recompute.log_probs[cut:], strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+async def test_weights_that_arrive_while_paused(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, kv_cache: KVCachePolicy
+) -> None:
+    async with serving(folder_of()) as engine:
+        task = asyncio.ensure_future(collect(engine, request_of("a", [1, 2, 3], 60)))
+        await reaches(engine, 5)
+        await engine.pause("keep")
+        cut = engine.statistics().tokens_generated
+        await engine.prepare_weights(tensors_of(load(folder_of(seed=1))), version=3)
+        await engine.commit_weights(3, kv_cache=kv_cache)
+        assert engine.statistics().tokens_generated == cut
+        await engine.resume()
+        got: Generation = await task
+    assert got.spans == (VersionSpan(version=0, start=0, end=cut), VersionSpan(version=3, start=cut, end=60))
+
+
+async def test_a_prompt_half_read_at_the_cut_begins_again(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any
+) -> None:
+    other = load(folder_of(seed=1))
+    request = request_of("a", [(7 * i) % 67 for i in range(200)], 5)
+    async with serving(folder_of(), step_in_thread=False, prefill_tokens_per_step=16) as engine:
+        task = asyncio.ensure_future(collect(engine, request))
+        await engine.prepare_weights(tensors_of(other), version=1)
+        while engine.statistics().kv_cache_tokens < 64:
+            await asyncio.sleep(0)
+        assert engine.statistics().tokens_generated == 0
+        await engine.commit_weights(1, kv_cache="keep")
+        got: Generation = await task
+    assert set(got.weight_versions) == {1}
+    expected = plain_log_probs(other, request, got.token_ids)
+    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+
+
+async def test_decoding_goes_on_while_weights_are_prepared(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    async with serving(folder_of()) as engine:
+        task = asyncio.ensure_future(collect(engine, request_of("a", [1], 250)))
+        await reaches(engine, 1)
+        await engine.prepare_weights(tensors_of(load(folder_of(seed=1))), version=1)
+        assert engine.weight_version == 0
+        got: Generation = await task
+    assert set(got.weight_versions) == {0}
+
+
+async def test_what_is_refused_leaves_the_old_weights(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    good = tensors_of(load(folder_of(seed=1)))
+    bad = {**good, "model.norm.weight": torch.zeros(3)}
+    async with serving(folder_of(), weight_version=4) as engine:
+        before: Generation = await collect(engine, request_of("a", [1, 2], 20, seed=1))
+        with pytest.raises(WeightMismatchError, match=r"model\.norm\.weight of version 5 has shape"):
+            await engine.prepare_weights(bad, version=5)
+        with pytest.raises(WeightVersionError, match="version 4 does not follow version 4"):
+            await engine.prepare_weights(good, version=4)
+        with pytest.raises(WeightVersionError, match="cannot commit weight version 5: none is prepared"):
+            await engine.commit_weights(5)
+        await engine.prepare_weights(good, version=6)
+        with pytest.raises(WeightVersionError, match="cannot commit weight version 5: version 6 is prepared"):
+            await engine.commit_weights(5)
+        after: Generation = await collect(engine, request_of("a", [1, 2], 20, seed=1))
+        assert (after.token_ids, engine.weight_version) == (before.token_ids, 4)
+        assert set(after.weight_versions) == {4}
+        await engine.commit_weights(6)
+        assert (await collect(engine, request_of("a", [1, 2], 20, seed=1))).token_ids != before.token_ids
+
+
+async def test_a_cancelled_prepare_waits_for_its_reader_and_prepares_nothing(folder_of: FolderOf) -> None:
+    tensors = tensors_of(load(folder_of(seed=1)))
+    async with serving(folder_of()) as engine:
+        preparing = asyncio.ensure_future(engine.prepare_weights(tensors, version=1))
+        await asyncio.sleep(0)
+        preparing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+        for tensor in tensors.values():
+            tensor.fill_(float("nan"))  # nobody reads them any more
+        await engine.prepare_weights(tensors_of(load(folder_of(seed=2))), version=2)
+        await engine.commit_weights(2)
+        assert (await engine.health(30.0)).weight_version == 2
+
+
+# A model whose version v can only say v: a wrong label shows at once. The layers add nothing, every embedding is the
+# same vector of ones, so only the head decides.
+
+
+@pytest.fixture(scope="session")
+def telltale(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[int], Any]]:
+    model = load(folder_of())
+
+    def weights(version: int) -> dict[str, torch.Tensor]:
+        tensors = tensors_of(model)
+        for name, tensor in tensors.items():
+            if "o_proj" in name or "down_proj" in name:
+                tensor.zero_()
+            elif "embed_tokens" in name or "norm" in name:
+                tensor.fill_(1.0)
+            elif name == "lm_head.weight":
+                tensor.fill_(-1.0)
+                tensor[version] = 1.0
+        return tensors
+
+    folder = tmp_path_factory.mktemp("telltale")
+    model.load_state_dict(weights(0))
+    model.save_pretrained(folder)
+    return folder, weights
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+async def test_every_token_tells_the_version_that_made_it(
+    telltale: tuple[Path, Callable[[int], Any]], request_of: RequestOf, collect: Collect, kv_cache: KVCachePolicy
+) -> None:
+    folder, weights = telltale
+    dice = random.Random(3)
+    running = True
+    done: list[tuple[GenerationRequest, Generation]] = []
+    async with serving(folder, max_running_requests=6, prefill_tokens_per_step=24) as engine:
+
+        async def client(name: int) -> None:
+            turn = 0
+            while running:
+                turn += 1
+                request = request_of(f"{name}.{turn}", [1] * dice.randint(1, 40), dice.randint(1, 60))
+                done.append((request, await collect(engine, request)))
+
+        async with asyncio.TaskGroup() as group:
+            for name in range(10):
+                group.create_task(client(name))
+            for version in range(1, 40):
+                await engine.prepare_weights(weights(version), version=version)
+                await reaches(engine, engine.statistics().tokens_generated + 30)
+                await engine.commit_weights(version, kv_cache=kv_cache)
+            running = False
+        counted = engine.statistics().tokens_generated
+    for request, got in done:
+        assert got.token_ids == got.weight_versions
+        assert list(got.weight_versions) == sorted(got.weight_versions)
+        assert len(got.token_ids) == request.sampling.max_new_tokens
+    assert sum(len(got.token_ids) for _, got in done) == counted
+    assert sum(len(got.spans) > 1 for _, got in done) >= 20
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 30), st.integers(1, 12)),
+        st.tuples(st.just("abort"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("leave"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("keep"), st.integers(0, 6), st.just(0)),
+        st.tuples(st.just("drain"), st.just(0), st.just(0)),
+        st.tuples(st.just("abort all"), st.just(0), st.just(0)),
+        st.tuples(st.just("commit keep"), st.just(0), st.just(0)),
+        st.tuples(st.just("commit recompute"), st.just(0), st.just(0)),
+        st.tuples(st.just("turns"), st.integers(1, 12), st.just(0)),
+        st.tuples(st.just("health"), st.just(0), st.just(0)),
+    ),
+    min_size=4,
+    max_size=30,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=ACTIONS, slots=st.integers(1, 3), budget=st.integers(4, 40), in_thread=st.booleans())
+def test_any_order_of_events_keeps_the_accounts(
+    telltale: tuple[Path, Callable[[int], Any]],
+    request_of: RequestOf,
+    collect: Collect,
+    actions: list[tuple[str, int, int]],
+    slots: int,
+    budget: int,
+    in_thread: bool,
+) -> None:
+    folder, weights = telltale
+
+    async def story() -> None:
+        tasks: list[asyncio.Task[Generation]] = []
+        limits: list[int] = []
+        left: set[int] = set()
+        async with serving(
+            folder, max_running_requests=slots, prefill_tokens_per_step=budget, step_in_thread=in_thread
+        ) as engine:
+            for kind, number, tokens in actions:
+                if kind == "submit":
+                    limits.append(tokens)
+                    request = request_of(len(tasks), [1] * number, tokens)
+                    tasks.append(asyncio.ensure_future(collect(engine, request)))
+                elif kind == "abort":
+                    await engine.abort(str(number))
+                elif kind == "leave" and tasks:
+                    if tasks[number % len(tasks)].cancel():
+                        left.add(number % len(tasks))
+                elif kind == "keep":
+                    await engine.pause("keep")
+                    for _ in range(number):
+                        await asyncio.sleep(0)
+                    await engine.resume()
+                elif kind == "drain":
+                    await engine.pause("drain")
+                    assert engine.statistics().running == 0
+                    await engine.resume()
+                elif kind == "abort all":
+                    await engine.pause("abort")
+                    assert engine.statistics().running == 0
+                    await engine.resume()
+                elif kind.startswith("commit"):
+                    version = engine.weight_version + 1
+                    await engine.prepare_weights(weights(version), version=version)
+                    policy: KVCachePolicy = "keep" if kind.endswith("keep") else "recompute"
+                    await engine.commit_weights(version, kv_cache=policy)
+                elif kind == "health":
+                    assert (await engine.health(30.0)).healthy
+                else:
+                    for _ in range(number):
+                        await asyncio.sleep(0)
+            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30.0)
+            await engine.pause("drain")
+            statistics = engine.statistics()
+        delivered = 0
+        for i, got in enumerate(results):
+            if isinstance(got, asyncio.CancelledError):
+                assert i in left
+                continue
+            assert isinstance(got, Generation), got
+            assert got.token_ids == got.weight_versions
+            assert list(got.weight_versions) == sorted(got.weight_versions)
+            assert got.finish_reason in ("length", "abort")
+            assert len(got.token_ids) == limits[i] or got.finish_reason == "abort"
+            delivered += len(got.token_ids)
+        assert statistics.running == statistics.waiting == statistics.kv_cache_tokens == 0
+        assert delivered <= statistics.tokens_generated
+        if not left:
+            assert delivered == statistics.tokens_generated
+            assert statistics.requests_finished + statistics.requests_aborted == len(tasks)
+
+    asyncio.run(story())

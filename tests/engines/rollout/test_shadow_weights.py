@@ -1,0 +1,148 @@
+"""Weights in two phases: what is refused leaves everything as it was; tied tensors stay one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.errors import WeightMismatchError, WeightVersionError
+from engines.rollout.embedded.shadow_weights import ShadowWeights
+
+ModelOf = Callable[..., Any]
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.named_parameters()}
+
+
+def update(weights: ShadowWeights, tensors: dict[str, torch.Tensor], *, version: int) -> None:
+    weights.verify(tensors, version=version)
+    for _ in weights.write(tensors, version=version, stop=threading.Event()):
+        pass
+    weights.swap(version)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=torch.tensor([[1, 2, 3, 4]])).logits
+    return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_becomes_the_other_one(model_of: ModelOf, tied: bool) -> None:
+    serving, other = model_of("llama", seed=1, tied=tied), model_of("llama", seed=2, tied=tied)
+    weights = ShadowWeights(serving, version=0)
+    for version, source in ((1, other), (2, model_of("llama", seed=3, tied=tied)), (5, other)):
+        update(weights, tensors_of(source), version=version)
+        assert torch.equal(logits(serving), logits(source))
+        assert weights.version == version
+    assert (serving.lm_head.weight is serving.model.embed_tokens.weight) == tied
+
+
+def test_nothing_changes_before_the_swap(model_of: ModelOf) -> None:
+    serving, other = model_of("llama", seed=1), model_of("llama", seed=2)
+    before = logits(serving)
+    weights = ShadowWeights(serving, version=0)
+    source = tensors_of(other)
+    for _ in weights.write(source, version=1, stop=threading.Event()):
+        assert torch.equal(logits(serving), before)
+    source["lm_head.weight"].zero_()  # the shadow is a copy
+    weights.swap(1)
+    assert torch.equal(logits(serving), logits(other))
+
+
+@pytest.mark.parametrize(
+    "names", [{"lm_head.weight"}, {"model.embed_tokens.weight"}, {"lm_head.weight", "model.embed_tokens.weight"}]
+)
+def test_tied_embeddings_come_under_either_name(model_of: ModelOf, names: set[str]) -> None:
+    serving, other = model_of("qwen2", seed=1, tied=True), model_of("qwen2", seed=2, tied=True)
+    tensors = tensors_of(other)
+    shared = tensors.pop("model.embed_tokens.weight")
+    update(ShadowWeights(serving, version=0), tensors | dict.fromkeys(names, shared), version=1)
+    assert torch.equal(logits(serving), logits(other))
+
+
+def test_tied_names_must_agree(model_of: ModelOf) -> None:
+    serving = model_of("llama", seed=1, tied=True)
+    tensors = tensors_of(serving)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    with pytest.raises(WeightMismatchError, match="are one tensor in the model"):
+        ShadowWeights(serving, version=0).verify(tensors, version=1)
+
+
+def test_other_floating_dtypes_are_cast(model_of: ModelOf) -> None:
+    serving, other = model_of("llama", seed=1), model_of("llama", seed=2)
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(other).items()}
+    update(ShadowWeights(serving, version=0), half, version=1)
+    assert torch.equal(serving.lm_head.weight, half["lm_head.weight"].float())
+    assert serving.lm_head.weight.dtype == torch.float32
+
+
+def broken(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+    if how == "missing":
+        del tensors["model.norm.weight"]
+    elif how == "unknown":
+        tensors["model.extra"] = torch.zeros(1)
+    elif how == "shape":
+        tensors["model.norm.weight"] = torch.zeros(33)
+    else:
+        tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int64)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", "missing names model.norm.weight"),
+        ("unknown", "unknown names model.extra"),
+        ("shape", r"model.norm.weight of version 1 has shape \(33,\), the model's is \(32,\)"),
+        ("dtype", "has dtype torch.int64"),
+    ],
+)
+def test_what_is_not_the_models_is_refused(model_of: ModelOf, how: str, words: str) -> None:
+    serving = model_of("llama", seed=1)
+    before = logits(serving)
+    weights = ShadowWeights(serving, version=0)
+    with pytest.raises(WeightMismatchError, match=words):
+        weights.verify(broken(tensors_of(model_of("llama", seed=2)), how), version=1)
+    assert torch.equal(logits(serving), before)
+    with pytest.raises(WeightVersionError, match="none is prepared"):
+        weights.swap(1)
+
+
+def test_versions_only_grow(model_of: ModelOf) -> None:
+    serving = model_of("llama", seed=1)
+    weights = ShadowWeights(serving, version=4)
+    for version in (3, 4):
+        with pytest.raises(WeightVersionError, match=f"version {version} does not follow version 4"):
+            weights.verify(tensors_of(serving), version=version)
+    update(weights, tensors_of(serving), version=7)
+    with pytest.raises(WeightVersionError, match="none is prepared"):
+        weights.swap(7)
+
+
+def test_an_interrupted_write_prepares_nothing(model_of: ModelOf) -> None:
+    serving, other = model_of("llama", seed=1), model_of("llama", seed=2)
+    weights = ShadowWeights(serving, version=0)
+    update(weights, tensors_of(other), version=1)
+    stop = threading.Event()
+    for n, _ in enumerate(weights.write(tensors_of(serving), version=2, stop=stop)):
+        if n == 2:
+            stop.set()
+    with pytest.raises(WeightVersionError):
+        weights.swap(2)
+    assert torch.equal(logits(serving), logits(other))
+
+
+def test_memory_is_used_again(model_of: ModelOf) -> None:
+    serving = model_of("llama", seed=1)
+    weights = ShadowWeights(serving, version=0)
+    places = set()
+    for version in range(1, 6):
+        update(weights, tensors_of(serving), version=version)
+        places.add(serving.lm_head.weight.data_ptr())
+    assert len(places) == 2

@@ -1,0 +1,579 @@
+"""The embedded engine keeps the contract of RolloutEngine: tokens, log-probs, ends, pauses, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+from blockbuster import blockbuster_ctx
+
+from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
+from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, RolloutEngine
+from engines.rollout.transformers_engine import TransformersEngine
+
+Collect = Callable[..., Any]
+RequestOf = Callable[..., GenerationRequest]
+FolderOf = Callable[..., Path]
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **options: Any) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(str(folder), **{"device": "cpu", "threads": 1, **options})
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.fixture(params=[True, False], ids=["thread", "inline"])
+async def engine(request: pytest.FixtureRequest, folder_of: FolderOf) -> AsyncIterator[TransformersEngine]:
+    async with serving(folder_of(), step_in_thread=request.param, max_running_requests=4) as made:
+        yield made
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+async def first_chunk(stream: Any) -> GenerationChunk:
+    chunk: GenerationChunk = await anext(stream)
+    return chunk
+
+
+async def reaches(engine: TransformersEngine, tokens: int) -> None:
+    while engine.statistics().tokens_generated < tokens:
+        await engine._call(lambda: None)  # the next boundary between two steps
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"temperature": 1.4, "top_k": 5},
+    {"top_p": 0.7},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+async def test_log_probs_are_those_of_a_plain_forward_pass(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any, kind: str
+) -> None:
+    folder = folder_of(kind)
+    model = load(folder)
+    dice = random.Random(kind)
+    requests = [
+        request_of(i, [dice.randrange(67) for _ in range(dice.randint(1, 60))], dice.randint(1, 50), **SAMPLINGS[i % 6])
+        for i in range(30)
+    ]
+    async with (
+        serving(folder, max_running_requests=7, prefill_tokens_per_step=32) as engine,
+        asyncio.TaskGroup() as group,
+    ):
+        tasks = [group.create_task(collect(engine, r)) for r in requests[:10]]
+        # The others join while these run.
+        await collect(engine, request_of("first", [1, 2], 5))
+        tasks += [group.create_task(collect(engine, r)) for r in requests[10:]]
+    for request, task in zip(requests, tasks, strict=True):
+        got: Generation = task.result()
+        assert len(got.token_ids) == request.sampling.max_new_tokens
+        assert got.finish_reason == "length"
+        assert set(got.weight_versions) == {0}
+        expected = plain_log_probs(model, request, got.token_ids)
+        worst = max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True))
+        assert worst <= 1e-4, (request.sampling, worst)
+
+
+async def test_it_is_a_rollout_engine(engine: TransformersEngine) -> None:
+    assert isinstance(engine, RolloutEngine)
+
+
+async def test_a_stop_token_is_delivered_and_ends(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    free: Generation = await collect(engine, request_of("free", [5, 6], 20, temperature=0.0))
+    third = free.token_ids[2]
+    first = free.token_ids.index(third)
+    got: Generation = await collect(engine, request_of("a", [5, 6], 20, temperature=0.0, stop_token_ids=(third,)))
+    assert got.token_ids == free.token_ids[: first + 1]
+    assert got.finish_reason == "stop"
+
+
+async def test_the_models_own_end_of_sequence(folder_of: FolderOf, collect: Collect, request_of: RequestOf) -> None:
+    async with serving(folder_of(eos_token_id=list(range(0, 67, 2)))) as engine:
+        got: Generation = await collect(engine, request_of("a", [5, 6], 100))
+    assert got.finish_reason == "stop"
+    assert [token % 2 for token in got.token_ids] == [1] * (len(got.token_ids) - 1) + [0]
+
+
+async def test_the_context_is_a_limit_too(engine: TransformersEngine, collect: Collect, request_of: RequestOf) -> None:
+    got: Generation = await collect(engine, request_of("a", [1] * 250, 100))
+    assert len(got.token_ids) == 6
+    assert got.finish_reason == "length"
+
+
+@pytest.fixture(scope="session")
+def folder_with_tokenizer(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The llama, with a vocabulary in which every token is one character."""
+    import shutil
+
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("spelling") / "model"
+    shutil.copytree(folder_of(), folder)
+    letters = [chr(ord("0") + i) for i in range(67)]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+async def test_stop_strings(folder_with_tokenizer: Path, collect: Collect, request_of: RequestOf) -> None:
+    async with serving(folder_with_tokenizer) as engine:
+        free: Generation = await collect(engine, request_of("free", [5, 6], 30, seed=1))
+        text = "".join(chr(ord("0") + token) for token in free.token_ids)
+        stop = text[10:13]
+        got: Generation = await collect(engine, request_of("a", [5, 6], 30, seed=1, stop=("\x00", stop)))
+        end = text.index(stop) + 3
+        assert got.token_ids == free.token_ids[:end]
+        assert got.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "words"),
+    [
+        ([], {}, "empty prompt"),
+        ([1, 67], {}, "holds token id 67; the vocabulary is 0..66"),
+        ([-1], {}, "holds token id -1"),
+        ([1] * 256, {}, "leaves no room to generate in a context of 256"),
+        ([1], {"stop": ("x",)}, "has no tokenizer"),
+    ],
+)
+async def test_what_cannot_be_generated_is_refused(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf, prompt: list[int], sampling: Any, words: str
+) -> None:
+    with pytest.raises(InvalidDataError, match=words):
+        await collect(engine, request_of("a", prompt, 5, **sampling))
+    assert engine.statistics().waiting == 0
+
+
+async def test_ids_are_unique_among_the_requests_held(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    stream = engine.generate(request_of("a", [1], 200))
+    await first_chunk(stream)
+    with pytest.raises(InvalidDataError, match="already being generated"):
+        await collect(engine, request_of("a", [1], 5))
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert len((await collect(engine, request_of("a", [1], 5))).token_ids) == 5
+
+
+async def test_seeds_make_a_request_repeatable_beside_any_neighbours(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    async with serving(folder_of()) as engine:
+        alone: Generation = await collect(engine, request_of("a", [3, 4], 40, seed=11, temperature=1.5))
+        crowd = [collect(engine, request_of(i, [i + 1] * (i + 1), 30, seed=i)) for i in range(9)]
+        among: Generation
+        among, *_ = await asyncio.gather(collect(engine, request_of("a", [3, 4], 40, seed=11, temperature=1.5)), *crowd)
+        other: Generation = await collect(engine, request_of("a", [3, 4], 40, seed=12, temperature=1.5))
+    assert alone.token_ids == among.token_ids
+    assert alone.token_ids != other.token_ids
+
+
+async def test_without_seeds_the_engines_seed_decides(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    async def run(seed: int) -> list[tuple[int, ...]]:
+        async with serving(folder_of(), seed=seed) as engine:
+            done = await asyncio.gather(*(collect(engine, request_of(i, [1, 2], 12)) for i in range(5)))
+        return [got.token_ids for got in done]
+
+    first = await run(1)
+    assert first == await run(1)
+    assert first != await run(2)
+    assert len(set(first)) == 5
+
+
+async def test_on_the_event_loop_a_program_is_deterministic(folder_of: FolderOf, request_of: RequestOf) -> None:
+    async def run() -> list[tuple[Any, ...]]:
+        seen: list[tuple[Any, ...]] = []
+
+        async def read(name: int) -> None:
+            async for chunk in engine.generate(request_of(name, [name + 1] * (name + 1), 5 + name)):
+                seen.append((name, chunk))
+                if name == 3 and len(seen) > 20:
+                    await engine.abort("2")
+
+        async with serving(folder_of(), step_in_thread=False, max_running_requests=3) as engine:
+            await asyncio.gather(*(read(i) for i in range(6)))
+            return [*seen, engine.statistics().decode_steps]
+
+    first = await run()
+    assert first == await run()
+
+
+async def test_requests_of_one_tick_join_one_step_in_order(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    async with serving(folder_of(), step_in_thread=False, max_running_requests=2) as engine:
+        order: list[str] = []
+
+        async def run(name: str) -> None:
+            await collect(engine, request_of(name, [1], 4))
+            order.append(name)
+
+        await asyncio.gather(*(run(name) for name in "abcd"))
+        assert order == list("abcd")
+        assert engine.statistics().decode_steps == 8  # 4 tokens, two by two
+
+
+async def test_abort_delivers_what_there_is(engine: TransformersEngine, request_of: RequestOf) -> None:
+    tokens: list[int] = []
+    reason = None
+    async for chunk in engine.generate(request_of("a", [1, 2], 200)):
+        tokens += chunk.token_ids
+        reason = chunk.finish_reason
+        if len(tokens) >= 3 and reason is None:
+            assert await engine.abort("a") is True
+            assert await engine.abort("a") is False
+    assert reason == "abort"
+    assert 3 <= len(tokens) < 200
+    assert await engine.abort("a") is False
+    statistics = engine.statistics()
+    assert (statistics.requests_aborted, statistics.requests_finished) == (1, 0)
+    assert statistics.tokens_generated == len(tokens)
+
+
+async def test_abort_of_a_request_that_waits(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    running = [engine.generate(request_of(i, [1], 200)) for i in range(4)]
+    for stream in running:
+        await first_chunk(stream)
+    waiting = asyncio.ensure_future(collect(engine, request_of("w", [1], 5)))
+    await asyncio.sleep(0)
+    assert engine.statistics().waiting == 1
+    assert await engine.abort("w")
+    got: Generation = await waiting
+    assert (got.token_ids, got.finish_reason) == ((), "abort")
+    for stream in running:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel", "break"])
+async def test_leaving_early_frees_the_slot(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf, how: str
+) -> None:
+    if how == "aclose":
+        stream = engine.generate(request_of("a", [1], 200))
+        await first_chunk(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+    elif how == "cancel":
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in engine.generate(request_of("a", [1], 200)):
+                started.set()
+
+        task = asyncio.ensure_future(read())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        async for _ in engine.generate(request_of("a", [1], 200)):
+            break
+        await asyncio.sleep(0)  # the forgotten generator is closed by the loop's next turn
+    await collect(engine, request_of("b", [1], 3))
+    statistics = engine.statistics()
+    assert statistics.running == statistics.waiting == 0
+    assert statistics.requests_aborted == 1
+
+
+async def test_a_reader_that_does_not_read_costs_nothing_and_loses_nothing(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    slow = engine.generate(request_of("slow", [1, 2, 3], 100))
+    got = [await first_chunk(slow)]
+    await collect(engine, request_of("quick", [1], 150))
+    got += [chunk async for chunk in slow]
+    assert sum(len(chunk.token_ids) for chunk in got) == 100
+    assert len(got) == 2, "what was not read came in one piece"
+
+
+async def test_keep_freezes_and_resume_goes_on(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf, folder_of: FolderOf, plain_log_probs: Any
+) -> None:
+    request = request_of("a", [7, 8, 9], 60)
+    reading = asyncio.ensure_future(collect(engine, request))
+    await reaches(engine, 3)
+    await engine.pause("keep")
+    frozen = engine.statistics()
+    late = asyncio.ensure_future(collect(engine, request_of("b", [1], 2)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    now = engine.statistics()
+    assert now.tokens_generated == frozen.tokens_generated
+    assert now.paused
+    assert (now.running, now.waiting) == (1, 1)
+    assert not reading.done()
+    await engine.resume()
+    await engine.resume()
+    got: Generation = await reading
+    assert len((await late).token_ids) == 2
+    assert not engine.statistics().paused
+    expected = plain_log_probs(load(folder_of()), request, got.token_ids)
+    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+
+
+async def test_abort_mode_ends_all_and_holds_the_new(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    tasks = [asyncio.ensure_future(collect(engine, request_of(i, [1], 200))) for i in range(6)]
+    await reaches(engine, 4)
+    await engine.pause("abort")
+    reasons = [task.finish_reason for task in await asyncio.gather(*tasks)]
+    assert reasons == ["abort"] * 6
+    new = asyncio.ensure_future(collect(engine, request_of("new", [1], 2)))
+    await asyncio.sleep(0)
+    assert not new.done()
+    await engine.resume()
+    assert (await new).finish_reason == "length"
+
+
+async def test_drain_lets_what_is_there_finish(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    tasks = [asyncio.ensure_future(collect(engine, request_of(i, [1], 5 + i))) for i in range(6)]
+    await asyncio.sleep(0)
+    draining = asyncio.ensure_future(engine.pause("drain"))
+    await asyncio.sleep(0)
+    late = asyncio.ensure_future(collect(engine, request_of("late", [1], 2)))
+    await draining
+    assert engine.statistics().requests_finished == 6
+    assert [len(got.token_ids) for got in await asyncio.gather(*tasks)] == [5, 6, 7, 8, 9, 10]
+    assert not late.done()
+    await engine.resume()
+    assert (await late).finish_reason == "length"
+
+
+@pytest.mark.parametrize("superseded_by", ["resume", "keep", "close"])
+async def test_a_drain_does_not_wait_for_ever(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf, superseded_by: str
+) -> None:
+    task = asyncio.ensure_future(collect(engine, request_of("a", [1], 250)))
+    await asyncio.sleep(0)
+    draining = asyncio.ensure_future(engine.pause("drain"))
+    while not engine.statistics().paused:
+        await asyncio.sleep(0)
+    if superseded_by == "resume":
+        await engine.resume()
+    elif superseded_by == "keep":
+        await engine.pause("keep")
+    else:
+        await engine.close()
+    await draining
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_health_is_a_real_token(engine: TransformersEngine, request_of: RequestOf) -> None:
+    running = [engine.generate(request_of(i, [1], 250)) for i in range(4)]
+    for stream in running:
+        await first_chunk(stream)
+    before = engine.statistics()
+    health = await engine.health(30.0)
+    assert health.healthy, health.error
+    assert health.weight_version == 0
+    after = engine.statistics()
+    assert after.decode_steps > before.decode_steps
+    assert after.requests_finished == 0, "a probe is no request"
+    for stream in running:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_health_of_an_engine_that_is_paused_or_closed(engine: TransformersEngine) -> None:
+    await engine.pause("keep")
+    health = await engine.health(30.0)
+    assert not health.healthy
+    assert "paused" in health.error
+    await engine.resume()
+    assert (await engine.health(30.0)).healthy
+    await engine.close()
+    assert "closed" in (await engine.health(30.0)).error
+
+
+async def test_health_has_a_deadline(engine: TransformersEngine) -> None:
+    health = await engine.health(0.0)
+    assert not health.healthy
+    assert "no token within 0.0 s" in health.error
+
+
+async def test_a_failing_step_ends_everything_and_hangs_nobody(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    assert engine._generation is not None
+    decoder = engine._generation.decoder
+
+    def broken() -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    reading = [asyncio.ensure_future(collect(engine, request_of(i, [1], 50))) for i in range(6)]
+    await reaches(engine, 4)
+    decoder.decode = broken  # type: ignore[method-assign]
+    for failure in await asyncio.gather(*reading, return_exceptions=True):
+        assert isinstance(failure, EngineError)
+        assert "RuntimeError: out of luck" in str(failure)
+    with pytest.raises(EngineError, match="out of luck"):
+        await collect(engine, request_of("a", [1], 5))
+    assert "out of luck" in (await engine.health(5.0)).error
+
+
+async def test_weights_that_are_not_numbers_cost_the_request_not_the_engine(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf, folder_of: FolderOf
+) -> None:
+    good = {name: tensor.clone() for name, tensor in load(folder_of()).named_parameters()}
+    bad = {name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()}
+    before: Generation = await collect(engine, request_of("a", [1, 2, 3], 20, seed=1))
+    await engine.prepare_weights(bad, version=1)
+    await engine.commit_weights(1)
+    with pytest.raises(EngineError, match="not finite under weight version 1"):
+        await collect(engine, request_of("a", [1, 2, 3], 20, seed=1))
+    await engine.prepare_weights(good, version=2)
+    await engine.commit_weights(2)
+    after: Generation = await collect(engine, request_of("a", [1, 2, 3], 20, seed=1))
+    assert after.token_ids == before.token_ids
+    assert after.log_probs == pytest.approx(before.log_probs, abs=1e-5)
+
+
+async def test_close_ends_everybody(engine: TransformersEngine, collect: Collect, request_of: RequestOf) -> None:
+    reading = [asyncio.ensure_future(collect(engine, request_of(i, [1], 250))) for i in range(6)]
+    await asyncio.sleep(0)
+    await asyncio.gather(engine.close(), engine.close())
+    for failure in await asyncio.gather(*reading, return_exceptions=True):
+        assert isinstance(failure, EngineClosedError)
+    for call in (
+        lambda: collect(engine, request_of("a", [1], 5)),
+        lambda: engine.abort("a"),
+        engine.pause,
+        engine.resume,
+        engine.start,
+        lambda: engine.prepare_weights({}, version=1),
+        lambda: engine.commit_weights(1),
+    ):
+        with pytest.raises(EngineClosedError):
+            await call()
+    await engine.close()
+
+
+async def test_statistics_count(folder_of: FolderOf, collect: Collect, request_of: RequestOf) -> None:
+    async with serving(folder_of(), step_in_thread=False, max_running_requests=2) as engine:
+        streams = [engine.generate(request_of(i, [1] * 10, 20)) for i in range(3)]
+        first, second, third = (asyncio.ensure_future(first_chunk(stream)) for stream in streams)
+        await asyncio.gather(first, second)
+        now = engine.statistics()
+        assert (now.running, now.waiting, now.paused) == (2, 1, False)
+        assert now.tokens_generated == 2 * now.decode_steps
+        assert now.prompt_tokens == 20
+        assert now.kv_cache_tokens == 20 + now.tokens_generated - 2  # the last token of each is not read yet
+        assert now.kv_cache_capacity_tokens == 8 * 64
+        third.cancel()
+        for stream in streams[:2]:
+            async for _ in stream:
+                pass
+        await asyncio.gather(third, return_exceptions=True)
+        done = engine.statistics()
+        assert (done.running, done.waiting, done.kv_cache_tokens) == (0, 0, 0)
+        assert (done.requests_finished, done.requests_aborted) == (2, 1)
+        assert done.tokens_generated == 40
+        assert done.decode_steps == 20
+        assert done.busy_s > 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"max_running_requests": 0}, "max_running_requests must be at least 1"),
+        ({"prefill_tokens_per_step": 0}, "prefill_tokens_per_step must be at least 1"),
+        ({"threads": 0}, "threads must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TransformersEngine("somewhere", **options)
+
+
+async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    engine = TransformersEngine(str(tmp_path / "nothing"))
+    with pytest.raises(EngineError, match="has not been started"):
+        engine.statistics()
+    with pytest.raises(EngineError, match="cannot load"):
+        await engine.start()
+    await engine.close()
+
+
+def test_importing_the_engine_loads_no_transformers() -> None:
+    code = "import sys, engines.rollout.transformers_engine; print('transformers' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_the_event_loop_is_never_blocked(
+    loop: Any, folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    folder = folder_of()
+    tensors = {name: tensor.clone() for name, tensor in load(folder).named_parameters()}
+
+    async def story() -> None:
+        async with serving(folder, max_running_requests=3) as engine:
+            reading = [asyncio.ensure_future(collect(engine, request_of(i, [1, 2], 30))) for i in range(8)]
+            await engine.prepare_weights(tensors, version=1)
+            await engine.commit_weights(1, kv_cache="recompute")
+            await engine.pause("keep")
+            await engine.resume()
+            await engine.abort("7")
+            assert (await engine.health(30.0)).healthy
+            done = await asyncio.gather(*reading)
+            assert sum(len(got.token_ids) for got in done) == engine.statistics().tokens_generated
+
+    with asyncio.Runner(loop_factory=loop) as runner, blockbuster_ctx():
+        runner.run(story())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.5)])
+async def test_on_a_gpu(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any, dtype: str, tolerance: float
+) -> None:
+    folder = folder_of("qwen3")
+    model = load(folder)
+    requests = [request_of(i, list(range(1, 2 + 5 * i)), 40, **SAMPLINGS[i % 6]) for i in range(12)]
+    async with serving(folder, device="cuda", dtype=dtype, max_running_requests=5) as engine:
+        tasks = [asyncio.ensure_future(collect(engine, request)) for request in requests]
+        tensors = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        await engine.prepare_weights(tensors, version=1)
+        await engine.commit_weights(1, kv_cache="recompute")
+        done: list[Generation] = await asyncio.gather(*tasks)
+    for request, got in zip(requests, done, strict=True):
+        expected = plain_log_probs(model, request, got.token_ids)
+        if request.sampling.top_p == 1.0 and request.sampling.top_k == 0:
+            # Truncation under another rounding may cut elsewhere; without it the numbers can be compared.
+            assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= tolerance
+        assert len(got.token_ids) == 40

@@ -164,6 +164,22 @@ def test_a_version_that_is_still_read_is_not_written_over(transport: SharedMemor
         assert not tensors["w"].any()
 
 
+def test_a_reader_that_locks_only_after_the_release_finds_nothing(
+    transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+):
+    manifest = transport.publish([("w", torch.zeros(1000))], version=0)
+    opened = os.open
+
+    def open_and_dawdle(path: Path, flags: int, mode: int = 0o777) -> int:
+        descriptor = opened(path, flags, mode)
+        transport.release(0)  # the file may be written again from here on
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_and_dawdle)
+    with pytest.raises(WeightMismatchError, match="not complete, or not the manifest's"):
+        copies(transport, manifest)
+
+
 def test_writing_to_a_pulled_tensor_changes_nobody_else_s(transport: SharedMemoryTransport):
     manifest = transport.publish([("w", torch.zeros(1000))], version=0)
     with warnings.catch_warnings():

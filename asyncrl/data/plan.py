@@ -263,23 +263,27 @@ class Plan:
         """The blocks this plan needs, each once."""
         return list({id(block): block for block in _blocks(self.node)}.values())
 
-    def get(self) -> DataProto:
-        """Fetch the blocks and put the batch together. Blocks the thread until they are here."""
+    def get(self, *, read_only: bool = False) -> DataProto:
+        """Fetch the blocks and put the batch together. Blocks the thread until they are here.
+
+        The tensors and arrays belong to the caller alone, unless it promises to be ``read_only``: then they may be
+        those of the block, which others read too. (The objects in an object column may be shared in any case.)
+        """
         payloads: dict[int, DataProto] = {}
         for kind, blocks in self._kinds().items():
             found = kind.get_all(blocks)
             payloads.update({id(block): payload for block, payload in zip(blocks, found, strict=True)})
-        return self._assembled(payloads)
+        return self._assembled(payloads, read_only)
 
-    async def fetch(self, *, inline: bool = False) -> DataProto:
+    async def fetch(self, *, read_only: bool = False, inline: bool = False) -> DataProto:
         """:meth:`get` without blocking the loop; rows are copied in a thread, or on the loop if ``inline``."""
         payloads: dict[int, DataProto] = {}
         for kind, blocks in self._kinds().items():
             found = await kind.fetch_all(blocks)
             payloads.update({id(block): payload for block, payload in zip(blocks, found, strict=True)})
-        if inline or self.header.size_bytes < COPY_INLINE_BYTES or not _copies(self.node):
-            return self._assembled(payloads)
-        return await asyncio.to_thread(self._assembled, payloads)
+        if inline or self.header.size_bytes < COPY_INLINE_BYTES or (read_only and not _fresh(self.node)):
+            return self._assembled(payloads, read_only)
+        return await asyncio.to_thread(self._assembled, payloads, read_only)
 
     def _kinds(self) -> dict[type[Block], list[Block]]:
         kinds: dict[type[Block], list[Block]] = {}
@@ -287,11 +291,15 @@ class Plan:
             kinds.setdefault(type(block), []).append(block)
         return kinds
 
-    def _assembled(self, payloads: dict[int, DataProto]) -> DataProto:
+    def _assembled(self, payloads: dict[int, DataProto], read_only: bool) -> DataProto:
         data = _assemble(self.node, payloads)
+        tensors, arrays = data.batch, data.non_tensor_batch
+        if not (read_only or _fresh(self.node)):
+            tensors = None if tensors is None else tensors.clone()
+            arrays = {name: array.copy() for name, array in arrays.items()}
         return DataProto(
-            batch=data.batch,
-            non_tensor_batch=data.non_tensor_batch,
+            batch=tensors,
+            non_tensor_batch=arrays,
             meta_info=self.header.meta_info,
             auto_padding=self.header.auto_padding,
         )
@@ -411,16 +419,18 @@ def _assemble(node: _Node, payloads: dict[int, DataProto]) -> DataProto:
             return DataProto(left.batch, left.non_tensor_batch).union(_assemble(node.right, payloads))
 
 
-def _copies(node: _Node) -> bool:
-    """Whether putting it together copies rows (rather than making views)."""
+def _fresh(node: _Node) -> bool:
+    """Whether putting it together copies every column, so that nobody else has a view of them."""
     match node:
         case _Whole() | _Given():
             return False
         case _Take():
-            return not (isinstance(node.index, range) and node.index.step == 1) or _copies(node.source)
+            return not (isinstance(node.index, range) and node.index.step > 0) or _fresh(node.source)
         case _Columns():
-            return _copies(node.source)
-        case _Concat() | _Union():
+            return _fresh(node.source)
+        case _Union():
+            return _fresh(node.left) and _fresh(node.right)
+        case _Concat():
             return True
 
 

@@ -27,6 +27,7 @@ class Registration:
     blocking: bool = False
     materialize_futures: bool = True
     pad: bool = True
+    read_only: bool = False
     returns_batch: bool = False
 
 
@@ -37,6 +38,7 @@ def register(
     materialize_futures: bool = True,
     *,
     pad: bool = True,
+    read_only: bool = False,
 ) -> Callable[[F], F]:
     """Offer a worker method (``def`` or ``async def``) through its group. The method itself stays as it is.
 
@@ -48,6 +50,8 @@ def register(
             what it needs.
         pad: where rows do not divide, repeat rows so that all ranks get equally many, and take theirs off the result.
             If False, shares differ by one row.
+        read_only: the method promises not to write into the tensors of its batches, nor to train on them: it gets them
+            as they lie in shared memory, without a copy (see :attr:`DataProto.read_only`).
     """
     if not isinstance(dispatch_mode, Dispatch) and not (
         isinstance(dispatch_mode, dict) and dispatch_mode.keys() == {"dispatch_fn", "collect_fn"}
@@ -59,7 +63,9 @@ def register(
         raise DispatchError(f"execute_mode must be an Execute, got {execute_mode!r}")
 
     def decorate(method: F) -> F:
-        single = execute_mode is Execute.RANK_ZERO or not isinstance(dispatch_mode, Dispatch)
+        builtin = isinstance(dispatch_mode, Dispatch)
+        joins = builtin and dispatch_mode in PROTO_MODES
+        single = not builtin or dispatch_mode is Dispatch.RANK_ZERO or execute_mode is Execute.RANK_ZERO
         registration = Registration(
             name=method.__name__,
             dispatch_mode=dispatch_mode,
@@ -67,9 +73,8 @@ def register(
             blocking=blocking,
             materialize_futures=materialize_futures,
             pad=pad,
-            returns_batch=dispatch_mode in PROTO_MODES
-            if isinstance(dispatch_mode, Dispatch) and dispatch_mode in PROTO_MODES
-            else (single or dispatch_mode is Dispatch.RANK_ZERO) and _returns_batch(method),
+            read_only=read_only,
+            returns_batch=joins or (single and _returns_batch(method)),
         )
         setattr(method, _ATTRIBUTE, registration)
         return method

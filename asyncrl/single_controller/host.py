@@ -33,6 +33,7 @@ class Call:
     method: str
     arguments: Arguments
     materialize_futures: bool
+    read_only: bool
     keep_batch: bool
 
 
@@ -224,21 +225,21 @@ class WorkerHost:
     async def _materialized(self, call: Call) -> Arguments:
         arguments = call.arguments
         return Arguments(
-            await self._batches(arguments.args, call.materialize_futures),
-            await self._batches(arguments.kwargs, call.materialize_futures),
+            await self._batches(arguments.args, call),
+            await self._batches(arguments.kwargs, call),
         )
 
-    async def _batches(self, tree: Any, materialize: bool) -> Any:
+    async def _batches(self, tree: Any, call: Call) -> Any:
         if type(tree) in (list, tuple):
-            return type(tree)([await self._batches(each, materialize) for each in tree])
+            return type(tree)([await self._batches(each, call) for each in tree])
         if type(tree) is dict:
-            return {key: await self._batches(each, materialize) for key, each in tree.items()}
+            return {key: await self._batches(each, call) for key, each in tree.items()}
         if isinstance(tree, StoredValue):
             return await tree.fetch()
         if not isinstance(tree, Plan):
             return tree
-        if materialize:
-            return await tree.fetch(inline=self._inline)
+        if call.materialize_futures:
+            return await tree.fetch(read_only=call.read_only, inline=self._inline)
         if self._loop is None:
             self._loop = ControllerLoop.current()
         return DataProtoFuture.from_plan(tree, "argument", self._loop)

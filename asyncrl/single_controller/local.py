@@ -35,7 +35,7 @@ class _LocalBlock:
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """Workers in this process. Methods behave as on Ray; batches are handed over without a copy.
+    """Workers in this process. Methods behave as on Ray; only Python objects among the arguments are shared.
 
     Plain methods of a rank run in a thread of that rank, ``async def`` methods on the controller loop.
 
@@ -103,7 +103,8 @@ class LocalWorkerGroup(WorkerGroup):
         self._hosts[rank].skip(sequence)
 
     def _store(self, value: Any) -> Any:
-        return Plan.of(value) if isinstance(value, DataProto) else value
+        # Copied, as Ray would: the caller may go on writing into its own.
+        return Plan.of(value.clone()) if isinstance(value, DataProto) else value
 
     async def _close_workers(self) -> list[Failed | None]:
         return await asyncio.gather(*(host.close() for host in self._hosts))

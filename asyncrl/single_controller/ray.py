@@ -343,17 +343,27 @@ class _Actors:
         self.handles: list[_Handle] = []
         self.pool: RayResourcePool | None = None
         self._lock = threading.Lock()
+        self._session = _session()
+
+    @property
+    def reachable(self) -> bool:
+        """Whether this process is still connected to the cluster they were started on."""
+        return ray.is_initialized() and _session() == self._session
 
     def free(self) -> None:
         with self._lock:
             handles, self.handles = self.handles, []
             pool, self.pool = self.pool, None
-        if not ray.is_initialized():
+        if not self.reachable:
             return
         for handle in handles:
             ray.kill(handle)
         if pool is not None:
             pool.release()
+
+
+def _session() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -530,6 +540,9 @@ class RayWorkerGroup(WorkerGroup):
         return value
 
     async def _close_workers(self) -> list[Failed | None]:
+        if not self._actors.reachable:
+            return []
+
         async def close(rank: int, handle: _Handle) -> Failed | None:
             try:
                 return cast("Failed | None", _unpacked(await self._value(rank, "close", handle.close.remote())))

@@ -23,8 +23,8 @@ from asyncrl.single_controller.host import Call, Cancelled, Failed, Reply, Retur
 
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
 
-SIBLING_GRACE_S = 0.1
-"""After the first failure of a call, how long to wait for what its other ranks have to say."""
+SIBLING_GRACE_S = 0.05
+"""After the first failure of a call, how long its other ranks may go on: what fails them too is often under way."""
 
 
 class ClassWithInitArgs:
@@ -121,7 +121,10 @@ class WorkerGroup(ABC):
     # ------------------------------------------------------------------------------------------------------ life cycle
 
     def ready(self) -> Future[None]:
-        """Done when every worker is constructed; fails like a call if one cannot be, and the group is gone then."""
+        """Done when every worker is constructed.
+
+        If one cannot be, this fails, and with it every call made before or later; the workers are gone then.
+        """
         return self._ready
 
     def _begin(self) -> None:
@@ -138,7 +141,6 @@ class WorkerGroup(ABC):
             if errors:
                 raise _first_of(errors)
         except BaseException:
-            self._closed = True
             self._kill()
             raise
 
@@ -165,7 +167,7 @@ class WorkerGroup(ABC):
     async def _end(self, timeout_s: float) -> None:
         try:
             await self._owner.cancel_all()
-            if self._ready.done() and self._ready.exception() is None:
+            if self._ready.outcome.state == "done":
                 async with asyncio.timeout(timeout_s):
                     failures = await self._close_workers()
                 for rank, failure in enumerate(failures):
@@ -195,7 +197,11 @@ class WorkerGroup(ABC):
         await self.aclose()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "ready" if self._ready.done() else "starting"
+        state = (
+            "closed"
+            if self._closed
+            else {"pending": "starting", "done": "ready"}.get(self._ready.outcome.state, "failed")
+        )
         return f"<{type(self).__name__} {self.name}: {self.world_size} x {self.cls_with_init.cls.__name__}, {state}>"
 
     # ----------------------------------------------------------------------------------------------------------- calls
@@ -257,8 +263,7 @@ class WorkerGroup(ABC):
 
     def _execute(self, registration: Registration, arguments: Arguments) -> Future[Any]:
         if self._closed:
-            error = self._ready.exception() if self._ready.done() and not self._ready.cancelled() else None
-            raise InfrastructureError(f"worker group {self.name} is closed: it takes no more calls") from error
+            raise InfrastructureError(f"worker group {self.name} is closed: it takes no more calls")
         label = f"{self.name}.{registration.name}"
         ranks = 1 if registration.execute_mode is Execute.RANK_ZERO else self.world_size
         scatter = Scatter(
@@ -296,6 +301,7 @@ class WorkerGroup(ABC):
                 method=registration.name,
                 arguments=each,
                 materialize_futures=registration.materialize_futures,
+                read_only=registration.read_only,
                 keep_batch=registration.returns_batch,
             )
             self._sequences[rank] += 1
@@ -315,9 +321,9 @@ class WorkerGroup(ABC):
                 done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 errors += self._failures([pending.pop(reply) for reply in done], label)
             if errors and pending:
-                self._abandon(pending.values())
                 done, _ = await asyncio.wait(pending, timeout=SIBLING_GRACE_S)
-                errors += self._failures([pending[reply] for reply in done], label, abandoned=True)
+                errors += self._failures([pending.pop(reply) for reply in done], label)
+                self._abandon(pending.values())
         except asyncio.CancelledError:
             self._abandon(pending.values())
             raise
@@ -325,9 +331,7 @@ class WorkerGroup(ABC):
             raise _first_of(errors)
         return [submission.reply.result() for submission in submissions]
 
-    def _failures(
-        self, submissions: Sequence[Submission], label: str, *, abandoned: bool = False
-    ) -> list[BaseException]:
+    def _failures(self, submissions: Sequence[Submission], label: str) -> list[BaseException]:
         errors: list[BaseException] = []
         for submission in sorted(submissions, key=lambda each: each.rank):
             rank, method = submission.rank, submission.call.method
@@ -337,7 +341,7 @@ class WorkerGroup(ABC):
             reply, _ = submission.reply.result()
             if isinstance(reply, Failed):
                 errors.append(reply.to_error(group=self.name, rank=rank, method=method))
-            elif isinstance(reply, Cancelled) and not abandoned:
+            elif isinstance(reply, Cancelled):
                 message = f"{label} was cancelled by its own code on rank {rank}"
                 errors.append(WorkerError(message, group=self.name, rank=rank, method=method))
         return errors

@@ -1,0 +1,166 @@
+"""What only the Ray backend has: processes that die, placement, payloads that stay with the workers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from asyncrl.data import DataProto, codec
+from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
+from asyncrl.single_controller import Dispatch, Execute, Worker, register
+from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+TIMEOUT_S = 30.0
+
+
+class Member(Worker):
+    def __init__(self, greeting: str = "") -> None:
+        super().__init__()
+        self.greeting = greeting
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def echo(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def sums(self, batch: DataProto) -> float:
+        assert batch.batch is not None
+        return float(batch.batch["x"].sum())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def process(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def environment(self, *names: str) -> list[str]:
+        return [os.environ.get(name, "") for name in names]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hang(self) -> None:
+        time.sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def end(self) -> None:
+        os._exit(7)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def take(self, value: Any) -> str:
+        return type(value).__name__
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def give(self) -> Any:
+        return (each for each in ())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_value() -> None:
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RayWorkerGroup]:
+    worker = RayClassWithInitArgs(ray.remote(num_cpus=1)(Member), "hello").options(env_vars={"GREETING": 5})
+    with RayWorkerGroup(RayResourcePool([1, 1]), worker, name="members") as group:
+        yield group
+
+
+def large(rows: int = 4) -> DataProto:
+    """Rows of one megabyte: numbers far above what travels inside a call."""
+    return DataProto.from_dict(tensors={"x": torch.arange(rows)[:, None].expand(rows, 131_072).contiguous()})
+
+
+def test_workers_get_the_variables_of_spmd_programs(group: RayWorkerGroup) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GREETING")
+    first, second = group.environment(*names).result(TIMEOUT_S)
+    assert (first, second) == (["0", "2", "0", "2", "5"], ["1", "2", "1", "2", "5"])
+    addresses = group.environment("MASTER_ADDR", "MASTER_PORT").result(TIMEOUT_S)
+    assert addresses[0] == addresses[1]
+    assert int(addresses[0][1]) > 0
+
+
+def test_a_future_handed_on_moves_no_payload_through_the_driver(
+    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[int] = []
+    original = codec.decode
+
+    @functools.wraps(original)
+    def counting(header: bytes, buffers: list[Any]) -> DataProto:
+        received.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+        return original(header, buffers)
+
+    monkeypatch.setattr(codec, "decode", counting)
+    future = group.echo(group.echo(large()).slice(1, 3))
+    assert group.sums(future).result(TIMEOUT_S) == [131_072.0, 262_144.0]
+    assert received == []
+    # The count counts: asking for the rows does bring them here.
+    assert len(future.result(TIMEOUT_S)) == 2
+    assert sum(received) >= 2 << 20
+
+
+def test_what_cannot_be_pickled_is_named_and_the_group_goes_on(group: RayWorkerGroup) -> None:
+    with pytest.raises(DispatchError, match=r"an argument of members\.take cannot be pickled"):
+        group.take(each for each in ()).result(TIMEOUT_S)
+    with pytest.raises(WorkerError, match=r"members\.give failed on rank"):
+        group.give().result(TIMEOUT_S)
+    assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
+
+
+def test_a_seat_has_room_for_one_group_only(group: RayWorkerGroup) -> None:
+    second = RayWorkerGroup(group.resource_pool, RayClassWithInitArgs(Member))
+    with pytest.raises(ResourceError, match="shared by 1 worker groups already"):
+        second.ready().result(TIMEOUT_S)
+
+
+def test_what_the_cluster_never_has_is_refused_at_once() -> None:
+    with pytest.raises(ResourceError, match=r"(?s)asked for: 9 CPU.*in total:  8 CPU.*node .*: 8 CPU"):
+        RayWorkerGroup(RayResourcePool([9]), RayClassWithInitArgs(Member))
+    with pytest.raises(ResourceError, match="asked for: 1 CPU, 1 GPU"):
+        RayWorkerGroup(RayResourcePool([1], use_gpu=True), RayClassWithInitArgs(Member))
+    with pytest.raises(ResourceError, match="asks for 2 CPU, and its seat .* has 1"):
+        RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Member).options(num_cpus=2))
+
+
+def test_what_others_hold_is_waited_for_with_a_deadline(group: RayWorkerGroup) -> None:
+    pool = RayResourcePool([8], placement_timeout_s=0.2)
+    with pytest.raises(ResourceError, match=r"(?s)within 0\.2 s.*asked for: 8 CPU.*free now: 6 CPU"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Member)).ready().result(TIMEOUT_S)
+
+
+def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_seats() -> None:
+    before = ray.available_resources()["CPU"]
+    group = RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Member), name="mortal")
+    processes = group.process().result(TIMEOUT_S)
+    call = group.hang()
+    group.process().result(TIMEOUT_S)
+    os.kill(processes[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError) as caught:
+        call.result(timeout=2.0)
+    assert (caught.value.group, caught.value.rank, caught.value.method) == ("mortal", 1, "hang")
+    assert caught.value.cause
+    # Rank 0 still hangs in its plain method; later calls say what happened, and leaving the process is a death too.
+    with pytest.raises(WorkerDiedError):
+        group.process().result(timeout=2.0)
+    group.shutdown(timeout_s=0.2)
+    assert ray.available_resources()["CPU"] <= before
+
+
+def test_leaving_the_process_is_a_death() -> None:
+    group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Member), name="leaving")
+    group.ready().result(TIMEOUT_S)
+    with pytest.raises(WorkerDiedError, match="the process of rank 0 of leaving died during end"):
+        group.end().result(timeout=2.0)
+    group.shutdown()

@@ -39,6 +39,10 @@ __all__ = ["SharedMemoryTransport"]
 _TRANSPORT = "shared_memory"
 _PREFIX = "asyncrl"
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+# prefix.NAMESPACE.process.token.state: a version, or a file being written or waiting to be written again
+_FILE_NAME = re.compile(
+    re.escape(_PREFIX) + r"\.[A-Za-z0-9_.-]+\.[0-9]+\.[0-9a-f]{8}\.(?:[0-9]+|(?:new|spare)-[0-9a-f]+)"
+)
 _CHUNK_SIZE_BYTES = 512 << 10  # stays in the second-level cache between checksum and write
 
 
@@ -58,7 +62,7 @@ class SharedMemoryTransport:
         max_versions: versions held at once. Memory stays allocated for as many as were ever held together.
         directory: where the files lie; by default ``/dev/shm``, or the temporary directory where there is none.
 
-    Stale files of the namespace are removed on the way in.
+    Files that runs left behind when they were killed are removed on the way in.
     """
 
     def __init__(self, *, namespace: str, max_versions: int = 2, directory: str | None = None) -> None:
@@ -166,11 +170,13 @@ class SharedMemoryTransport:
             self._files.remove_all()
 
     def purge_stale(self) -> tuple[str, ...]:
-        """Remove files of this namespace that have neither owner nor reader; returns their names."""
+        """Remove files of any run that have neither owner nor reader; returns their names.
+
+        Not only of this namespace: a run that was killed may have had a name that no other run will ever have.
+        """
         removed = []
         for path in sorted(self.directory.glob(f"{_PREFIX}.*")):
-            # prefix.NAMESPACE.process.token.version, and a namespace may have dots
-            if path.name.rsplit(".", 3)[0] != f"{_PREFIX}.{self.namespace}":
+            if not _FILE_NAME.fullmatch(path.name):
                 continue
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -311,10 +311,12 @@ def test_an_owner_that_dies_half_way_leaves_nothing_complete_and_the_next_one_cl
     (unfinished,) = tmp_path.iterdir()
     assert unfinished.stat().st_size == 64 + 448
     assert unfinished.read_bytes()[:64] == bytes(64)
-    die(tmp_path, half_way=False, namespace="test.2")
-    assert len(list(tmp_path.iterdir())) == 2
+    die(tmp_path, half_way=False, namespace="another-run.2")
+    foreign = tmp_path / "asyncrl.notes.1.txt"
+    foreign.write_text("not a transport's file")
+    assert len(list(tmp_path.iterdir())) == 3
     SharedMemoryTransport(namespace="test", directory=str(tmp_path)).close()
-    assert [path.name.startswith("asyncrl.test.2.") for path in tmp_path.iterdir()] == [True]
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 def test_a_forked_child_leaves_its_parent_s_files_alone(transport: SharedMemoryTransport):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,7 +55,8 @@ class RayCluster:
         else:
             options["address"] = self._address
         try:
-            context: Any = ray.init(**options)
+            with _keeping_signal_handlers():
+                context: Any = ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             what = "started here" if self._address is None else f"reached at {self._address}"
             raise ResourceError(f"no Ray cluster could be {what}: {error}") from error
@@ -82,3 +87,18 @@ def _ask_for_a_token() -> None:
         return
     if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@contextmanager
+def _keeping_signal_handlers() -> Iterator[None]:
+    """Ray's start puts a handler of its own in place that aborts the process at SIGTERM, before any cleanup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.agents.episode import run_episode
 from asyncrl.algorithms import get_advantage
 from asyncrl.config import Config
 from asyncrl.data import DataProto
@@ -22,7 +23,6 @@ from asyncrl.pipeline.assembly import trainer_options
 from asyncrl.pipeline.run import train
 from asyncrl.pipeline.training_run import load_renderer
 from asyncrl.rollout.prompts import derive_seed
-from asyncrl.agents.episode import run_episode
 from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.training.fsdp_engine import FSDPEngine

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import time
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from asyncrl.interfaces import Message, Step, Task, Tool
 
@@ -13,7 +16,10 @@ from asyncrl.interfaces import Message, Step, Task, Tool
 class Digits:
     """Two turns; each earns a tenth for every digit said, so an untrained model's rewards differ from row to row."""
 
-    def __init__(self, *, fails_on: Sequence[int] = (), hangs_on: Sequence[int] = (), dies_on: int = -1) -> None:
+    def __init__(
+        self, *, fails_on: Sequence[int] = (), hangs_on: Sequence[int] = (), dies_on: int = -1, note: str = ""
+    ) -> None:
+        self._note = note
         self._fails_on = fails_on
         self._hangs_on = hangs_on
         self._dies_on = dies_on
@@ -34,7 +40,8 @@ class Digits:
         if self._index in self._hangs_on:
             await asyncio.Event().wait()
         if self._index == self._dies_on:
-            os._exit(7)
+            Path(self._note).write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
         self._turn += 1
         reward = 0.1 * sum(character.isdigit() for character in reply["content"])
         if self._turn == 2:
@@ -46,8 +53,10 @@ class Digits:
 
 
 class DigitsFactory:
-    def __init__(self, *, fails_on: Sequence[int] = (), hangs_on: Sequence[int] = (), dies_on: int = -1) -> None:
-        self._options = {"fails_on": fails_on, "hangs_on": hangs_on, "dies_on": dies_on}
+    def __init__(
+        self, *, fails_on: Sequence[int] = (), hangs_on: Sequence[int] = (), dies_on: int = -1, note: str = ""
+    ) -> None:
+        self._options: dict[str, Any] = {"fails_on": fails_on, "hangs_on": hangs_on, "dies_on": dies_on, "note": note}
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
         shift = 0 if split == "train" else 10_000

@@ -1,0 +1,137 @@
+"""Whole runs on Ray, in a process of their own, that are hurt on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Config
+
+pytestmark = pytest.mark.ray
+
+WITHIN_S = 60.0
+"""Far beyond what anything here takes; a test that needs it has found a hang."""
+
+
+@dataclass
+class Command:
+    process: subprocess.Popen[str]
+    output: Path
+    known: set[tuple[int, str]] = field(default_factory=set)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Until the command has written ``text``."""
+        deadline = time.monotonic() + WITHIN_S
+        while text not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def family(self) -> dict[tuple[int, str], str]:
+        """Every living process the command ever started, however indirectly: (pid, start time) -> command line."""
+        parents, living = {}, {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    title = (entry / "cmdline").read_text().replace("\0", " ")
+                except OSError:
+                    continue
+                if fields[0] != "Z":
+                    parents[int(entry.name)] = int(fields[1])
+                    living[int(entry.name)] = ((int(entry.name), fields[19]), title)
+        wanted = {self.process.pid}
+        while grown := {pid for pid, parent in parents.items() if parent in wanted} - wanted:
+            wanted |= grown
+        self.known |= {living[pid][0] for pid in wanted if pid in living}
+        return {identity: title for identity, title in living.values() if identity in self.known}
+
+
+@contextmanager
+def train(config: Config, folder: Path) -> Iterator[Command]:
+    file = folder / "run.toml"
+    file.write_text(config.to_toml())
+    output = folder / "output.txt"
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.cli", "train", str(file)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        command = Command(process, output)
+        try:
+            yield command
+        finally:
+            for pid, _start in command.family():
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def nothing_is_left(command: Command) -> None:
+    """No process (and so no port) and no shared memory of the run is left, at most moments after it ended."""
+    deadline = time.monotonic() + 20
+    while command.family():
+        assert time.monotonic() < deadline, f"processes left behind: {command.family()}"
+        time.sleep(0.05)
+    assert not list(Path("/dev/shm").glob(f"asyncrl-{command.process.pid}*"))
+
+
+@pytest.fixture
+def long_config(small_config: Callable[..., Config]) -> Config:
+    """A run on Ray that would take for ever."""
+    return small_config(steps=1_000_000, cluster={"backend": "ray"}, telemetry={"progress": "plain"})
+
+
+def test_a_dead_worker_ends_the_run_with_its_name_within_seconds(long_config: Config, tmp_path: Path):
+    note = tmp_path / "died"
+    world = {"name": "worlds:DigitsFactory", "options": {"dies_on": 20, "note": str(note)}}
+    config = Config.from_mapping({**long_config.model_dump(exclude_none=True, mode="json"), "env": world})
+    with train(config, tmp_path) as command:
+        command.wait_for("train: begins")
+        assert len(command.family()) > 3
+        assert command.process.wait(WITHIN_S) == 1
+        assert time.time() - float(note.read_text()) < 20
+        assert "WorkerDiedError" in command.text()
+        assert "rollout-0" in command.text()
+        assert "Traceback" not in command.text()
+        nothing_is_left(command)
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_the_run_and_leaves_nothing_behind(
+    long_config: Config, tmp_path: Path, signal_number: int, status: int
+):
+    with train(long_config, tmp_path) as command:
+        command.wait_for("tokens/s")
+        assert len(command.family()) > 3
+        command.process.send_signal(signal_number)
+        assert command.process.wait(WITHIN_S) == status, command.text()
+        assert "Traceback" not in command.text()
+        nothing_is_left(command)
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_workers_start_leaves_nothing_behind_either(long_config: Config, tmp_path: Path):
+    with train(long_config, tmp_path) as command:
+        command.wait_for("start")
+        time.sleep(3.0)  # anywhere in the start-up will do
+        assert command.family()
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.wait(WITHIN_S) == 130, command.text()
+        nothing_is_left(command)

@@ -256,7 +256,7 @@ class DataProtoFuture(Future["DataProto"]):
 
         from asyncrl.data.columns import row_index
 
-        kept: Any = np.array(idxs.cpu() if isinstance(idxs, torch.Tensor) else idxs)
+        kept: Any = np.array(idxs.detach().cpu().numpy() if isinstance(idxs, torch.Tensor) else idxs)
         return self._derive(".select_idxs", lambda plan: plan.take(row_index(kept, plan.header.rows)))
 
     def __getitem__(self, item: Any) -> DataProtoFuture:

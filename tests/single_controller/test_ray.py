@@ -130,7 +130,7 @@ def test_what_the_cluster_never_has_is_refused_at_once() -> None:
         RayWorkerGroup(RayResourcePool([9]), RayClassWithInitArgs(Member))
     with pytest.raises(ResourceError, match="asked for: 1 CPU, 1 GPU"):
         RayWorkerGroup(RayResourcePool([1], use_gpu=True), RayClassWithInitArgs(Member))
-    with pytest.raises(ResourceError, match="asks for 2 CPU, and its seat .* has 1"):
+    with pytest.raises(ResourceError, match=r"asks for 2 CPU, and its seat .* has 1"):
         RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Member).options(num_cpus=2))
 
 

@@ -1,0 +1,109 @@
+"""The order in which a worker's host runs calls, however they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.single_controller.dispatch import Arguments
+from asyncrl.single_controller.host import Call, Cancelled, Failed, Returned, WorkerHost
+from asyncrl.single_controller.worker import Worker, WorkerContext
+
+
+class Diary(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages: list[int] = []
+
+    def write(self, page: int) -> int:
+        self.pages.append(page)
+        return page
+
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
+
+
+def call(sequence: int, method: str = "write", *, args: tuple[int, ...] | None = None) -> Call:
+    return Call(
+        call_id=100 + sequence,
+        sequence=sequence,
+        method=method,
+        arguments=Arguments((sequence,) if args is None else args, {}),
+        materialize_futures=True,
+        read_only=False,
+        keep_batch=False,
+    )
+
+
+async def new_host() -> tuple[WorkerHost, Diary]:
+    host = WorkerHost(inline=True)
+    context = WorkerContext(
+        rank=1, world_size=3, local_rank=0, local_world_size=1, group_name="g", master_addr="here", master_port=5
+    )
+    made: list[Diary] = []
+
+    class Kept(Diary):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    assert await host.construct(Kept, (), {}, context) is None
+    return host, made[0]
+
+
+async def test_the_worker_knows_its_place() -> None:
+    _, diary = await new_host()
+    assert (diary.rank, diary.world_size, diary.group_name, diary.master_port) == (1, 3, "g", 5)
+    # Outside of a host it is alone.
+    assert (Diary().rank, Diary().world_size) == (0, 1)
+
+
+async def test_calls_that_arrive_in_any_order_run_in_theirs() -> None:
+    host, diary = await new_host()
+    replies = await asyncio.gather(*(host.call(call(sequence)) for sequence in (3, 1, 0, 2)))
+    assert diary.pages == [0, 1, 2, 3]
+    assert [reply for reply, _ in replies] == [Returned(3), Returned(1), Returned(0), Returned(2)]
+
+
+async def test_calls_that_never_arrive_are_skipped() -> None:
+    host, diary = await new_host()
+    waiting = asyncio.ensure_future(host.call(call(3)))
+    await asyncio.sleep(0)
+    for sequence in (2, 0, 1):
+        assert not waiting.done()
+        host.skip(sequence)
+    assert await waiting == (Returned(3), None)
+    host.skip(1)
+    assert (await host.call(call(4)))[0] == Returned(4)
+    assert diary.pages == [3, 4]
+
+
+async def test_a_call_cancelled_before_it_arrives_is_not_run() -> None:
+    host, diary = await new_host()
+    host.cancel(101, 1)
+    await host.call(call(0))
+    assert await host.call(call(1)) == (Cancelled(), None)
+    await host.call(call(2))
+    assert diary.pages == [0, 2]
+
+
+async def test_a_running_coroutine_is_cancelled() -> None:
+    host, _ = await new_host()
+    running = asyncio.ensure_future(host.call(call(0, "forever", args=())))
+    await host.call(call(1))
+    host.cancel(100, 0)
+    assert await running == (Cancelled(), None)
+
+
+async def test_an_unknown_method_is_an_answer() -> None:
+    host, _ = await new_host()
+    reply, _ = await host.call(call(0, "missing"))
+    assert isinstance(reply, Failed)
+    assert (reply.kind, reply.message) == ("AttributeError", "'Kept' object has no attribute 'missing'")
+
+
+async def test_closing_cancels_what_runs() -> None:
+    host, _ = await new_host()
+    running = asyncio.ensure_future(host.call(call(0, "forever", args=())))
+    await host.call(call(1))
+    assert await host.close() is None
+    assert await running == (Cancelled(), None)

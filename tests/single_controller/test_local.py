@@ -1,0 +1,160 @@
+"""What only the local backend has: everything on one loop, in one order, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from blockbuster import blockbuster_ctx
+
+from asyncrl.data import DataProto
+from asyncrl.errors import DeadlineError, InfrastructureError
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
+from asyncrl.single_controller.local import LocalWorkerGroup
+
+
+class Clockwork(Worker):
+    """Sleeps, and tells when and where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads = {threading.get_ident()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def sleep(self, duration_s: float) -> float:
+        await asyncio.sleep(duration_s)
+        return asyncio.get_running_loop().time()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def thread(self) -> int:
+        self.threads.add(threading.get_ident())
+        assert len(self.threads) == 1
+        return threading.get_ident()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto) -> DataProto:
+        assert batch.batch is not None
+        return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time that jumps to the next timer instead of passing."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        if not self._ready and scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, min(handle.when() for handle in scheduled))
+        super()._run_once()  # type: ignore[misc]
+
+
+def virtually(story: Any) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(story())
+
+
+def on_this_loop(world_size: int = 2) -> LocalWorkerGroup:
+    return LocalWorkerGroup(ClassWithInitArgs(Clockwork), world_size=world_size, loop="current", name="clockwork")
+
+
+def test_an_hour_passes_on_a_virtual_clock() -> None:
+    async def story() -> tuple[list[float], float]:
+        group = on_this_loop()
+        first, second = group.sleep(3600.0), group.sleep(60.0)
+        assert await second == [60.0, 60.0]
+        with pytest.raises(DeadlineError):
+            await group.sleep(1e6).deadline(5.0)
+        assert asyncio.get_running_loop().time() == 65.0
+        times = await first
+        await group.aclose()
+        return times, asyncio.get_running_loop().time()
+
+    assert virtually(story) == ([3600.0, 3600.0], 3600.0)
+
+
+async def test_everything_runs_in_this_thread() -> None:
+    async with on_this_loop() as group:
+        assert await group.thread() == [threading.get_ident()] * 2
+        batch = DataProto.from_dict(tensors={"x": torch.arange(3)})
+        result = await group.double(group.double(batch).slice(1, 3))
+        assert result.batch["x"].tolist() == [4, 8]
+
+
+async def test_waiting_without_await_says_what_to_do() -> None:
+    async with on_this_loop() as group:
+        with pytest.raises(RuntimeError, match="use `await future` there"):
+            group.sleep(0.0).result()
+        with pytest.raises(RuntimeError, match="use `await future` there"):
+            group.thread(blocking=True)
+
+
+def test_a_future_whose_loop_has_ended_does_not_hang() -> None:
+    async def story() -> Any:
+        return on_this_loop().sleep(3600.0)
+
+    # asyncio.run cancels what is left.
+    with pytest.raises(concurrent.futures.CancelledError):
+        asyncio.run(story()).result()
+
+    loop = asyncio.new_event_loop()
+    future = loop.run_until_complete(story())
+    with pytest.raises(RuntimeError, match="is not running any more"):
+        future.result()
+    future.cancel()
+    loop.run_until_complete(future.controller.owner.cancel_all())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+async def test_plain_methods_keep_to_one_thread_of_their_own() -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(Clockwork), world_size=2) as group:
+        first, second = await group.thread()
+        assert len({first, second, threading.get_ident()}) == 3
+        assert await group.thread() == [first, second]
+
+
+async def test_nothing_blocks_and_nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    batch = DataProto.from_dict(tensors={"x": torch.arange(5)})
+    with caplog.at_level(logging.WARNING), blockbuster_ctx():
+        group = LocalWorkerGroup(ClassWithInitArgs(Clockwork), world_size=2)
+        parts = group.double(batch).chunk(5)
+        values = [int((await group.double(part)).batch["x"][0]) for part in parts]
+        asleep = group.sleep(3600.0)
+        await group.aclose()
+        with pytest.raises(InfrastructureError):
+            await asleep
+    assert values == [0, 4, 8, 12, 16]
+    assert len(group._owner) == 0
+    assert caplog.records == []
+
+
+def test_it_works_where_ray_is_not_installed() -> None:
+    program = """
+import sys
+sys.modules["ray"] = None
+import torch
+from asyncrl.data import DataProto
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
+from asyncrl.single_controller.local import LocalWorkerGroup
+
+class Doubler(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
+
+group = LocalWorkerGroup(ClassWithInitArgs(Doubler), world_size=2)
+print(group.double(DataProto.from_dict(tensors={"x": torch.arange(3)})).result().batch["x"].tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.returncode) == ("[0, 2, 4]\n", 0), done.stderr

@@ -1,0 +1,64 @@
+"""Whether a cluster has room, decided without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.errors import ResourceError
+from asyncrl.single_controller import ResourcePool
+from asyncrl.single_controller.resource_pool import NodeResources, PlacementStrategy, check_room
+
+NODES = [
+    NodeResources("a", {"CPU": 4, "GPU": 2}, {"CPU": 1, "GPU": 2}),
+    NodeResources("b", {"CPU": 4}, {"CPU": 4}),
+]
+CPU = {"CPU": 1.0}
+GPU = {"CPU": 1.0, "GPU": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("places", "strategy"),
+    [
+        ([[CPU] * 8], "PACK"),
+        ([[GPU] * 2, [CPU] * 4], "PACK"),
+        ([[CPU] * 4, [CPU] * 4], "STRICT_PACK"),
+        ([[CPU] * 2], "STRICT_SPREAD"),
+    ],
+)
+def test_there_is_room(places: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:
+    check_room(places, strategy, NODES)
+
+
+@pytest.mark.parametrize(
+    ("places", "strategy"),
+    [
+        ([[CPU] * 9], "PACK"),
+        ([[GPU] * 3], "PACK"),
+        ([[{"CPU": 5.0}]], "PACK"),
+        ([[CPU] * 5], "STRICT_PACK"),
+        ([[CPU] * 3], "STRICT_SPREAD"),
+        ([[CPU] * 4, [CPU] * 4, [CPU]], "STRICT_PACK"),
+    ],
+)
+def test_there_is_no_room(places: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:
+    with pytest.raises(ResourceError):
+        check_room(places, strategy, NODES)
+
+
+def test_the_message_shows_both_sides() -> None:
+    with pytest.raises(ResourceError) as caught:
+        check_room([[GPU], [GPU] * 2], "PACK", NODES)
+    assert str(caught.value).splitlines() == [
+        "no room for place 1 (PACK, 2 bundles, 2 CPU, 2 GPU)",
+        "asked for: 3 CPU, 3 GPU",
+        "in total:  8 CPU, 2 GPU, free now: 5 CPU, 2 GPU",
+        "node a: 4 CPU, 2 GPU, free now: 1 CPU, 2 GPU",
+        "node b: 4 CPU, free now: 4 CPU",
+    ]
+
+
+def test_a_pool_has_workers_everywhere() -> None:
+    assert ResourcePool([2, 3]).world_size == 5
+    assert ResourcePool([2, 3]).store == [2, 3]
+    with pytest.raises(ResourceError, match=r"got \[2, 0\]"):
+        ResourcePool([2, 0])

@@ -315,13 +315,17 @@ class DataProto:
         if isinstance(item, builtins.slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
-            return self._item(int(item))
+            return self._item(int(item), self.columns())
         if isinstance(item, list | tuple | range | np.ndarray | torch.Tensor):
             return self.select_idxs(item)
         raise TypeError(f"rows are selected by an integer, a slice or an index of rows, not by {type(item).__name__}")
 
-    def _item(self, row: int) -> DataProtoItem:
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        """Row by row."""
         columns = self.columns()
+        return (self._item(row, columns) for row in range(columns.rows))
+
+    def _item(self, row: int, columns: Columns) -> DataProtoItem:
         if not -columns.rows <= row < columns.rows:
             raise IndexError(f"row {row} is out of range for {columns.rows} rows")
         row %= columns.rows

@@ -17,7 +17,7 @@ therefore take several columns at once and keep shared offsets shared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -44,6 +44,10 @@ __all__ = [
     "to_padded",
     "values_of",
 ]
+
+
+_LONG_ROW = 1024
+"""Mean length from which rows are copied one by one: then that is as fast as memcpy and needs no list of positions."""
 
 
 def is_ragged(value: object) -> TypeGuard[torch.Tensor]:
@@ -210,15 +214,14 @@ def slice_ragged(columns: Mapping[str, torch.Tensor], start: int, end: int) -> d
 
 def take_ragged(columns: Mapping[str, torch.Tensor], index: torch.Tensor) -> dict[str, torch.Tensor]:
     """Rows ``index`` (int64 ``[N]``, each within 0..B-1) of each column, copied."""
-    plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    known: dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {}
     result: dict[str, torch.Tensor] = {}
     for name, column in columns.items():
         offsets = offsets_of(column)
-        if id(offsets) not in plans:
-            rows = index.to(offsets.device)
-            plans[id(offsets)] = _plan(offsets[:-1][rows], offsets.diff()[rows])
-        positions, new_offsets = plans[id(offsets)]
-        result[name] = ragged_from_values(values_of(column).index_select(0, positions), new_offsets)
+        if id(offsets) not in known:
+            known[id(offsets)] = _taking(offsets, index.to(offsets.device))
+        new_offsets, take = known[id(offsets)]
+        result[name] = ragged_from_values(take(values_of(column)), new_offsets)
     return result
 
 
@@ -260,6 +263,22 @@ def to_padded(column: torch.Tensor, padding: float, *, length: int | None = None
     if left:
         positions = positions + (length - row_lengths)[rows]
     return padded.index_put((rows, positions), values)
+
+
+def _taking(offsets: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """The offsets of the rows ``index``, and how their values are copied out of the values of a column."""
+    sizes = offsets.diff()
+    if offsets.device.type == "cpu" and len(index) and int(offsets[-1]) >= _LONG_ROW * len(sizes):
+        lengths_before: list[int] = sizes.tolist()
+        wanted: list[int] = index.tolist()
+
+        def by_rows(values: torch.Tensor) -> torch.Tensor:
+            rows = values.split(lengths_before)
+            return torch.cat([rows[row] for row in wanted])
+
+        return offsets_from_lengths(sizes[index]), by_rows
+    positions, new_offsets = _plan(offsets[:-1][index], sizes[index])
+    return new_offsets, lambda values: values.index_select(0, positions)
 
 
 def _plan(starts: torch.Tensor, row_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -162,7 +162,13 @@ def test_a_batch_can_be_iterated_row_by_row() -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [[2, -4, 2], (2, 0, 2), np.array([2, 0, 2]), torch.tensor([2, 0, 2], dtype=torch.int32), np.uint8([2, 0, 2])],
+    [
+        [2, -4, 2],
+        (2, 0, 2),
+        np.array([2, 0, 2]),
+        torch.tensor([2, 0, 2], dtype=torch.int32),
+        np.array([2, 0, 2], dtype=np.uint8),
+    ],
 )
 def test_rows_by_integers(index: object) -> None:
     assert rewards(made(4).select_idxs(index)) == [2.0, 0.0, 2.0]  # type: ignore[arg-type]
@@ -183,7 +189,7 @@ def test_indices_that_select_nothing() -> None:
         with pytest.raises(error):
             made(3).select_idxs(index)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        made(3)["rewards"]  # type: ignore[call-overload]
+        made(3)["rewards"]  # type: ignore[index]
 
 
 def test_a_negative_step() -> None:

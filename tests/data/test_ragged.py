@@ -123,6 +123,15 @@ def test_rows_are_those_of_a_list(rows: Rows, draw: st.DataObject) -> None:
     assert listed(concat_ragged([columns, columns])["x"]) == rows + rows
 
 
+def test_long_rows_are_taken_like_short_ones() -> None:
+    columns = share_offsets({"ids": ragged_from_list([torch.arange(size) for size in (3000, 0, 1000)])})
+    columns["x"] = ragged_from_values(values_of(columns["ids"]).float()[:, None], offsets_of(columns["ids"]))
+    taken = take_ragged(columns, torch.tensor([2, 0, 1, 2]))
+    assert listed(taken["ids"]) == [list(range(size)) for size in (1000, 3000, 0, 1000)]
+    assert torch.equal(values_of(taken["x"])[:, 0], values_of(taken["ids"]).float())
+    assert offsets_of(taken["x"]) is offsets_of(taken["ids"])
+
+
 def test_what_is_no_ragged_column() -> None:
     with pytest.raises(SchemaError, match=r"row 1 is torch\.int64"):
         ragged_from_list([torch.zeros(1), torch.zeros(1, dtype=torch.int64)])

@@ -104,8 +104,8 @@ class CalculatorFactory:
         operation_shares: Sequence[float] = (0.35, 0.65),
         negative: bool = False,
         guess_share: float = 0.2,
-        early_stop_share: float = 0.65,
-        misread_share: float = 0.25,
+        early_stop_share: float = 0.75,
+        misread_share: float = 0.15,
         instructions: str = "",
     ) -> None:
         unknown = [operator for operator in operators if operator not in _OPERATIONS]

@@ -107,14 +107,18 @@ def test_a_future_whose_loop_has_ended_does_not_hang() -> None:
     with pytest.raises(concurrent.futures.CancelledError):
         asyncio.run(story()).result()
 
+    async def unfinished() -> tuple[LocalWorkerGroup, Any]:
+        group = on_this_loop()
+        await group.ready()
+        return group, group.sleep(3600.0)
+
     loop = asyncio.new_event_loop()
-    future = loop.run_until_complete(story())
+    group, future = loop.run_until_complete(unfinished())
     with pytest.raises(RuntimeError, match="is not running any more"):
         future.result()
-    future.cancel()
-    loop.run_until_complete(future.controller.owner.cancel_all())
-    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(group.aclose())
     loop.close()
+    assert isinstance(future.exception(), InfrastructureError)
 
 
 async def test_plain_methods_keep_to_one_thread_of_their_own() -> None:

@@ -6,7 +6,7 @@ Everything made here is closed by :meth:`Assembly.aclose`, in the reverse order,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +116,7 @@ class Assembly:
         self.reward: Any = None
         self.reference: Any = None
 
-    async def start(self, roles: Collection[Role] = ROLES) -> None:
+    async def start(self, roles: Sequence[Role] = ROLES) -> None:
         """Start the cluster, if one is needed, and the worker processes of ``roles`` that the run uses."""
         requests = [request for request in self._requests() if request.role in roles]
         make_group = self._ray_backend(requests) if self.config.cluster.backend == "ray" else _local_group

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class TrainingRun:
         finally:
             await self._close()
 
-    async def _start(self, roles: Collection[Role] = ROLES) -> str:
+    async def _start(self, roles: Sequence[Role] = ROLES) -> str:
         """Start the workers of ``roles``, and make the model meanwhile; returns where it is."""
         with self._phase("start"):
             async with asyncio.TaskGroup() as starting:

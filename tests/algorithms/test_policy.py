@@ -187,6 +187,19 @@ def test_an_old_token_weighs_by_how_likely_it_still_is_up_to_the_cap() -> None:
     assert got.metrics["behaviour_kl"].tolist() == pytest.approx(expected, rel=1e-5)
 
 
+def test_how_far_a_step_has_moved() -> None:
+    got = PolicyObjective().token_losses(
+        current_log_probs=torch.log(torch.tensor([0.2, 0.9])),
+        proximal_log_probs=torch.log(torch.tensor([0.4, 0.6])),
+        behaviour_log_probs=torch.log(torch.tensor([0.4, 0.6])),
+        advantages=torch.ones(2),
+        mask=torch.ones(2, dtype=torch.bool),
+    )
+    # r = current / proximal = 1/2 and 3/2: r - 1 - log r, the estimate of KL(proximal || current)
+    assert got.metrics["policy_kl"].tolist() == pytest.approx([math.log(2) - 0.5, 0.5 - math.log(1.5)], rel=1e-5)
+    assert got.metrics["behaviour_kl"].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 def test_nothing_outside_the_mask_reaches_loss_metrics_or_gradient(rubbish: float) -> None:
     tokens = some_tokens(4)

@@ -18,7 +18,7 @@ from asyncrl.errors import CodecError, SchemaError
 
 __all__ = ["MALFORMED", "extension", "packed"]
 
-MALFORMED = (msgspec.MsgspecError, SchemaError, TypeError, ValueError, OverflowError, RecursionError, KeyError)
+MALFORMED = (msgspec.MsgspecError, SchemaError, TypeError, ValueError, LookupError, OverflowError, RuntimeError)
 """What decoding bytes of no meaning may raise, to be turned into :class:`CodecError`."""
 
 _TUPLE, _DICT, _INTEGER, _TEXT, _OBJECTS, _ARRAY, _SCALAR, _TENSOR, _RAGGED = range(1, 10)
@@ -86,13 +86,13 @@ def extension(code: int, data: memoryview) -> Any:
         return object_array(shape, items)
     if code == _ARRAY:
         dtype, shape, content = tree
-        return array_over(as_bytes(bytearray(content)), dtype, _sizes(shape))
+        return array_over(as_bytes(_own(content)), dtype, _sizes(shape))
     if code == _SCALAR:
         dtype, content = tree
-        return array_over(as_bytes(content), dtype, ())[()]
+        return array_over(as_bytes(_own(content)), dtype, ())[()]
     if code == _TENSOR:
         dtype, shape, content = tree
-        return tensor_over(as_bytes(bytearray(content)), dtype, _sizes(shape))
+        return tensor_over(as_bytes(_own(content)), dtype, _sizes(shape))
     if code == _RAGGED:
         values, offsets = tree
         if not isinstance(values, torch.Tensor) or not isinstance(offsets, torch.Tensor) or values.dim() == 0:
@@ -105,6 +105,8 @@ def extension(code: int, data: memoryview) -> Any:
 def object_array(shape: Any, items: Any) -> np.ndarray[Any, Any]:
     """An object array of this shape with these elements in row order."""
     sizes = _sizes(shape)
+    if not isinstance(items, list):
+        raise CodecError("the elements of an object array must be a list")
     array = np.empty(len(items), dtype=object)
     for position, item in enumerate(items):
         array[position] = item
@@ -140,8 +142,14 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _own(content: Any) -> bytearray:
+    if not isinstance(content, bytes):  # a number would be the size of a new bytearray
+        raise CodecError(f"expected bytes, got {type(content).__name__}")
+    return bytearray(content)
+
+
 def _sizes(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise CodecError(f"not a shape: {shape!r}")
     return tuple(shape)
 

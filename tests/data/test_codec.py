@@ -327,6 +327,31 @@ def test_headers_that_claim_more_than_there_is() -> None:
             decode(msgspec.msgpack.encode(changed), encoded.buffers)
 
 
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        (6, ["<i8", [2**40], 2**43]),
+        (8, ["int64", [2**40], 2**43]),
+        (8, ["int64", [2**40], b"12345678"]),
+        (5, [[2**40], []]),
+        (5, [[-1], [1]]),
+        (5, [[2], "ab"]),
+        (7, ["<U5", b""]),
+        (7, [["<U5"], b""]),
+        (2, [1, 2]),
+        (2, [[[1], 2]]),
+        (9, [1, 2]),
+        (1, {}),
+        (99, []),
+    ],
+)
+def test_values_that_claim_what_they_are_not(code: int, content: object) -> None:
+    fields = msgspec.msgpack.decode(encode(DataProto()).header)
+    fields[7] = {"v": msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))}
+    with pytest.raises(CodecError):
+        decode(msgspec.msgpack.encode(fields), [])
+
+
 def test_bytes_that_are_no_header() -> None:
     deep = b"\x91" * 100_000
     for header in (b"", b"\xc1", b"\xdd\x7f\xff\xff\xff", deep, pickle.dumps("not this"), sys.version.encode()):

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, ProcessGroup, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.errors import ConfigError, EngineError
@@ -18,6 +18,9 @@ __all__ = ["RankGroup"]
 # torch keeps one default process group per process, so who made it and who still needs it is a fact of the process.
 _lock = threading.Lock()
 _users = 0
+# A port is listened on for as long as the process lives: closing and opening it again would race with the other ranks.
+_servers: dict[tuple[str, int], Store] = {}
+_groups_made: dict[tuple[str, int], int] = {}
 
 
 class RankGroup:
@@ -56,7 +59,8 @@ class RankGroup:
         self._closed = False
         if dist.get_world_size() == world_size:
             if dist.get_rank() != rank:
-                self.close()
+                if self._owner:
+                    _leave()
                 raise ConfigError(f"rank {rank} was asked for, but this process is rank {dist.get_rank()} already")
             group = dist.group.WORLD
         else:
@@ -99,6 +103,10 @@ class RankGroup:
         if self._closed:
             return
         self._closed = True
+        # DTensor's caches keep the mesh for ever, and the mesh its group: sockets, threads, and a trap for the next
+        # group of the same name.
+        getattr(self.mesh, "_pg_registry", {}).clear()
+        del self._group
         if self._owner:
             _leave()
 
@@ -133,18 +141,26 @@ def _join(
                 return False
             _users += 1
             return True
-        store: Store
         timeout = timedelta(seconds=timeout_s)
         if world_size == 1:
-            store = HashStore()
+            store: Store = HashStore()
         elif master_port is None:
             raise ConfigError(f"{world_size} ranks need master_port to meet at", path="master_port")
         else:
-            store = TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+            store = _meeting_point(master_addr, master_port, rank, world_size, timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _users = 1
         return True
+
+
+def _meeting_point(master_addr: str, master_port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A store for one process group. Groups made one after the other at the same port get rooms of their own in it."""
+    address = (master_addr, master_port)
+    if address not in _servers:
+        _servers[address] = TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+    _groups_made[address] = _groups_made.get(address, 0) + 1
+    return PrefixStore(f"trainer/{_groups_made[address]}", _servers[address])
 
 
 def _leave() -> None:

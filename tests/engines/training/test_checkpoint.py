@@ -113,9 +113,14 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with replace_folder(folder) as partial:
         write_json(partial / "old.json", 1)
         assert not folder.exists()
-    with pytest.raises(RuntimeError, match="disk full"), replace_folder(folder) as partial:
-        write_json(partial / "new.json", 2)
-        raise RuntimeError("disk full")
+
+    def fail() -> None:
+        with replace_folder(folder) as partial:
+            write_json(partial / "new.json", 2)
+            raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        fail()
     assert [path.name for path in folder.iterdir()] == ["old.json"]
     with replace_folder(folder) as partial:
         write_json(partial / "new.json", 2)

@@ -29,9 +29,11 @@ MakeEngine = Callable[..., FSDPEngine]
 def engine(model_folder: Callable[..., str]) -> Iterator[MakeEngine]:
     made: list[FSDPEngine] = []
 
-    def make(family: str = "llama", *, path: str | None = None, objective: PolicyObjective | None = None, **options: object) -> FSDPEngine:  # fmt: skip
+    def make(
+        family: str = "llama", *, path: str | None = None, objective: PolicyObjective | None = None, **options: Any
+    ) -> FSDPEngine:
         settings = {"lr": 1e-2, "device": "cpu"} | options
-        made.append(FSDPEngine(path or model_folder(family), objective=objective or PolicyObjective(), **settings))  # type: ignore[arg-type]
+        made.append(FSDPEngine(path or model_folder(family), objective=objective or PolicyObjective(), **settings))
         return made[-1]
 
     yield make

@@ -1,0 +1,167 @@
+"""What one rank of the two-rank tests does: ``python rank_program.py MODEL FOLDER RANK PORT``; port 0 is one rank alone.
+
+Every scene writes its metrics to ``FOLDER/SCENE.RANK.json``, weights are left in checkpoints of the same name. The
+test runs the very same scenes in its own process with all rows on one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.algorithms import PolicyObjective
+from asyncrl.data import DataProto
+from asyncrl.errors import AsyncRLError
+from engines.training.fsdp_engine import FSDPEngine
+
+LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14]
+
+
+def trajectories(seed: int) -> DataProto:
+    """Rows with a prompt of three tokens; the seventh has nothing to train."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = [torch.arange(length) >= 3 for length in LENGTHS]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": [torch.randint(0, 61, (length,), generator=draw) for length in LENGTHS],
+            "loss_mask": mask,
+            "behaviour_log_probs": [
+                torch.where(each, -4.0 + torch.rand(len(each), generator=draw), 0.0) for each in mask
+            ],
+            "advantages": torch.randn(len(LENGTHS), generator=draw),
+        }
+    )
+
+
+class Rank:
+    """One rank, and which rows of a batch it holds: the first ``split`` are rank 0's."""
+
+    def __init__(self, model: str, folder: Path, *, rank: int, port: int) -> None:
+        self.model = model
+        self.folder = folder
+        self.rank = rank
+        self.world_size = 2 if port else 1
+        self.port = port or None
+
+    def engine(self, *, objective: PolicyObjective | None = None, **options: Any) -> FSDPEngine:
+        # A large epsilon keeps Adam from magnifying the rounding of gradients that are nearly 0.
+        settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "threads": 1, "device": "cpu"} | options
+        return FSDPEngine(
+            self.model,
+            objective=objective or PolicyObjective(),
+            rank=self.rank,
+            world_size=self.world_size,
+            master_port=self.port,
+            collective_timeout_s=60.0,
+            **settings,
+        )
+
+    def rows(self, seed: int, *, split: int) -> DataProto:
+        batch = trajectories(seed)
+        if self.world_size == 1:
+            return batch
+        return batch[:split] if self.rank == 0 else batch[split:]
+
+    def report(self, scene: str, value: Any) -> None:
+        (self.folder / f"{scene}.{self.rank}.json").write_text(json.dumps(value))
+
+    def updates(self, scene: str, *, split: int, objective: PolicyObjective | None = None, **options: Any) -> None:
+        """Three updates, then a checkpoint."""
+        engine = self.engine(objective=objective, **options)
+        self.report(scene, [engine.update(self.rows(seed, split=split)) for seed in range(3)])
+        engine.save(self.folder / scene)
+        engine.close()
+
+
+def uneven(rank: Rank) -> None:
+    """Five rows here, three there; micro-batches of 20 padded tokens: different numbers of them on the two ranks."""
+    rank.updates("uneven", split=5, max_tokens_per_microbatch=20)
+
+
+def empty(rank: Rank) -> None:
+    """Everything on rank 0."""
+    rank.updates("empty", split=8)
+
+
+def by_row(rank: Rank) -> None:
+    """Rows count the same, entropy is rewarded, activations are computed twice."""
+    objective = PolicyObjective(aggregation="sequence_mean", entropy_coefficient=0.05)
+    rank.updates("by_row", split=2, objective=objective, gradient_checkpointing=True, weight_decay=0.1)
+
+
+def minibatches(rank: Rank) -> None:
+    """Several optimizer steps per update; which rows go into which must not depend on who holds them."""
+    rank.updates("minibatches", split=3, minibatches=3, epochs=2, max_tokens_per_microbatch=30)
+
+
+def supervised(rank: Rank) -> None:
+    engine = rank.engine()
+    rank.report("supervised", [engine.supervise(rank.rows(seed, split=7)) for seed in range(3)])
+    engine.save(rank.folder / "supervised")
+    engine.close()
+
+
+def scored(rank: Rank) -> None:
+    """Log-probs of each rank's own rows; rank 1 has far fewer micro-batches."""
+    engine = rank.engine(max_tokens_per_microbatch=18)
+    batch = engine.log_probs(rank.rows(0, split=7)).batch
+    assert batch is not None
+    rank.report("scored", {name: batch[name].values().tolist() for name in ("log_probs", "entropy")})
+    engine.close()
+
+
+def resumed(rank: Rank) -> None:
+    """Load what one rank alone saved, save again; then go on twice from there, bit for bit the same."""
+    engine = rank.engine(minibatches=2)
+    engine.load(rank.folder / "from_one_rank")
+    engine.save(rank.folder / "resharded")
+    first = [engine.update(rank.rows(seed, split=4)) for seed in (5, 6)]
+    engine.save(rank.folder / "went_on_first")
+    engine.load(rank.folder / "resharded")
+    second = [engine.update(rank.rows(seed, split=4)) for seed in (5, 6)]
+    engine.save(rank.folder / "went_on_second")
+    rank.report("resumed", [first, second])
+    rank.report("published", {name: list(tensor.shape) for name, tensor in engine.named_tensors()})
+    engine.export(rank.folder / "exported")
+    engine.close()
+
+
+def errors(rank: Rank) -> None:
+    """What one rank alone cannot do, none does, and the group goes on."""
+    engine, twin = rank.engine(), rank.engine()
+    said: list[str] = []
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (AsyncRLError, OSError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    batch = rank.rows(0, split=4)
+    unusable = [torch.ones(length, dtype=torch.bool) for length in LENGTHS[4:]]
+    attempt(lambda: engine.update(batch if rank.rank == 0 else batch.with_columns(loss_mask=unusable)))
+    zeros = [torch.zeros(length) for length in LENGTHS[4:]]
+    attempt(lambda: engine.update(batch if rank.rank == 0 else batch.with_columns(proximal_log_probs=zeros)))
+    nan = torch.full((4,), torch.nan)
+    attempt(lambda: engine.update(batch if rank.rank == 0 else batch.with_columns(advantages=nan)))
+    attempt(lambda: engine.save(rank.folder / "in_the_way" / "checkpoint"))
+    attempt(lambda: engine.load(rank.folder / "nowhere"))
+    rank.report("errors", {"said": said, "goes_on": engine.update(batch) == twin.update(batch)})
+    engine.close()
+    twin.close()
+
+
+SHARED_SCENES = (uneven, empty, by_row, minibatches, supervised, scored)
+"""Scenes with the same outcome on one rank and on two."""
+
+
+if __name__ == "__main__":
+    _, model, folder, rank, port = sys.argv
+    this = Rank(model, Path(folder), rank=int(rank), port=int(port))
+    for scene in (*SHARED_SCENES, resumed, errors):
+        scene(this)

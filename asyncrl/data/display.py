@@ -13,7 +13,7 @@ from asyncrl.data.schema import column_of
 if TYPE_CHECKING:
     from asyncrl.data.proto import DataProto
 
-__all__ = ["as_html", "as_text", "size_text"]
+__all__ = ["as_data_info", "as_html", "as_text", "size_text"]
 
 
 def size_text(size_bytes: float) -> str:
@@ -46,6 +46,23 @@ def as_html(data: DataProto) -> str:
     return f"<div><b>{html.escape(_headline(data))}</b><table><tr>{heads}</tr>{rows}</table>{meta}</div>"
 
 
+def as_data_info(data: DataProto) -> str:
+    """Every column and entry with its type, one a line, in verl's form."""
+    lines = ["batch"]
+    for name, value in _tensors(data).items():
+        shape = f"({len(data)}, *)" if value.is_nested else str(tuple(value.shape))
+        lines.append(f"  {name}: {shape} ({value.dtype}) {value.device}")
+    lines.append("non_tensor_batch")
+    lines += [f"  {name}: ndarray{array.shape} ({array.dtype})" for name, array in data.non_tensor_batch.items()]
+    lines.append("meta_info")
+    lines += [f"  {name}: {type(value).__name__}" for name, value in data.meta_info.items()]
+    return "\n".join(lines)
+
+
+def _tensors(data: DataProto) -> dict[str, Any]:
+    return {} if data.batch is None else {str(name): value for name, value in data.batch.items()}
+
+
 def _headline(data: DataProto) -> str:
     flags = [flag for flag, on in (("read-only", data.read_only), ("auto padding", data.auto_padding)) if on]
     rows = len(data)
@@ -54,8 +71,7 @@ def _headline(data: DataProto) -> str:
 
 def _described(data: DataProto) -> list[tuple[str, str, str]]:
     """Name, kind and particulars of each column."""
-    values: dict[str, Any] = {} if data.batch is None else {str(name): each for name, each in data.batch.items()}
-    values.update(data.non_tensor_batch)
+    values = {**_tensors(data), **data.non_tensor_batch}
     return [(name, str(column_of(name, value)), _particulars(value)) for name, value in values.items()]
 
 

@@ -18,6 +18,7 @@ from asyncrl.data.equality import values_equal
 from asyncrl.data.meta_info import concat_meta_info, union_meta_info
 from asyncrl.data.ragged import normalise_ragged, offsets_of, row_of, values_of
 from asyncrl.data.schema import Schema
+from asyncrl.data.tensordicts import packed_tensordict, tensordict_of, unpacked_tensordict
 from asyncrl.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class DataProto:
             raise SchemaError(f"a DataProto has one batch dimension, got num_batch_dims={num_batch_dims}")
         columns = tensor_columns(tensors or {})
         return cls(
-            batch=_tensordict(columns, rows=next(iter(columns.values())).shape[0]) if columns else None,
+            batch=tensordict_of(columns, rows=next(iter(columns.values())).shape[0]) if columns else None,
             non_tensor_batch={name: array_column(name, value) for name, value in (non_tensors or {}).items()},
             meta_info=meta_info,
             auto_padding=auto_padding,
@@ -135,20 +136,8 @@ class DataProto:
         cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
         """A batch of a TensorDict: its NonTensorStacks become object arrays, its NonTensorData ``meta_info``."""
-        from tensordict import NonTensorData, NonTensorStack
-
-        tensors: dict[str, torch.Tensor] = {}
-        others: dict[str, Any] = {}
-        info = dict(meta_info or {})
-        for name in list(tensor_dict.keys()):
-            value: Any = tensor_dict.get(name)
-            if isinstance(value, NonTensorStack):
-                others[str(name)] = [element.data for element in value]
-            elif isinstance(value, NonTensorData):
-                info[str(name)] = value.data
-            else:
-                tensors[str(name)] = value
-        return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=info, num_batch_dims=num_batch_dims)
+        tensors, others, info = unpacked_tensordict(tensor_dict)
+        return cls.from_dict(tensors, others, {**(meta_info or {}), **info}, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
         """All of it in one TensorDict: other columns as NonTensorStack, ``meta_info`` as NonTensorData.
@@ -156,18 +145,7 @@ class DataProto:
         Raises:
             SchemaError: an entry of ``meta_info`` has the name of a column.
         """
-        from tensordict import NonTensorData, NonTensorStack
-
-        columns = self.columns()
-        clash = sorted(self.meta_info.keys() & {*columns.names})
-        if clash:
-            raise SchemaError(f"meta_info {clash} have names of columns: one TensorDict cannot hold both")
-        result: Any = _tensordict(columns.tensors, rows=columns.rows)
-        for name, array in columns.arrays.items():
-            result.set(name, NonTensorStack(*(NonTensorData(element) for element in array)))
-        for name, value in self.meta_info.items():
-            result.set(name, NonTensorData(value, batch_size=[columns.rows]))
-        return result  # type: ignore[no-any-return]
+        return packed_tensordict(self.columns(), self.meta_info)
 
     def columns(self) -> Columns:
         """The columns, checked: for code that computes on them."""
@@ -191,7 +169,7 @@ class DataProto:
         Counterpart of :meth:`columns`, for code that computes on them.
         """
         data = object.__new__(cls)
-        data.batch = _tensordict(columns.tensors, rows=columns.rows) if columns.tensors or has_batch else None
+        data.batch = tensordict_of(columns.tensors, rows=columns.rows) if columns.tensors or has_batch else None
         data.non_tensor_batch = dict(columns.arrays)
         data.meta_info = dict(meta_info or {})
         data.auto_padding = auto_padding
@@ -288,15 +266,9 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """Every column and entry with its type, one a line."""
-        lines = ["batch"]
-        for name, value in self._tensors():
-            shape = f"({len(self)}, *)" if value.is_nested else str(tuple(value.shape))
-            lines.append(f"  {name}: {shape} ({value.dtype}) {value.device}")
-        lines.append("non_tensor_batch")
-        lines += [f"  {name}: ndarray{array.shape} ({array.dtype})" for name, array in self.non_tensor_batch.items()]
-        lines.append("meta_info")
-        lines += [f"  {name}: {type(value).__name__}" for name, value in self.meta_info.items()]
-        return "\n".join(lines)
+        from asyncrl.data.display import as_data_info
+
+        return as_data_info(self)
 
     def print_size(self, prefix: str = "") -> None:
         """Print rows and bytes, after ``prefix``."""
@@ -331,7 +303,7 @@ class DataProto:
         row %= columns.rows
         tensors = {name: row_of(each, row) if each.is_nested else each[row] for name, each in columns.tensors.items()}
         return DataProtoItem(
-            batch=None if self.batch is None else _tensordict(tensors, rows=None),
+            batch=None if self.batch is None else tensordict_of(tensors, rows=None),
             non_tensor_batch={name: array[row] for name, array in columns.arrays.items()},
             meta_info=dict(self.meta_info),
         )
@@ -625,13 +597,6 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         return self.clone()
-
-
-def _tensordict(tensors: Mapping[str, torch.Tensor], *, rows: int | None) -> TensorDict:
-    # Imported here: tensordict takes as long to load as torch, and half of this package works without it.
-    from tensordict import TensorDict
-
-    return TensorDict(dict(tensors), batch_size=[] if rows is None else [rows])
 
 
 def _sorted_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

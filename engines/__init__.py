@@ -1,0 +1,1 @@
+"""Parts that compute: rollout and training engines, rewards, weight transports."""

@@ -1,0 +1,1 @@
+"""The loop: from prompts to published weights, and everything around one run."""

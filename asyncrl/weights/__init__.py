@@ -1,0 +1,1 @@
+"""Versions of the weights: what is published, and who holds it."""

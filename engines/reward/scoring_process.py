@@ -53,8 +53,8 @@ class ScoringProcess:
             RewardError: it raised, returned no finite number, took longer than ``deadline_s``, or its process died.
         """
         request = pickle.dumps(arguments)
-        if self._process is not None and self._reader.at_eof():
-            await self.stop()  # died between two calls: no call's fault
+        if self._process is not None and _ended(self._process.pid):
+            await self.stop()  # between two calls: no call's fault
         try:
             if self._process is None:
                 await self._start()
@@ -127,3 +127,8 @@ class ScoringProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         return await asyncio.shield(asyncio.to_thread(process.wait))
+
+
+def _ended(pid: int) -> bool:
+    """Whether our child has ended. It is left to be waited for, so that its id stays its own."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,0 +1,1 @@
+"""Training engines, and where small models come from."""

@@ -60,6 +60,8 @@ class Decoder:
         self._positions = torch.empty(0)
         self._places = torch.empty(0)
         self._columns = torch.arange(0)
+        self._seen = torch.tensor(0.0, dtype=self.dtype, device=self.device)
+        self._unseen = torch.tensor(-math.inf, dtype=self.dtype, device=self.device)
         self.longest = 0
         self._places_capacity = 0
 
@@ -153,15 +155,15 @@ class Decoder:
             self._columns = torch.arange(capacity, device=self.device)
         attended = min(-(-(self.longest + 1) // _ATTENTION_ALIGNMENT_TOKENS) * _ATTENTION_ALIGNMENT_TOKENS, capacity)
         positions = self._positions[:, None]
-        mask = torch.where(self._columns[:attended] <= positions, 0.0, -math.inf)
+        mask = torch.where(self._columns[:attended] <= self._positions[:, None, None, None], self._seen, self._unseen)
         self.cache.read_slots(slice(0, rows), index=self._places, tokens=attended)
-        return self._forward(self._tokens[:, None], positions, mask.to(self.dtype)[:, None, None], None)
+        return self._forward(self._tokens[:, None], positions, mask, None)
 
     def advance(self, tokens: torch.Tensor) -> None:
         """The seated rows sampled ``tokens`` [B]: these are pending now."""
         self._tokens = tokens
-        self._positions = self._positions + 1
-        self._places = self._places + 1
+        self._positions += 1
+        self._places += 1
         self.longest += 1
 
     def check(self) -> None:

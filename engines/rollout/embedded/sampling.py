@@ -30,6 +30,7 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 _BLOCK = 256  # vocabulary entries whose probabilities are added up before any is looked at alone
 _SMALL_VOCABULARY = 2048  # up to here blocks cost more than they save
+_AHEAD = 16  # steps whose random numbers are computed at a time
 _CANDIDATES = 1024  # first try for a nucleus without top-k
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -78,6 +79,8 @@ class Sampler:
     ) -> None:
         self._seeds = np.array(seeds, dtype=np.uint64)
         self._counters = np.array(counters, dtype=np.uint64)
+        self._drawn = torch.empty(0)
+        self._next = _AHEAD
         self._device = device
         top_k = [p.top_k if 0 < p.top_k < vocabulary else 0 for p in params]
         greedy = [p.temperature == 0.0 for p in params]
@@ -99,8 +102,7 @@ class Sampler:
         scaled = logits.float()
         if self._temperatures is not None:
             scaled = scaled / self._temperatures
-        drawn = torch.from_numpy(uniforms(self._seeds, self._counters)).to(self._device)
-        self._counters += np.uint64(1)
+        drawn = self._draw()
         if not self._truncated:
             tokens, log_probs = self._sample_plain(scaled, drawn)
         elif not self._plain:
@@ -112,6 +114,16 @@ class Sampler:
                 index = torch.tensor(picked, device=self._device)
                 tokens[index], log_probs[index] = draw(scaled[index], drawn[index])
         return Sampled(tokens, tokens.tolist(), log_probs.tolist())
+
+    def _draw(self) -> torch.Tensor:
+        """The numbers u [B] of this step."""
+        if self._next == _AHEAD:
+            steps = np.arange(_AHEAD, dtype=np.uint64)[:, None]
+            self._drawn = torch.from_numpy(uniforms(self._seeds, self._counters + steps)).to(self._device)
+            self._counters += np.uint64(_AHEAD)
+            self._next = 0
+        self._next += 1
+        return self._drawn[self._next - 1]
 
     def _sample_plain(self, scaled: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """No truncation: blocks are summed first, only the block that holds u is looked into."""

@@ -148,6 +148,8 @@ class Schedule:
         """Plan a step and give joining rows their slots."""
         if self.state == "paused":
             return Step(moves=(), prefills=(), ready=(), changed=True)
+        if not (self._stale or self._waiting or self._probes) and len(self._ready) == len(self._running):
+            return Step(moves=(), prefills=(), ready=self._ready, changed=False)
         budget = self._prefill_tokens
         prefilling = sorted((row for row in self._running if row.pending > 1), key=_order)
         chunks: list[Chunk] = []

@@ -22,7 +22,7 @@ __all__ = ["InlineStepping", "Stepping", "ThreadStepping"]
 
 # A thread whose steps are faster than this gathers tokens before it wakes the event loop: a wake-up costs both threads
 # the interpreter lock. The last token of a request is never held back.
-_GATHER_S = 0.004
+_GATHER_S = 0.01
 
 Event: TypeAlias = Callable[[], None]
 Deliver: TypeAlias = Callable[[Sequence[Row]], None]

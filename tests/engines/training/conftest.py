@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from asyncrl.data import DataProto
 
@@ -16,6 +26,10 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gemma2": Gemma2Config,
+    "granite": GraniteConfig,
+    "cohere": CohereConfig,
 }
 
 
@@ -47,6 +61,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
                 "head_dim": 8,
                 "initializer_range": 0.2,
                 "tie_word_embeddings": tied,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
             }
             config = _CONFIGS[family](**(sizes | options))
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What one rank of the two-rank tests does: ``python rank_program.py MODEL FOLDER RANK PORT``; port 0 is one rank alone.
+"""What one rank of the two-rank tests does: ``python rank_program.py MODEL FOLDER RANK PORT`` (port 0: one rank alone).
 
 Every scene writes its metrics to ``FOLDER/SCENE.RANK.json``, weights are left in checkpoints of the same name. The
 test runs the very same scenes in its own process with all rows on one rank.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -258,6 +260,25 @@ def test_named_tensors_are_the_checkpoint_with_tied_weights_once(
     assert {tensor.dtype for tensor in _weights(free).values()} == {torch.bfloat16}
 
 
+def test_a_mixture_of_experts_leaves_under_the_names_of_its_checkpoint(
+    engine: MakeEngine, trajectories: Trajectories, model_folder: Callable[..., str], tmp_path: Path
+) -> None:
+    """The module holds one tensor for all experts, the checkpoint three for each."""
+    path = model_folder(
+        "qwen3_moe", tied=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+    )
+    trainer, batch = engine(path=path), trajectories(LENGTHS)
+    assert _same(_weights(trainer), load_file(Path(path) / "model.safetensors"))
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in _weights(trainer)
+    trainer.update(batch)
+    trainer.save(tmp_path / "checkpoint")
+    trainer.export(tmp_path / "export")
+    exported = engine(path=str(tmp_path / "export"))
+    assert _same(_weights(exported), _weights(trainer))
+    exported.load(tmp_path / "checkpoint")
+    assert exported.update(batch) == trainer.update(batch)
+
+
 def test_an_exported_folder_is_the_model(
     engine: MakeEngine, trajectories: Trajectories, model_folder: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -356,6 +377,17 @@ def test_engines_share_a_process_and_leave_it_clean(engine: MakeEngine, trajecto
         policy.update(batch)
     assert dist.is_initialized()
     assert len(reference.log_probs(batch)) == 8
+
+
+def test_engines_in_two_threads_do_not_disturb_each_other(engine: MakeEngine, trajectories: Trajectories) -> None:
+    alone, left, right = (engine(max_tokens_per_microbatch=30) for _ in range(3))
+
+    def train(trainer: FSDPEngine) -> list[dict[str, float]]:
+        return [trainer.update(trajectories(LENGTHS, seed=seed)) for seed in range(4)]
+
+    expected = train(alone)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(train, (left, right))) == [expected, expected]
 
 
 def test_options_that_cannot_be(engine: MakeEngine, tmp_path: Path) -> None:

@@ -111,14 +111,6 @@ def test_gradient_equals_that_of_one_padded_batch(
         assert torch.allclose(found[name].double(), gradient, rtol=1e-4, atol=1e-6 * scale), name
 
 
-def test_a_model_without_dropout_is_made_of_one_with(model_folder: Callable[..., str]) -> None:
-    model = load_policy_model(model_folder("llama", attention_dropout=0.5))
-    ids = torch.arange(12).unsqueeze(0)
-    first, second = (model(ids, torch.arange(11), ids[0, 1:]).log_probs for _ in range(2))
-    assert model.training
-    assert torch.equal(first, second)
-
-
 def test_weights_of_rows_with_nothing_to_train_are_zero(trajectories: Callable[..., DataProto]) -> None:
     rows = PackedRows(trajectories(LENGTHS), vocabulary=61)
     weights = token_weights(rows.scored, aggregation="sequence_mean", total_tokens=37, total_rows=6)

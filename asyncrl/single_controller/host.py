@@ -6,10 +6,11 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import pickle
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, thread
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -75,11 +76,32 @@ class Failed:
         trace = "".join(traceback.format_exception(type(error), error, _users(error.__traceback__)))
         return Failed(error=error, kind=type(error).__qualname__, message=str(error), remote_traceback=trace)
 
+    def portable(self) -> Failed:
+        """The same for another process."""
+        if self.error is None:
+            return self
+        try:
+            data = pickle.dumps(self.error)
+            pickle.loads(data)  # noqa: S301  our own, to see whether it loads
+        except Exception:  # noqa: BLE001  exceptions of users fail to pickle in any way; the traceback goes as text
+            return replace(self, error=None)
+        return replace(self, error=None, pickled=data)
+
+    def _original(self) -> BaseException | None:
+        if self.pickled is None:
+            return self.error
+        try:
+            error = pickle.loads(self.pickled)  # noqa: S301  from our own worker
+        except Exception:  # noqa: BLE001  as above
+            return None
+        return error if isinstance(error, BaseException) else None
+
     def to_error(self, *, group: str, rank: int, method: str) -> BaseException:
         """The exception for the driver: the worker's own if asyncrl made it, else a :class:`WorkerError`."""
-        if isinstance(self.error, AsyncRLError):
-            self.error.add_note(f"raised by {group}.{method} on rank {rank}; traceback there:\n{self.remote_traceback}")
-            return self.error
+        original = self._original()
+        if isinstance(original, AsyncRLError):
+            original.add_note(f"raised by {group}.{method} on rank {rank}; traceback there:\n{self.remote_traceback}")
+            return original
         error = WorkerError(
             f"{group}.{method} raised {self.kind} on rank {rank}: {self.message}\n\n"
             f"traceback on rank {rank}:\n{self.remote_traceback}",
@@ -88,7 +110,7 @@ class Failed:
             method=method,
             remote_traceback=self.remote_traceback,
         )
-        error.__cause__ = self.error
+        error.__cause__ = original
         return error
 
 

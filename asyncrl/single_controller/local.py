@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from asyncrl.data.plan import Block, Plan
+from asyncrl.data.plan import Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.single_controller.controller_loop import ControllerLoop
 from asyncrl.single_controller.host import Call, Failed, Reply, WorkerHost
+from asyncrl.single_controller.replies import Submission
 from asyncrl.single_controller.worker import WorkerContext
 from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
@@ -22,12 +23,12 @@ class _LocalBlock:
 
     __slots__ = ("data",)
 
-    def __init__(self, data: DataProto) -> None:
-        self.data = data
+    def __init__(self) -> None:
+        self.data: DataProto | None = None
 
     @classmethod
     def get_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:
-        return [block.data for block in blocks]
+        return [cast("DataProto", block.data) for block in blocks]
 
     @classmethod
     async def fetch_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:
@@ -86,15 +87,19 @@ class LocalWorkerGroup(WorkerGroup):
             )
         )
 
-    def _submit(self, rank: int, call: Call) -> asyncio.Future[tuple[Reply, Block | None]]:
-        task = asyncio.get_running_loop().create_task(self._run(self._hosts[rank], call))
+    def _submit(self, rank: int, call: Call) -> Submission:
+        block = _LocalBlock()
+        task = asyncio.get_running_loop().create_task(self._run(self._hosts[rank], call, block))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-        return task
+        return Submission(rank, call, task, block)
 
-    async def _run(self, host: WorkerHost, call: Call) -> tuple[Reply, Block | None]:
-        reply, batch = await host.call(call)
-        return reply, None if batch is None else _LocalBlock(batch)
+    async def _run(self, host: WorkerHost, call: Call, block: _LocalBlock) -> Reply:
+        reply, block.data = await host.call(call)
+        return reply
+
+    def _explain(self, submission: Submission, error: BaseException) -> BaseException:
+        return error
 
     def _cancel(self, rank: int, call: Call) -> None:
         self._hosts[rank].cancel(call.call_id, call.sequence)

@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, InfrastructureError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.dispatch import StoredValue
 from asyncrl.single_controller.host import Call, Failed, Reply, WorkerHost
+from asyncrl.single_controller.replies import Submission
 from asyncrl.single_controller.resource_pool import (
     NodeResources,
     PlacementStrategy,
@@ -247,7 +248,8 @@ async def _fetch(ref: ray.ObjectRef[Any]) -> Any:
 
 
 def _lost(error: ray.exceptions.RayError) -> InfrastructureError:
-    return InfrastructureError(f"a payload in Ray's object store is lost: {_first_line(error)}")
+    what = "cannot be loaded here" if isinstance(error, ray.exceptions.RaySystemError) else "is lost"
+    return InfrastructureError(f"an object in Ray's store {what}: {_first_line(error)}")
 
 
 # -------------------------------------------------------------------------------------------------- inside the worker
@@ -282,15 +284,15 @@ class _RayHost:
         try:
             worker_class, args, kwargs = await made.fetch()
         except InfrastructureError as error:
-            return _packed_failure(Failed.of(error))
-        return _packed_failure(await self._host.construct(worker_class, args, kwargs, context))
+            return Failed.of(error).portable()
+        return cast("Failed | None", _portable(await self._host.construct(worker_class, args, kwargs, context)))
 
     async def call(self, call: Call) -> Reply:
-        return _packed((await self._host.call(call))[0])
+        return cast("Reply", _portable((await self._host.call(call))[0]))
 
     async def call_keeping_batch(self, call: Call) -> tuple[Reply, DataProto | None]:
         reply, batch = await self._host.call(call)
-        return _packed(reply), batch
+        return _portable(reply), batch
 
     async def cancel(self, call_id: int, sequence: int) -> None:
         self._host.cancel(call_id, sequence)
@@ -299,34 +301,14 @@ class _RayHost:
         self._host.skip(sequence)
 
     async def close(self) -> Failed | None:
-        return _packed_failure(await self._host.close())
+        return cast("Failed | None", _portable(await self._host.close()))
 
     def __repr__(self) -> str:
         return self._label
 
 
-def _packed_failure(failure: Failed | None) -> Failed | None:
-    return None if failure is None else cast("Failed", _packed(failure))
-
-
-def _packed(reply: Reply) -> Reply:
-    if not isinstance(reply, Failed) or reply.error is None:
-        return reply
-    try:
-        data: bytes = pickle.dumps(reply.error)
-        pickle.loads(data)  # noqa: S301  our own, to see whether it loads
-    except Exception:  # noqa: BLE001  user classes fail to pickle in any way; the traceback travels as text
-        return replace(reply, error=None)
-    return replace(reply, error=None, pickled=data)
-
-
-def _unpacked(reply: Any) -> Any:
-    if not isinstance(reply, Failed) or reply.pickled is None:
-        return reply
-    try:
-        return replace(reply, error=pickle.loads(reply.pickled), pickled=None)  # noqa: S301  from our own worker
-    except Exception:  # noqa: BLE001  as above
-        return replace(reply, pickled=None)
+def _portable(reply: Any) -> Any:
+    return reply.portable() if isinstance(reply, Failed) else reply
 
 
 # ------------------------------------------------------------------------------------------------------ in the driver
@@ -393,7 +375,6 @@ class RayWorkerGroup(WorkerGroup):
         resource_pool.check()
         self._demand = self._actor_resources()
         self._actors = _Actors()
-        self._underway: set[asyncio.Task[Any]] = set()
         self._finalizer = weakref.finalize(self, self._actors.free)
         self._begin()
 
@@ -426,14 +407,13 @@ class RayWorkerGroup(WorkerGroup):
         given: Any = (init.cls, init.args, init.kwargs)
         made = _RayValue(ray.put(given))
         contexts = self._contexts(seats, port)
-        failures = await self._all(
+        return await self._all(
             "__init__",
             [
                 handle.construct.remote(made, context, variables)
                 for handle, context in zip(handles, contexts, strict=True)
             ],
         )
-        return [_unpacked(failure) for failure in failures]
 
     async def _place(self) -> list[_Handle]:
         pool = self.resource_pool
@@ -479,7 +459,7 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
-    def _submit(self, rank: int, call: Call) -> asyncio.Future[tuple[Reply, Block | None]]:
+    def _submit(self, rank: int, call: Call) -> Submission:
         handle: Any = self._actors.handles[rank]
         block: Block | None = None
         try:
@@ -490,36 +470,37 @@ class RayWorkerGroup(WorkerGroup):
                 reply = handle.call.remote(call)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
-        task = asyncio.get_running_loop().create_task(self._reply(rank, call, reply, block))
-        self._underway.add(task)
-        task.add_done_callback(self._underway.discard)
-        return task
+        return Submission(rank, call, reply.future(), block)
 
-    async def _reply(
-        self, rank: int, call: Call, ref: ray.ObjectRef[Any], block: Block | None
-    ) -> tuple[Reply, Block | None]:
-        try:
-            return _unpacked(await self._value(rank, call.method, ref)), block
-        except WorkerError:
+    def _explain(self, submission: Submission, error: BaseException) -> BaseException:
+        explained = self._explained(submission.rank, submission.call.method, error)
+        if isinstance(explained, WorkerError):
             # The call did not reach the host, or its value could not leave it: later ones must not wait for it.
-            self._skip(rank, call.sequence)
-            raise
+            self._skip(submission.rank, submission.call.sequence)
+        return explained
 
-    async def _value(self, rank: int, method: str, ref: ray.ObjectRef[Any]) -> Any:
-        try:
-            return await asyncio.wrap_future(ref.future())
-        except DEATHS as error:
+    def _explained(self, rank: int, method: str, error: BaseException) -> BaseException:
+        explained: BaseException
+        if isinstance(error, DEATHS):
             cause = _cause(error)
             message = f"the process of rank {rank} of {self.name} died during {method}: {cause}"
-            raise WorkerDiedError(message, group=self.name, rank=rank, method=method, cause=cause) from error
-        except ray.exceptions.RayError as error:
+            explained = WorkerDiedError(message, group=self.name, rank=rank, method=method, cause=cause)
+        elif isinstance(error, ray.exceptions.RayError):
             message = (
                 f"{self.name}.{method} failed on rank {rank} on the way there or back: {_first_line(error)}\n"
                 "(an argument that cannot be loaded there, or a value that cannot be pickled or loaded here)"
             )
-            raise WorkerError(
-                message, group=self.name, rank=rank, method=method, remote_traceback=str(error)
-            ) from error
+            explained = WorkerError(message, group=self.name, rank=rank, method=method, remote_traceback=str(error))
+        else:
+            return error
+        explained.__cause__ = error
+        return explained
+
+    async def _value(self, rank: int, method: str, ref: ray.ObjectRef[Any]) -> Any:
+        try:
+            return await asyncio.wrap_future(ref.future())
+        except ray.exceptions.RayError as error:
+            raise self._explained(rank, method, error) from error
 
     def _cancel(self, rank: int, call: Call) -> None:
         if rank < len(self._actors.handles):
@@ -545,7 +526,7 @@ class RayWorkerGroup(WorkerGroup):
 
         async def close(rank: int, handle: _Handle) -> Failed | None:
             try:
-                return cast("Failed | None", _unpacked(await self._value(rank, "close", handle.close.remote())))
+                return cast("Failed | None", await self._value(rank, "close", handle.close.remote()))
             except WorkerDiedError:
                 return None
 

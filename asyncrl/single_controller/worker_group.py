@@ -8,18 +8,18 @@ import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncrl.data.future import DataProtoFuture, Future
-from asyncrl.data.plan import Block, Plan
+from asyncrl.data.plan import Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import AsyncRLError, DeadlineError, DispatchError, InfrastructureError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
 from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, collect
-from asyncrl.single_controller.host import Call, Cancelled, Failed, Reply, Returned, ReturnedBatch
+from asyncrl.single_controller.host import Call, Failed, Returned, ReturnedBatch
+from asyncrl.single_controller.replies import Replies, Submission
 
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
 
@@ -41,15 +41,6 @@ class ClassWithInitArgs:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__})"
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A call that has gone to one rank. ``reply`` ends with the reply, or with :class:`WorkerDiedError`."""
-
-    rank: int
-    call: Call
-    reply: asyncio.Future[tuple[Reply, Block | None]]
 
 
 class WorkerGroup(ABC):
@@ -92,8 +83,12 @@ class WorkerGroup(ABC):
         """Place and construct the workers; what became of each rank's ``__init__``."""
 
     @abstractmethod
-    def _submit(self, rank: int, call: Call) -> asyncio.Future[tuple[Reply, Block | None]]:
+    def _submit(self, rank: int, call: Call) -> Submission:
         """Send a call to a rank, without waiting."""
+
+    @abstractmethod
+    def _explain(self, submission: Submission, error: BaseException) -> BaseException:
+        """What it means that no reply came, but ``error``."""
 
     @abstractmethod
     def _cancel(self, rank: int, call: Call) -> None:
@@ -276,14 +271,13 @@ class WorkerGroup(ABC):
         try:
             await self._ready.completed()
             arguments = await scatter.resolve(_resolver(label))
-            replies = await self._replies(self._send(registration, arguments), label)
+            values = await self._replies(self._send(registration, arguments), label)
         except asyncio.CancelledError:
             if self._closed:
                 raise InfrastructureError(
                     f"worker group {self.name} was shut down while {label} was going on"
                 ) from None
             raise
-        values = [_value(reply, block) for reply, block in replies]
         if registration.execute_mode is Execute.RANK_ZERO and registration.dispatch_mode not in SPLIT:
             result = values[0]
         else:
@@ -306,60 +300,54 @@ class WorkerGroup(ABC):
             )
             self._sequences[rank] += 1
             try:
-                submissions.append(Submission(rank, call, self._submit(rank, call)))
+                submissions.append(self._submit(rank, call))
             except BaseException:
                 self._skip(rank, call.sequence)
                 self._abandon(submissions)
                 raise
         return submissions
 
-    async def _replies(self, submissions: Sequence[Submission], label: str) -> list[tuple[Reply, Block | None]]:
-        pending = {submission.reply: submission for submission in submissions}
-        errors: list[BaseException] = []
+    async def _replies(self, submissions: Sequence[Submission], label: str) -> list[Any]:
+        """The values by rank; a :class:`Plan` for a batch that stays with its worker."""
+        replies = Replies(submissions, self._loop)
         try:
-            while pending and not errors:
-                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                errors += self._failures([pending.pop(reply) for reply in done], label)
-            if errors and pending:
-                done, _ = await asyncio.wait(pending, timeout=SIBLING_GRACE_S)
-                errors += self._failures([pending.pop(reply) for reply in done], label)
-                self._abandon(pending.values())
+            await replies.all_or_failure()
+            if replies.failed:
+                await replies.all_within(SIBLING_GRACE_S)
         except asyncio.CancelledError:
-            self._abandon(pending.values())
+            self._abandon(submissions)
             raise
-        if errors:
-            raise _first_of(errors)
-        return [submission.reply.result() for submission in submissions]
+        if replies.failed:
+            self._abandon(submissions)
+            raise _first_of([self._error(submission, label) for submission in list(replies.failed)])
+        return [_value(submission) for submission in submissions]
 
-    def _failures(self, submissions: Sequence[Submission], label: str) -> list[BaseException]:
-        errors: list[BaseException] = []
-        for submission in sorted(submissions, key=lambda each: each.rank):
-            rank, method = submission.rank, submission.call.method
-            if (error := submission.reply.exception()) is not None:
-                errors.append(error)
-                continue
-            reply, _ = submission.reply.result()
-            if isinstance(reply, Failed):
-                errors.append(reply.to_error(group=self.name, rank=rank, method=method))
-            elif isinstance(reply, Cancelled):
-                message = f"{label} was cancelled by its own code on rank {rank}"
-                errors.append(WorkerError(message, group=self.name, rank=rank, method=method))
-        return errors
+    def _error(self, submission: Submission, label: str) -> BaseException:
+        """What a rank failed with."""
+        rank, method = submission.rank, submission.call.method
+        if (error := submission.reply.exception()) is not None:
+            return self._explain(submission, error)
+        reply = submission.reply.result()
+        if isinstance(reply, Failed):
+            return reply.to_error(group=self.name, rank=rank, method=method)
+        message = f"{label} was cancelled by its own code on rank {rank}"
+        return WorkerError(message, group=self.name, rank=rank, method=method)
 
-    def _abandon(self, submissions: Any) -> None:
+    def _abandon(self, submissions: Sequence[Submission]) -> None:
+        """Cancel what is still going on."""
         for submission in submissions:
-            # What becomes of it is nobody's business any more; without this, asyncio would log its failure.
-            submission.reply.add_done_callback(_ignore)
-            self._cancel(submission.rank, submission.call)
+            if not submission.reply.done():
+                self._cancel(submission.rank, submission.call)
 
 
 SPLIT = frozenset({Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC})
 
 
-def _value(reply: Reply, block: Block | None) -> Any:
+def _value(submission: Submission) -> Any:
+    reply = submission.reply.result()
     if isinstance(reply, ReturnedBatch):
-        assert block is not None
-        return Plan.shard(block, reply.header)
+        assert submission.block is not None
+        return Plan.shard(submission.block, reply.header)
     assert isinstance(reply, Returned)
     return reply.value
 
@@ -400,8 +388,3 @@ def _first_of(errors: Sequence[BaseException]) -> BaseException:
         if error is not first:
             first.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return first
-
-
-def _ignore(reply: asyncio.Future[Any]) -> None:
-    if not reply.cancelled():
-        reply.exception()

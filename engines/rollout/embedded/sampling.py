@@ -1,9 +1,8 @@
 """One token per row, with its log-prob under the distribution it was really sampled from.
 
-Rows are grouped by what they need, so a batch at temperature 1 costs no sort: plain rows (temperature only, and
-greedy ones) take one pass over the vocabulary; rows with top-k or top-p look at their largest candidates and see the
-whole vocabulary only if the nucleus is wider. A row's group depends on its own parameters alone, never on its
-neighbours.
+Top-k and top-p become a threshold per row: what lies below is cut off, and what is tied with the last token kept is
+kept too. Only rows that ask for a truncation pay for finding theirs; a batch at temperature 1 costs no sort. After the
+cut all rows are sampled alike.
 
 Sampling is by inverse CDF: the first token whose cumulated probability exceeds u. The number u of the n-th token of a
 request is a hash of (seed, n): SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
@@ -31,7 +30,6 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 _BLOCK = 256  # vocabulary entries whose probabilities are added up before any is looked at alone
 _SMALL_VOCABULARY = 2048  # up to here blocks cost more than they save
 _AHEAD = 16  # steps whose random numbers are computed at a time
-_CANDIDATES = 1024  # first try for a nucleus without top-k
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -82,37 +80,25 @@ class Sampler:
         self._drawn = torch.empty(0)
         self._next = _AHEAD
         self._device = device
-        top_k = [p.top_k if 0 < p.top_k < vocabulary else 0 for p in params]
         greedy = [p.temperature == 0.0 for p in params]
-        truncated = [not g and (k > 0 or p.top_p < 1.0) for p, k, g in zip(params, top_k, greedy, strict=True)]
-        self._plain = _rows(not t for t in truncated)
-        self._truncated = _rows(truncated)
         temperatures = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
         self._temperatures = temperatures[:, None] if any(p.temperature not in (0.0, 1.0) for p in params) else None
-        self._greedy = torch.tensor(greedy, device=device)[self._plain] if any(greedy) else None
+        self._greedy = torch.tensor(greedy, device=device)[:, None] if any(greedy) else None
         self._all_greedy = all(greedy)
-        picked = self._truncated
-        self._k = torch.tensor([top_k[i] or vocabulary for i in picked], device=device)[:, None]
-        self._p = torch.tensor([params[i].top_p for i in picked], dtype=torch.float64, device=device)[:, None]
-        ks = [top_k[i] or _CANDIDATES for i in picked]
-        self._candidates = min(max(ks, default=1), vocabulary)
+        top_k = [0 if g or p.top_k >= vocabulary else p.top_k for p, g in zip(params, greedy, strict=True)]
+        nuclei = [p.top_p < 1.0 and not g and not k for p, g, k in zip(params, greedy, top_k, strict=True)]
+        self._cuts = [
+            _Cut(rows, params, top_k, vocabulary=vocabulary, device=device)
+            for rows in (_rows(k > 0 for k in top_k), _rows(nuclei))
+            if rows
+        ]
 
     def sample(self, logits: torch.Tensor) -> Sampled:
         """Draw the next token of every row from ``logits`` [B, V]. Log-probs of non-finite logits are not finite."""
         scaled = logits.float()
         if self._temperatures is not None:
             scaled = scaled / self._temperatures
-        drawn = self._draw()
-        if not self._truncated:
-            tokens, log_probs = self._sample_plain(scaled, drawn)
-        elif not self._plain:
-            tokens, log_probs = self._sample_truncated(scaled, drawn)
-        else:
-            tokens = torch.empty(len(scaled), dtype=torch.int64, device=self._device)
-            log_probs = torch.empty(len(scaled), dtype=torch.float64, device=self._device)
-            for picked, draw in ((self._plain, self._sample_plain), (self._truncated, self._sample_truncated)):
-                index = torch.tensor(picked, device=self._device)
-                tokens[index], log_probs[index] = draw(scaled[index], drawn[index])
+        tokens, log_probs = self._invert(scaled, self._thresholds(scaled), self._draw()[:, None])
         return Sampled(tokens, tokens.tolist(), log_probs.tolist())
 
     def _draw(self) -> torch.Tensor:
@@ -125,60 +111,86 @@ class Sampler:
         self._next += 1
         return self._drawn[self._next - 1]
 
-    def _sample_plain(self, scaled: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """No truncation: blocks are summed first, only the block that holds u is looked into."""
+    def _thresholds(self, scaled: torch.Tensor) -> torch.Tensor | None:
+        """[B, 1]: the smallest logit that may be sampled; None if none is cut off."""
+        if not self._cuts:
+            return None
+        if len(self._cuts[0].rows) == len(scaled):
+            return self._cuts[0].thresholds(scaled)
+        thresholds = torch.full((len(scaled), 1), -torch.inf, device=self._device)
+        for cut in self._cuts:
+            thresholds[cut.rows] = cut.thresholds(scaled[cut.rows])
+        return thresholds
+
+    def _invert(
+        self, scaled: torch.Tensor, thresholds: torch.Tensor | None, drawn: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks of a large vocabulary are summed first; only the block that holds u is looked into."""
+        vocabulary = scaled.shape[1]
         top = scaled.amax(-1, keepdim=True)
         weights = (scaled - top).exp_()
+        if thresholds is not None:
+            weights.masked_fill_(scaled < thresholds, 0.0)
         best = scaled.argmax(-1, keepdim=True) if self._greedy is not None else None
         if best is not None and self._all_greedy:
             # The largest logit is `top` itself: log-prob = -log(sum of exp(logit - top)).
             return best[:, 0], -weights.sum(-1, dtype=torch.float64).log()
-        vocabulary = weights.shape[1]
         if vocabulary <= _SMALL_VOCABULARY:
-            total, tokens, _ = _invert(weights.double(), drawn[:, None])
+            total, tokens, _ = _invert(weights.double(), drawn)
         else:
-            total, block, rest = _invert(_block_sums(weights), drawn[:, None])
+            total, block, rest = _invert(_block_sums(weights), drawn)
             columns = block * _BLOCK + torch.arange(_BLOCK, device=self._device)
             inside = weights.gather(1, columns.clamp(max=vocabulary - 1)).double()
             inside.masked_fill_(columns >= vocabulary, 0.0)
             _, offset, _ = _invert(inside, None, target=rest)
             tokens = (block * _BLOCK + offset).clamp_(max=vocabulary - 1)  # non-finite logits point anywhere
         if best is not None and self._greedy is not None:
-            tokens = torch.where(self._greedy[:, None], best, tokens)
+            tokens = torch.where(self._greedy, best, tokens)
         log_probs = (scaled.gather(1, tokens) - top).double() - total.log()
         return tokens[:, 0], log_probs[:, 0]
 
-    def _sample_truncated(self, scaled: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Top-k, then top-p among those: the smallest set of largest probabilities that reaches p."""
-        vocabulary = scaled.shape[1]
-        tokens, log_probs, enough = self._among(scaled, drawn, slice(None), self._candidates)
-        if not enough.all():
-            index = (~enough).nonzero()[:, 0]
-            tokens[index], log_probs[index], _ = self._among(scaled[index], drawn[index], index, vocabulary)
-        return tokens, log_probs
 
-    def _among(
-        self, scaled: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor | slice, candidates: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sample among the ``candidates`` largest; the third answer says where these held the whole nucleus."""
-        k, p = self._k[rows], self._p[rows]
-        values, order = scaled.topk(candidates, dim=-1)
-        exponents = values - values[:, :1]
-        weights = exponents.exp().double()
-        rank = torch.arange(candidates, device=self._device)
-        weights.masked_fill_(rank >= k, 0.0)
-        without_k = k >= scaled.shape[1]
-        total = weights.sum(-1, keepdim=True)
-        if candidates < scaled.shape[1] and bool(without_k.any()):
-            whole = (scaled - values[:, :1]).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-            total = torch.where(without_k, whole, total)
+class _Cut:
+    """Thresholds of rows that truncate: all with a top-k (and perhaps a top-p), or all with a top-p alone."""
+
+    def __init__(
+        self,
+        rows: list[int],
+        params: Sequence[SamplingParams],
+        top_k: Sequence[int],
+        *,
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        self.rows = torch.tensor(rows, device=device)
+        self._widest = max(top_k[i] or vocabulary for i in rows)
+        self._k = torch.tensor([top_k[i] or vocabulary for i in rows], device=device)[:, None]
+        # 1 means off, also for tokens so unlikely that the sum before them rounds to the total.
+        p = [params[i].top_p if params[i].top_p < 1.0 else torch.inf for i in rows]
+        self._p = torch.tensor(p, dtype=torch.float64, device=device)[:, None]
+        self._rank = torch.arange(self._widest, device=device)
+
+    def thresholds(self, scaled: torch.Tensor) -> torch.Tensor:
+        """[R, V] -> [R, 1]: the smallest logit kept. Top-p counts among the top-k."""
+        values = _largest(scaled, self._widest)
+        weights = (values - values[:, :1]).exp_().double()
+        allowed = self._rank < self._k
+        weights.masked_fill_(~allowed, 0.0)
         cumulated = weights.cumsum(-1)
-        enough = (~without_k | (cumulated[:, -1:] >= p * total) | (candidates == scaled.shape[1]))[:, 0]
         # A token stays while those before it fall short of p.
-        weights.masked_fill_((cumulated - weights) >= p * total, 0.0)
-        kept, place, _ = _invert(weights, drawn[:, None])
-        log_probs = exponents.gather(1, place).double() - kept.log()
-        return order.gather(1, place)[:, 0], log_probs[:, 0], enough
+        kept = allowed & (cumulated - weights < self._p * cumulated[:, -1:])
+        last = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
+        return values.gather(1, last)
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` largest of each row, in falling order."""
+    if count < values.shape[1]:
+        return values.topk(count, dim=-1).values
+    if values.is_cuda:
+        return values.sort(dim=-1, descending=True).values
+    # numpy sorts without carrying indices along, which on a CPU is thirty times faster.
+    return torch.from_numpy(np.ascontiguousarray(np.sort(values.numpy(), axis=-1)[:, ::-1]))
 
 
 def _rows(chosen: Iterable[bool]) -> list[int]:

@@ -83,11 +83,16 @@ def test_top_p_keeps_the_token_that_crosses() -> None:
     assert {round(math.exp(value), 5) for value in sampled.log_probs} == {round(0.5 / 0.8, 5), round(0.3 / 0.8, 5)}
 
 
-def test_a_nucleus_wider_than_the_first_candidates() -> None:
-    # 5,000 equal tokens: a nucleus of 0.9 holds 4,500 of them.
-    logits = torch.zeros(50, 5000)
-    sampled = draw(logits, [params(top_p=0.9)] * 50)
-    assert all(value == pytest.approx(-math.log(4500), abs=1e-6) for value in sampled.log_probs)
+def test_what_is_tied_with_the_last_token_kept_is_kept() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]]).repeat(300, 1)
+    for how in (params(top_k=2), params(top_p=0.8)):
+        sampled = draw(logits, [how] * 300)
+        assert set(sampled.token_list) == {0, 1, 2}
+        total = math.exp(3.0) + 2 * math.exp(1.0)
+        assert all(
+            math.exp(value) == pytest.approx(math.exp(logits[0, token]) / total)
+            for token, value in zip(sampled.token_list, sampled.log_probs, strict=True)
+        )
 
 
 @pytest.mark.parametrize("how", [params(), params(temperature=1.6), params(top_k=6), params(top_p=0.8)])

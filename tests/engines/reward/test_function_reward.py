@@ -67,12 +67,15 @@ async def scores(reward: FunctionReward, rows: DataProto) -> list[float]:
 
 
 def alive(pid: int) -> bool:
-    """Whether ``pid`` runs; a zombie nobody has reaped yet does not."""
+    """Whether a thread of ``pid`` runs; a zombie nobody has reaped yet does not."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+        states = [
+            (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            for thread in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}").exists() and alive(pid)  # a thread ended between listing and reading
+    return any(state != "Z" for state in states)
 
 
 async def gone(pid: int) -> bool:
@@ -253,10 +256,10 @@ async def test_the_event_loop_is_never_blocked(module: Module) -> None:
             return 1.0
         """
     )
-    beats = 0
+    rows, beats = batch(["a", "b"]), 0
     with blockbuster_ctx():
         async with rewarding(function=f"{name}:reward") as reward:
-            scoring = asyncio.ensure_future(reward.score(batch(["a", "b"])))
+            scoring = asyncio.ensure_future(reward.score(rows))
             while not scoring.done():
                 await asyncio.sleep(0.001)  # a heartbeat, not a wait
                 beats += 1
@@ -278,7 +281,7 @@ def test_uvloop_drives_it_too(module: Module) -> None:
     )
 
     async def story() -> None:
-        async with rewarding(function=f"{name}:reward", processes=2, deadline_s=0.5) as reward:
+        async with rewarding(function=f"{name}:reward", processes=2, deadline_s=1.0) as reward:
             assert await scores(reward, batch(["a", "b"])) == [2.0, 2.0]
             with pytest.raises(RewardError, match=r"row 1 .*took longer"):
                 await reward.score(batch(["a", "x"]))

@@ -237,7 +237,9 @@ class Driver:
             if publication is not None:
                 with self.timeline.wait("train", "publication"):
                     await publication
-            publication = stages.create_task(self._publish(step), name=f"publish {step}")
+            # Called here, not in the task: the trainer runs calls in order, and the next update must come after this.
+            manifest = self.trainer.publish(step)
+            publication = stages.create_task(self._publish(step, manifest), name=f"publish {step}")
             if self.plan.checkpoint_every and step % self.plan.checkpoint_every == 0 and self.save_checkpoint:
                 with self.timeline.span("checkpoint", f"step {step}"):
                     await publication
@@ -280,11 +282,11 @@ class Driver:
             buffer_pending=statistics.pending,
         )
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, manifest: Awaitable[Any]) -> None:
         """Bring the weights of ``version`` into every engine, then let the law admit new groups."""
         with self.timeline.span("publish", f"version {version}"):
-            (manifest, *_others) = await self.trainer.publish(version)
-            await self.pool.publish(manifest)
+            (from_rank_zero, *_others) = await manifest
+            await self.pool.publish(from_rank_zero)
             await self.trainer.release(version)
         self.law.published(version)
         self._admission_changed.set()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data import DataProto
+from asyncrl.errors import WeightVersionError
 from asyncrl.interfaces import TrainingEngine, WeightTransport
 from asyncrl.parts import make_part
 from asyncrl.single_controller import Dispatch, Worker, register
@@ -39,14 +40,19 @@ class TrainerWorker(Worker):
         super().__init__()
         self._spec = spec
         self._engine: Any = None
+        self._version = 0
         self._transport: WeightTransport | None = None
         if spec.transport is not None and self.rank == 0:
             self._transport = spec.transport.make()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def build(self, model_path: str, settings: dict[str, Any]) -> None:
-        """Make the training engine for a model; replaces the one held, if any (a new stage, a new optimizer)."""
+    def build(self, model_path: str, settings: dict[str, Any], weight_version: int = 0) -> None:
+        """Make the training engine for a model; replaces the one held, if any (a new stage, a new optimizer).
+
+        ``weight_version`` is what the model's weights are called; every :meth:`update` makes the next one.
+        """
         self._close_engine()
+        self._version = weight_version
         self._engine = make_part(
             "asyncrl.training_engines",
             self._spec.engine,
@@ -67,8 +73,10 @@ class TrainerWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One policy step."""
-        return self._held().update(batch)
+        """One policy step: the weights of the next version."""
+        metrics = self._held().update(batch)
+        self._version += 1
+        return metrics
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def reference_log_probs(self, batch: DataProto) -> DataProto:
@@ -79,7 +87,13 @@ class TrainerWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish(self, version: int) -> WeightManifest | None:
-        """Make the current weights available as ``version``; the manifest from rank 0, None from the others."""
+        """Make the current weights available as ``version``; the manifest from rank 0, None from the others.
+
+        Raises:
+            WeightVersionError: the current weights are not that version: calls came in another order than their labels.
+        """
+        if version != self._version:
+            raise WeightVersionError(f"weights of version {self._version} were to be published as version {version}")
         tensors = self._held().named_tensors()
         if self._transport is not None:
             return self._transport.publish(tensors, version=version)

@@ -141,7 +141,7 @@ class TrainingRun:
         step = self._resumed.step if self._resumed is not None else 0
         with self._phase("serve"):
             await asyncio.gather(
-                self._build_trainer(model),
+                self._build_trainer(model, weight_version=step),
                 assembly.pool.start(model, weight_version=step),
                 *([assembly.reference.build(model, trainer_options(config))] if assembly.reference else []),
                 *([assembly.reward.start(model)] if assembly.reward else []),
@@ -163,8 +163,8 @@ class TrainingRun:
             save_checkpoint=self._save,
         )
 
-    async def _build_trainer(self, model: str) -> None:
-        await self._assembly.trainer.build(model, trainer_options(self._config))
+    async def _build_trainer(self, model: str, *, weight_version: int) -> None:
+        await self._assembly.trainer.build(model, trainer_options(self._config), weight_version)
         if self._checkpoint is not None:
             await self._assembly.trainer.load(self._checkpoint / "trainer")
 

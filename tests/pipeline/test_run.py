@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure
+from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure, WeightVersionError
 from asyncrl.pipeline.run import evaluate, generate, sft, train
+from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
 from asyncrl.telemetry.run_directory import RunDirectory
 
 MakeConfig = Callable[..., Config]
@@ -134,3 +135,9 @@ def test_an_option_a_part_does_not_have_is_told_with_the_nearest(small_config: M
     assert caught.value.path == "env.options.fail_on"
     with pytest.raises(ConfigError, match="max_running_requests"):
         train(small_config(rollout={"options": {"max_runing_requests": 1}}))
+
+
+def test_weights_under_another_versions_name_are_refused():
+    worker = TrainerWorker(TrainerSpec(engine="fsdp"))
+    with pytest.raises(WeightVersionError, match="weights of version 0 were to be published as version 1"):
+        worker.publish(1)

@@ -222,12 +222,9 @@ def _staleness(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mappin
         axes.bar_label(bars, labels=[f"{share:.1f}%" if share else "" for share in shares], padding=2, color=INK)
     if bound is not None:
         axes.axvline(bound + 0.5, color=COLOURS[1], linewidth=1.4, linestyle=(0, (4, 2)))
-        axes.text(
-            bound + 0.46, max(shares) * 1.14, f"bound {bound}", color=COLOURS[1], ha="right", va="top",
-            fontweight="bold",
-        )  # fmt: skip
+        axes.text(bound + 0.54, max(shares) * 1.14, f"bound {bound}", color=COLOURS[1], va="top", fontweight="bold")
     axes.set_ylim(0, max(shares) * 1.18)
-    axes.set_xlim(-0.6, len(places) - 0.3)
+    axes.set_xlim(-0.6, len(places) + 0.1)  # room for the word beside the bound
     axes.set_xlabel("versions behind the trainer")
     axes.set_ylabel("share of tokens, %")
     axes.locator_params(axis="x", integer=True)

@@ -67,7 +67,7 @@ class PreferenceTrainer(TrainerWorker):
         )
         # The gradient of the mean loss of pairs, written as advantages of two rows each.
         advantages = torch.stack([losses.advantage, -losses.advantage], dim=1).flatten() * 2
-        metrics = self._held().update(pairs.union(DataProto.from_dict({"advantages": advantages})))
+        metrics = self.update(pairs.union(DataProto.from_dict({"advantages": advantages})))
         return {"loss": losses.loss.mean().item(), "grad_norm": metrics["grad_norm"]}
 
 
@@ -101,7 +101,7 @@ async def main(*, steps: int = 20, warm_start_steps: int = 150, backend: str = "
         await reference.build(str(warm), {"objective": OBJECTIVE, "lr": 0.0, "threads": 1})
         await rollout.start(str(warm), weight_version=0)
 
-        shares: list[float] = []
+        version, shares = 0, list[float]()
         for step in range(1, steps + 1):
             groups: list[DataProtoFuture] = []
             for slot in range(step * PROMPTS, (step + 1) * PROMPTS):
@@ -117,10 +117,11 @@ async def main(*, steps: int = 20, warm_start_steps: int = 150, backend: str = "
                 continue
             pairs = batch.select_idxs(compared)
             await trainer.prefer(pairs.union(reference.reference_log_probs(pairs)))
-            (manifest,) = await trainer.publish(step)
+            version += 1
+            (manifest,) = await trainer.publish(version)
             await rollout.prepare_weights(manifest)
-            await rollout.commit_weights(step)
-            await trainer.release(step)
+            await rollout.commit_weights(version)
+            await trainer.release(version)
         return shares
 
 

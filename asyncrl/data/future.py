@@ -114,7 +114,7 @@ class Future(Generic[T]):
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call ``callback(self)`` on the controller loop once the call has finished, failed or been cancelled."""
         self.start()
-        self.outcome.subscribe(lambda: self.controller.call(callback, self))
+        self.outcome.subscribe(lambda: self.controller.notify(callback, self))
 
     def deadline(self, timeout_s: float) -> Self:
         """Fail with :class:`DeadlineError` and cancel the call unless it finishes within ``timeout_s`` from now.
@@ -128,7 +128,7 @@ class Future(Generic[T]):
 
     def _arm(self, timeout_s: float) -> None:
         timer = self.controller.loop.call_later(timeout_s, self._expire, timeout_s)
-        self.outcome.subscribe(lambda: self.controller.call(timer.cancel))
+        self.outcome.subscribe(lambda: self.controller.notify(timer.cancel))
 
     def _expire(self, timeout_s: float) -> None:
         label = self.outcome.label

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -151,7 +152,8 @@ class Outcome(Generic[T]):
                 waiter.set_result(None)
 
         def wake() -> None:
-            if not loop.is_closed():
+            # A closed loop has nobody left who waits.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(finish)
 
         unsubscribe = self.subscribe(wake)

@@ -58,6 +58,14 @@ class ControllerLoop:
         else:
             self.loop.call_soon_threadsafe(function, *arguments)
 
+    def notify(self, function: Callable[..., object], *arguments: Any) -> None:
+        """:meth:`call` for news that nobody waits for any more once the loop is closed."""
+        try:
+            self.call(function, *arguments)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+
     def __repr__(self) -> str:
         return f"<ControllerLoop {'closed' if self.loop.is_closed() else 'open'}>"
 
@@ -75,8 +83,7 @@ class Work:
     def cancel(self) -> None:
         """Cancel the task, or keep it from beginning. From any thread."""
         self._cancelled = True
-        if not self._loop.loop.is_closed():
-            self._loop.call(self._cancel_task)
+        self._loop.notify(self._cancel_task)
 
     def _cancel_task(self) -> None:
         if self._task is not None:

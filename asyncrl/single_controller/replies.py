@@ -67,6 +67,6 @@ class Replies:
                 self.failed.append(submission)
             complete = self._missing == 0
         if complete:
-            self._loop.call(self._complete.set)
+            self._loop.notify(self._complete.set)
         if complete or failed:
-            self._loop.call(self._decided.set)
+            self._loop.notify(self._decided.set)

@@ -27,7 +27,7 @@ from asyncrl.algorithms import PolicyObjective, grpo_advantages
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.interfaces import SamplingParams
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
-from asyncrl.pipeline.warm_start import conversation_rows
+from asyncrl.pipeline.warm_start import supervise
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
 from asyncrl.single_controller import ClassWithInitArgs, WorkerGroup
@@ -50,7 +50,7 @@ ROLLOUT = RolloutSpec(
 )
 
 
-async def main(*, steps: int = 20, warm_start_steps: int = 150, backend: str = "local") -> list[float]:
+async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local") -> list[float]:
     """Train; returns the mean reward of every step."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -69,9 +69,7 @@ async def main(*, steps: int = 20, warm_start_steps: int = 150, backend: str = "
         make_scratch_model(model, conversations=[tasks.demonstration(row) for row in range(256)], **SIZE)
         renderer, tools = ChatRenderer(AutoTokenizer.from_pretrained(model)), tasks.make().tools
         await trainer.build(str(model), {"objective": PolicyObjective(), "lr": 3e-3, "threads": 1})
-        for step in range(warm_start_steps):
-            conversations = [tasks.demonstration(32 * step + row) for row in range(32)]
-            await trainer.supervise(conversation_rows(renderer, conversations, tools))
+        await supervise(trainer, tasks.demonstration, renderer=renderer, tools=tools, steps=warm_steps, batch_size=32)
         await trainer.export(warm)
         await trainer.build(str(warm), {"objective": PolicyObjective(), "lr": 1e-3, "threads": 1})
         await rollout.start(str(warm), weight_version=0)

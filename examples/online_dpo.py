@@ -1,17 +1,13 @@
-"""Online DPO by hand: pairs of a right and a wrong answer, made by the policy itself, at every step.
+"""Online DPO by hand (arXiv:2402.04792): the policy makes its own pairs of a right and a wrong answer.
 
     python examples/online_dpo.py [--steps 20] [--backend local|ray]
 
-asyncrl has no such trainer: this file adds one method to the trainer's workers, and a frozen policy as a third group.
-Rows are compared here by their rewards alone; their tokens stay with the workers. The share of right answers goes from
-a half to nearly all, until there is little left to compare. Online DPO: arXiv:2402.04792. Half a minute on two cores.
+One more method for the trainer's workers, one frozen policy more: right answers go from a half to nearly all.
 """
 
 import argparse
 import asyncio
-import os
 import tempfile
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -26,10 +22,10 @@ from asyncrl.algorithms import PolicyObjective, PreferenceObjective, answer_log_
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.interfaces import SamplingParams
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
-from asyncrl.pipeline.warm_start import conversation_rows
+from asyncrl.pipeline.warm_start import supervise
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
-from asyncrl.single_controller import ClassWithInitArgs, Dispatch, WorkerGroup, register
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.weights.transport import TransportSpec
 from engines.training.scratch import make_scratch_model
@@ -37,8 +33,8 @@ from engines.training.scratch import make_scratch_model
 PROMPTS, ROWS = 8, 8  # per step; of each prompt, right answers are paired with wrong ones
 WORLD: dict[str, Any] = {"max_operand": 9, "operation_shares": [1.0], "guess_share": 0.6, "misread_share": 0.0}
 SIZE: dict[str, Any] = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320}
-TRANSPORT = TransportSpec(name="shared_memory", namespace=f"dpo-{os.getpid()}")
-TRAINER = TrainerSpec(engine="fsdp", transport=TRANSPORT)
+TRANSPORT = TransportSpec(name="shared_memory", namespace="online-dpo")
+TRAINER, FROZEN = TrainerSpec(engine="fsdp", transport=TRANSPORT), TrainerSpec(engine="fsdp")
 ROLLOUT = RolloutSpec(
     engine="transformers",
     environment="calculator",
@@ -51,8 +47,6 @@ OBJECTIVE = PolicyObjective(behaviour_weight_cap=None, aggregation="fixed_length
 
 
 class PreferenceTrainer(TrainerWorker):
-    """A trainer's worker with one more method."""
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def prefer(self, pairs: DataProto) -> dict[str, float]:
         """One DPO step on rows chosen, rejected, chosen, rejected, ... with ``reference_log_probs``."""
@@ -68,14 +62,14 @@ class PreferenceTrainer(TrainerWorker):
         # The gradient of the mean loss of pairs, written as advantages of two rows each.
         advantages = torch.stack([losses.advantage, -losses.advantage], dim=1).flatten() * 2
         metrics = self.update(pairs.union(DataProto.from_dict({"advantages": advantages})))
-        return {"loss": losses.loss.mean().item(), "grad_norm": metrics["grad_norm"]}
+        return {**metrics, "loss": losses.loss.mean().item()}
 
 
-async def main(*, steps: int = 20, warm_start_steps: int = 150, backend: str = "local") -> list[float]:
+async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local") -> list[float]:
     """Train; returns the share of right answers of every step."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        make_group: Callable[[ClassWithInitArgs], WorkerGroup] = LocalWorkerGroup  # all in this process
+        make_group: Any = LocalWorkerGroup  # all in this process
         if backend == "ray":  # a process for each, in the seats of one pool
             from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
             from asyncrl.single_controller.ray_cluster import RayCluster
@@ -83,24 +77,18 @@ async def main(*, steps: int = 20, warm_start_steps: int = 150, backend: str = "
             stack.enter_context(RayCluster(num_cpus=3, log_folder=folder))
             make_group = partial(RayWorkerGroup, RayResourcePool([1], max_colocate_count=3))
         trainer = await stack.enter_async_context(make_group(ClassWithInitArgs(PreferenceTrainer, TRAINER)))
-        reference = await stack.enter_async_context(
-            make_group(ClassWithInitArgs(TrainerWorker, TrainerSpec(engine="fsdp")))
-        )
+        reference = await stack.enter_async_context(make_group(ClassWithInitArgs(TrainerWorker, FROZEN)))
         rollout = await stack.enter_async_context(make_group(ClassWithInitArgs(RolloutWorker, ROLLOUT)))
-
         # A model from scratch, which imitates demonstrations first.
         tasks, model, warm = CalculatorFactory(**WORLD), folder / "model", folder / "warm"
         make_scratch_model(model, conversations=[tasks.demonstration(row) for row in range(256)], **SIZE)
         renderer, tools = ChatRenderer(AutoTokenizer.from_pretrained(model)), tasks.make().tools
         await trainer.build(str(model), {"objective": OBJECTIVE, "lr": 3e-3, "threads": 1})
-        for step in range(warm_start_steps):
-            conversations = [tasks.demonstration(32 * step + row) for row in range(32)]
-            await trainer.supervise(conversation_rows(renderer, conversations, tools))
+        await supervise(trainer, tasks.demonstration, renderer=renderer, tools=tools, steps=warm_steps, batch_size=32)
         await trainer.export(warm)
         await trainer.build(str(warm), {"objective": OBJECTIVE, "lr": 1e-3, "threads": 1})
         await reference.build(str(warm), {"objective": OBJECTIVE, "lr": 0.0, "threads": 1})
         await rollout.start(str(warm), weight_version=0)
-
         version, shares = 0, list[float]()
         for step in range(1, steps + 1):
             groups: list[DataProtoFuture] = []

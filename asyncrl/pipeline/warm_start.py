@@ -90,7 +90,7 @@ async def supervise(
     tools: Sequence[Tool],
     steps: int,
     batch_size: int,
-    on_step: Callable[[int, dict[str, float]], None],
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> None:
     """Run ``steps`` optimizer steps on consecutive batches; ``on_step(step, metrics)`` after each, from 1."""
 
@@ -102,7 +102,9 @@ async def supervise(
 
     async def finish_oldest() -> None:
         step, future = running.popleft()
-        on_step(step, (await future)[0])
+        metrics: dict[str, float] = (await future)[0]
+        if on_step is not None:
+            on_step(step, metrics)
 
     for step in range(steps):
         batch = await asyncio.to_thread(rows, step)

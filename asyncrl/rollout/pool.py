@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.data import DataProto, DataProtoFuture
@@ -36,8 +36,13 @@ class TokenCounts:
 @dataclass(slots=True)
 class _Replica:
     group: Any  # a worker group of RolloutWorkers: its methods are bound at run time
-    rows: int = 0
     serving: bool = False
+    running: list[tuple[DataProtoFuture, int]] = field(default_factory=list)
+
+    def rows(self) -> int:
+        """Rollouts sent and not answered."""
+        self.running = [(future, rows) for future, rows in self.running if not future.done()]
+        return sum(rows for _future, rows in self.running)
 
 
 class RolloutPool:
@@ -82,19 +87,12 @@ class RolloutPool:
             ResourceError: no replica serves.
         """
         name = least_expected_work(
-            ReplicaLoad(name=name, rows=replica.rows, serving=replica.serving)
+            ReplicaLoad(name=name, rows=replica.rows(), serving=replica.serving)
             for name, replica in self._replicas.items()
         )
-        replica, rows = self._replicas[name], len(prompts)
+        replica = self._replicas[name]
         future: DataProtoFuture = replica.group.rollout(prompts)
-        replica.rows += rows
-        loop = asyncio.get_running_loop()
-
-        def finished(_future: object) -> None:
-            replica.rows -= rows
-
-        # Called in the controller's thread; loads are read and written in the pool's loop only.
-        future.add_done_callback(lambda done: _on_loop(loop, finished, done))
+        replica.running.append((future, len(prompts)))
         return future
 
     async def publish(self, manifest: WeightManifest) -> Ended:
@@ -172,7 +170,3 @@ class RolloutPool:
                 self._replicas[decision.replica].serving = False
                 _log.warning("replica %s is fenced: %s", decision.replica, decision.reason)
 
-
-def _on_loop(loop: asyncio.AbstractEventLoop, call: Any, argument: object) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(call, argument)

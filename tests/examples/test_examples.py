@@ -36,7 +36,7 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("name", ["grpo", "online_dpo"])
 async def test_it_runs_at_its_smallest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rewards = await load(name).main(steps=2, warm_start_steps=12)
+    rewards = await load(name).main(steps=2, warm_steps=12)
     assert len(rewards) == 2
     assert all(0.0 <= reward <= 1.0 for reward in rewards)
     steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]

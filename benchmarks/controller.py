@@ -48,6 +48,7 @@ class Figure:
 class Stage(Worker):
     def __init__(self) -> None:
         super().__init__()
+        self.running = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -69,10 +70,16 @@ class Stage(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def forever(self) -> None:
         self.cancelled.clear()
+        self.running.set()
         try:
             await asyncio.Event().wait()
         finally:
+            self.running.clear()
             self.cancelled.set()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def until_running(self) -> None:
+        await self.running.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def until_cancelled(self) -> None:
@@ -82,6 +89,7 @@ class Stage(Worker):
 @ray.remote(num_cpus=0)
 class Bare:
     def __init__(self) -> None:
+        self.running = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     async def ping(self) -> int:
@@ -98,10 +106,15 @@ class Bare:
 
     async def forever(self) -> None:
         self.cancelled.clear()
+        self.running.set()
         try:
             await asyncio.Event().wait()
         finally:
+            self.running.clear()
             self.cancelled.set()
+
+    async def until_running(self) -> None:
+        await self.running.wait()
 
     async def until_cancelled(self) -> None:
         await self.cancelled.wait()
@@ -125,13 +138,6 @@ def figure(name: str, pairs: Sequence[tuple[float, float]], *, goal: float) -> F
     value, floor = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
     ratio = value / floor
     return Figure(name, round(value, 3), "ms", round(floor, 3), round(ratio, 2), f"<= {goal:g} x floor", ratio <= goal)
-
-
-def cancelling(start: Callable[[], object], cancel: Callable[[Any], object], observe: Callable[[], Any]) -> float:
-    """Seconds from cancelling until a coroutine of the worker has seen it."""
-    running = start()
-    observed = observe()
-    return seconds(lambda: (cancel(running), observed()))
 
 
 def measure(rounds: int) -> list[Figure]:
@@ -215,20 +221,21 @@ def measure(rounds: int) -> list[Figure]:
     ]
 
     def our_cancel() -> float:
-        return cancelling(first.forever, lambda future: future.cancel(), lambda: first.until_cancelled().result)
+        future = first.forever()
+        first.until_running().result()
+        seen = first.until_cancelled()
+        return seconds(lambda: (future.cancel(), seen.result()))
 
     def bare_cancel() -> float:
-        return cancelling(bare_first[0].forever.remote, ray.cancel, lambda: bare_waiter(bare_first[0]))
+        ref = bare_first[0].forever.remote()
+        ray.get(bare_first[0].until_running.remote())
+        seen = bare_first[0].until_cancelled.remote()
+        return seconds(lambda: (ray.cancel(ref), ray.get(seen)))
 
     figures.append(figure("cancel_ms", [(our_cancel(), bare_cancel()) for _ in range(few)], goal=1.5))
     first.shutdown()
     second.shutdown()
     return figures
-
-
-def bare_waiter(actor: Any) -> Callable[[], object]:
-    ref = actor.until_cancelled.remote()
-    return lambda: ray.get(ref)
 
 
 def main() -> None:

@@ -105,10 +105,9 @@ class Future(Generic[T]):
         except concurrent.futures.CancelledError:
             raise
         except BaseException:
-            error = self.outcome.error()
-            if error is None:
+            if self.outcome.state != "failed":
                 raise
-            return error
+            return self.outcome.error()
         return None
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:

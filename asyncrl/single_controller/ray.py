@@ -290,6 +290,7 @@ class _RayHost:
     async def call(self, call: Call) -> Reply:
         return cast("Reply", _portable((await self._host.call(call))[0]))
 
+    @ray.method(num_returns=2)
     async def call_keeping_batch(self, call: Call) -> tuple[Reply, DataProto | None]:
         reply, batch = await self._host.call(call)
         return _portable(reply), batch
@@ -464,7 +465,7 @@ class RayWorkerGroup(WorkerGroup):
         block: Block | None = None
         try:
             if call.keep_batch:
-                reply, batch = handle.call_keeping_batch.options(num_returns=2).remote(call)
+                reply, batch = handle.call_keeping_batch.remote(call)
                 block = _RayBlock(batch)
             else:
                 reply = handle.call.remote(call)

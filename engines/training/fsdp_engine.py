@@ -32,9 +32,9 @@ _OPTIONAL = ("proximal_log_probs", "reference_log_probs")
 class FSDPEngine:
     """A :class:`~asyncrl.interfaces.TrainingEngine` on ``torch.distributed.fsdp.fully_shard``.
 
-    Weights, reduced gradients and moments are float32; the batch decides everything else: dropout is off, and a step
-    depends neither on how rows are spread over ranks nor on how they are cut into micro-batches, up to the order of
-    float32 additions. On the CPU the same calls give the same bits.
+    Weights, reduced gradients and moments are float32, sharded over the ranks. A step is a function of weights and
+    batch: dropout is off, and neither how rows are spread over ranks nor how they are cut into micro-batches matters,
+    up to the order of float32 additions. On the CPU the same calls give the same bits.
 
     Rows are computed in padded micro-batches of similar lengths (see :func:`plan_microbatches`); on ranks with fewer
     micro-batches, stand-ins of weight zero keep the collectives in step.

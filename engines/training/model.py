@@ -145,11 +145,17 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
     """Shard every decoder layer, then the rest, over ``mesh``.
 
     Weights, gradients after reduction and optimizer state are float32. ``bfloat16`` computes in bfloat16.
+
+    One rank that computes in float32 has nothing to shard or to cast, so its model is only moved to the device: FSDP
+    would hold the weights twice and copy them before every forward pass (10% of an update of 8 rows, 135M parameters).
     """
+    if mesh.size() == 1 and dtype == "float32":
+        model.to(mesh.device_type)
+        return
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # On one rank there is nothing to free by resharding between forward and backward.
+    # On one rank resharding between forward and backward frees nothing.
     reshard = None if mesh.size() > 1 else False
     layers = set(model.causal_lm._no_split_modules or ())  # noqa: SLF001  # transformers' own sharding plan reads it so
     for module in model.causal_lm.modules():

@@ -39,8 +39,12 @@ _TOKENIZER_FILES = (
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor. Collective. On one rank it may be the shard's own memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.device_mesh.size() == 1:
+        return local_shard(tensor).detach()  # full_tensor() would take 0.1 ms to find out
     with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.full_tensor()
 
 
 def save_trainer(

@@ -118,6 +118,7 @@ def scored(rank: Rank) -> None:
 def resumed(rank: Rank) -> None:
     """Load what one rank alone saved, save again; then go on twice from there, bit for bit the same."""
     engine = rank.engine(minibatches=2)
+    engine.log_probs(rank.rows(0, split=4))  # what is gathered for this must not outlive the load
     engine.load(rank.folder / "from_one_rank")
     engine.save(rank.folder / "resharded")
     first = [engine.update(rank.rows(seed, split=4)) for seed in (5, 6)]

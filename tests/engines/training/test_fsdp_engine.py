@@ -26,6 +26,9 @@ LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14]
 
 MakeEngine = Callable[..., FSDPEngine]
 
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+"""One rank in float32 holds plain tensors, in bfloat16 FSDP's."""
+
 
 @pytest.fixture
 def engine(model_folder: Callable[..., str]) -> Iterator[MakeEngine]:
@@ -210,11 +213,14 @@ class _Faulty(PolicyObjective):
         return PolicyObjective.token_losses(self, **columns)
 
 
-def test_an_error_between_forward_and_backward_leaves_no_trace(engine: MakeEngine, trajectories: Trajectories) -> None:
-    trainer = engine(objective=_Faulty(), max_tokens_per_microbatch=20)
+@DTYPES
+def test_an_error_between_forward_and_backward_leaves_no_trace(
+    engine: MakeEngine, trajectories: Trajectories, dtype: str
+) -> None:
+    trainer = engine(objective=_Faulty(), max_tokens_per_microbatch=20, dtype=dtype)
     with pytest.raises(ArithmeticError):
         trainer.update(trajectories(LENGTHS, seed=1))
-    fresh = engine(max_tokens_per_microbatch=20)
+    fresh = engine(max_tokens_per_microbatch=20, dtype=dtype)
     for seed in range(2):
         assert trainer.update(trajectories(LENGTHS, seed=seed)) == fresh.update(trajectories(LENGTHS, seed=seed))
     assert _same(_weights(trainer), _weights(fresh))
@@ -304,10 +310,11 @@ def test_an_exported_folder_is_the_model(
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
+@DTYPES
 def test_save_load_continue_equals_continue_bit_for_bit(
-    engine: MakeEngine, trajectories: Trajectories, a_folder: Path
+    engine: MakeEngine, trajectories: Trajectories, a_folder: Path, dtype: str
 ) -> None:
-    options = {"minibatches": 2, "schedule": "cosine", "total_steps": 20, "weight_decay": 0.1}
+    options = {"dtype": dtype, "minibatches": 2, "schedule": "cosine", "total_steps": 20, "weight_decay": 0.1}
     straight = engine(**options)
     batches = [trajectories(LENGTHS, seed=seed) for seed in range(4)]
     for batch in batches[:2]:

@@ -268,7 +268,9 @@ async def measure(
         loads = workloads(model.config.vocab_size, tokens, counts)
         figures = await throughput(engine, model, loads, rounds, name)
         widest = loads[-2]
-        figures.append(await step_cost(engine, model, widest, rounds, name))
+        # Prompts of one token: every step is a decode step.
+        steps = Workload("steps", [([5], tokens) for _ in widest.requests])
+        figures.append(await step_cost(engine, model, steps, rounds, name))
         figures.extend(await update_pause(engine, model, widest, rounds, name))
     finally:
         await engine.close()

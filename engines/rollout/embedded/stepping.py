@@ -32,7 +32,7 @@ class Stepping(Protocol):
     """Calls events and steps, never two at a time, in the order they were posted."""
 
     def post(self, event: Event) -> None:
-        """Call ``event`` before the next step. It must not raise."""
+        """Call ``event`` before the next step. What it raises is the end of every request."""
         ...
 
     def start(self) -> None:
@@ -44,12 +44,12 @@ class Stepping(Protocol):
         ...
 
 
-def _step(generation: Generation) -> None:
-    """One step; what goes wrong in it ends every request, so that nobody waits for a token that cannot come."""
+def _guarded(generation: Generation, action: Event) -> None:
+    """Do it; what goes wrong in it ends every request, so that nobody waits for a token that cannot come."""
     try:
-        generation.step()
+        action()
     except Exception as error:  # noqa: BLE001 - whatever a model raises: it is handed to every request, none swallowed
-        failure = EngineError(f"the decode step failed: {type(error).__name__}: {error}")
+        failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         generation.fail(failure)
 
@@ -98,9 +98,9 @@ class ThreadStepping:
                     event = self._inbox.get()
                     if event is None:
                         return
-                    event()
+                    _guarded(generation, event)
                     self._announce()
-                _step(generation)
+                _guarded(generation, generation.step)
                 now = time.perf_counter()
                 if generation.ended or now - announced >= _GATHER_S or not generation.has_work:
                     announced = now
@@ -154,6 +154,9 @@ class InlineStepping:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="asyncrl-decode")
 
     def post(self, event: Event) -> None:
+        if self._task is not None and self._task.done():
+            _guarded(self._generation, event)  # cancelled from outside: events are all that is left
+            return
         self._inbox.append(event)
         self._wake.set()
 
@@ -161,23 +164,28 @@ class InlineStepping:
         self._closing = True
         self._wake.set()
         if self._task is not None:
-            await asyncio.shield(self._task)
+            await asyncio.wait([self._task])
 
     async def _run(self) -> None:
         generation = self._generation
-        while True:
-            while self._inbox:
-                self._inbox.popleft()()
-            self._hand_over()
-            if self._closing:
-                return
-            if generation.has_work:
-                _step(generation)
+        try:
+            while True:
+                while self._inbox:
+                    _guarded(generation, self._inbox.popleft())
                 self._hand_over()
-                await asyncio.sleep(0)
-            else:
-                self._wake.clear()
-                await self._wake.wait()
+                if self._closing:
+                    return
+                if generation.has_work:
+                    _guarded(generation, generation.step)
+                    self._hand_over()
+                    await asyncio.sleep(0)
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        finally:
+            if not self._closing:
+                generation.fail(EngineError("the task that decodes was cancelled from outside"))
+                self._hand_over()
 
     def _hand_over(self) -> None:
         touched, self._generation.touched = self._generation.touched, []

@@ -443,6 +443,33 @@ async def test_a_failing_step_ends_everything_and_hangs_nobody(
     assert "out of luck" in (await engine.health(5.0)).error
 
 
+async def test_a_failing_event_ends_everything_too(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("out of luck")
+
+    reading = asyncio.ensure_future(collect(engine, request_of("a", [1], 200)))
+    await reaches(engine, 1)
+    engine._post(broken)
+    with pytest.raises(EngineError, match="RuntimeError: out of luck"):
+        await reading
+
+
+async def test_a_cancelled_decode_task_hangs_nobody(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    async with serving(folder_of(), step_in_thread=False) as engine:
+        reading = asyncio.ensure_future(collect(engine, request_of("a", [1], 200)))
+        await reaches(engine, 1)
+        (decoding,) = (task for task in asyncio.all_tasks() if task.get_name() == "asyncrl-decode")
+        decoding.cancel()
+        with pytest.raises(EngineError, match="cancelled from outside"):
+            await reading
+        assert not (await engine.health(5.0)).healthy
+        await engine.pause("drain")
+
+
 async def test_weights_that_are_not_numbers_cost_the_request_not_the_engine(
     engine: TransformersEngine, collect: Collect, request_of: RequestOf, folder_of: FolderOf
 ) -> None:
@@ -452,7 +479,7 @@ async def test_weights_that_are_not_numbers_cost_the_request_not_the_engine(
     await engine.prepare_weights(bad, version=1)
     await engine.commit_weights(1)
     with pytest.raises(EngineError, match="not finite under weight version 1"):
-        await collect(engine, request_of("a", [1, 2, 3], 20, seed=1))
+        await collect(engine, request_of("long", [1] * 40, 20))  # its slot must not spoil the next row's
     await engine.prepare_weights(good, version=2)
     await engine.commit_weights(2)
     after: Generation = await collect(engine, request_of("a", [1, 2, 3], 20, seed=1))

@@ -7,7 +7,6 @@ import os
 import pickle
 import socket
 import threading
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,22 +16,15 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import ray
 import ray.exceptions
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.data.plan import Block, Header, Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, InfrastructureError, ResourceError, WorkerDiedError, WorkerError
-from asyncrl.single_controller.dispatch import StoredValue
 from asyncrl.single_controller.host import Call, Failed, Reply, WorkerHost
+from asyncrl.single_controller.ray_resource_pool import RayResourcePool
+from asyncrl.single_controller.ray_store import RayBlock, RayValue, first_line
 from asyncrl.single_controller.replies import Submission
-from asyncrl.single_controller.resource_pool import (
-    NodeResources,
-    PlacementStrategy,
-    ResourcePool,
-    check_room,
-    describe,
-)
 from asyncrl.single_controller.worker import WorkerContext
 from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
@@ -53,120 +45,6 @@ MAX_CALLS = 10_000
 """Calls that one actor holds at a time, running or in line; Ray keeps further ones back."""
 
 
-class RayResourcePool(ResourcePool):
-    """Seats for workers on a Ray cluster: a placement group for each entry of ``process_on_nodes``.
-
-    The placement groups are made when the first worker group needs them and removed with the last one.
-
-    Args:
-        process_on_nodes: workers in each placement group.
-        use_gpu: one GPU for each seat, unless ``gpus_per_worker`` says otherwise.
-        cpus_per_worker, gpus_per_worker: resources of one worker.
-        resources_per_worker: custom resources of one worker.
-        max_colocate_count: worker groups that may share the seats; each worker gets this share of the seat's GPUs.
-        strategy: how a placement group's seats lie over the nodes; ``STRICT_PACK`` keeps them on one.
-        name_prefix: begins the names of the placement groups.
-        placement_timeout_s: how long to wait for resources that others use.
-    """
-
-    def __init__(
-        self,
-        process_on_nodes: Sequence[int],
-        use_gpu: bool = False,
-        name_prefix: str = "",
-        max_colocate_count: int = 1,
-        *,
-        cpus_per_worker: float = 1.0,
-        gpus_per_worker: float | None = None,
-        resources_per_worker: Mapping[str, float] | None = None,
-        strategy: PlacementStrategy = "PACK",
-        placement_timeout_s: float = 60.0,
-    ) -> None:
-        super().__init__(process_on_nodes, max_colocate_count=max_colocate_count)
-        self.cpus_per_worker = cpus_per_worker
-        self.gpus_per_worker = float(use_gpu) if gpus_per_worker is None else gpus_per_worker
-        self.resources_per_worker = dict(resources_per_worker or {})
-        self.strategy: PlacementStrategy = strategy
-        self.name_prefix = name_prefix
-        self.placement_timeout_s = placement_timeout_s
-        self._lock = threading.Lock()
-        self._groups: list[PlacementGroup] = []
-        self._users = 0
-
-    def bundle(self) -> dict[str, float]:
-        """Resources of one seat."""
-        shared = {"CPU": self.cpus_per_worker, **self.resources_per_worker}
-        whole = {name: amount * self.max_colocate_count for name, amount in shared.items()}
-        return {name: amount for name, amount in {**whole, "GPU": self.gpus_per_worker}.items() if amount}
-
-    def check(self) -> None:
-        """Raise :class:`ResourceError` if the cluster could not hold the pool even with nothing else on it."""
-        check_room(self._places(), self.strategy, cluster_nodes())
-
-    def _places(self) -> list[list[dict[str, float]]]:
-        return [[self.bundle()] * count for count in self.process_on_nodes]
-
-    def acquire(self) -> list[PlacementGroup]:
-        """The placement groups, for one more worker group. They may still be pending."""
-        with self._lock:
-            if self._users >= self.max_colocate_count:
-                raise ResourceError(
-                    f"{self!r} is shared by {self._users} worker groups already: max_colocate_count is "
-                    f"{self.max_colocate_count}"
-                )
-            if not self._groups:
-                self._groups = [
-                    placement_group(bundles, strategy=self.strategy, name=self._new_name())
-                    for bundles in self._places()
-                ]
-            self._users += 1
-            return list(self._groups)
-
-    def _new_name(self) -> str:
-        return f"{self.name_prefix}{uuid.uuid4().hex[:8]}" if self.name_prefix else ""
-
-    def release(self) -> None:
-        """One worker group less; with the last one the placement groups go."""
-        with self._lock:
-            self._users -= 1
-            groups, self._groups = (self._groups, []) if self._users == 0 else ([], self._groups)
-        for group in groups:
-            remove_placement_group(group)
-
-    def no_room(self) -> ResourceError:
-        """What to say when the placement groups were not placed in time."""
-        return ResourceError(
-            f"the cluster did not free the resources of {self!r} within {self.placement_timeout_s:g} s\n"
-            + describe(self._places(), cluster_nodes())
-        )
-
-
-def cluster_nodes() -> list[NodeResources]:
-    """Every living node of the cluster."""
-    from ray._private.state import available_resources_per_node
-
-    available = available_resources_per_node()
-    return [
-        NodeResources(
-            name=node["NodeManagerAddress"],
-            total=_plain(node["Resources"]),
-            available=_plain(available.get(node["NodeID"], {})),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def _plain(resources: Mapping[str, float]) -> dict[str, float]:
-    """Without what Ray keeps for itself, and without memory."""
-    hidden = ("memory", "object_store_memory")
-    return {
-        name: amount
-        for name, amount in resources.items()
-        if name not in hidden and ":" not in name and "_group_" not in name
-    }
-
-
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class, plain or decorated with ``ray.remote``, the arguments of every rank, and options of the actors.
 
@@ -181,15 +59,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             options = dict(getattr(cls, "_default_options", {}))
             cls = metadata.modified_class
         super().__init__(cls, *args, **kwargs)
-        self.actor_options = options
+        self.actor_options = _checked_options(options)
 
     def options(self, **options: Any) -> RayClassWithInitArgs:
         """The same with these options added."""
-        allowed = {"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars"}
-        if unknown := sorted(options.keys() - allowed):
-            raise ResourceError(f"unknown options {unknown}: a worker takes {sorted(allowed)}")
         again = RayClassWithInitArgs(self.cls, *self.args, **self.kwargs)
-        again.actor_options = {**self.actor_options, **options}
+        again.actor_options = {**self.actor_options, **_checked_options(options)}
         return again
 
     def update_options(self, options: Mapping[str, Any]) -> None:
@@ -197,59 +72,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.actor_options = self.options(**options).actor_options
 
 
-# ------------------------------------------------------------------------------------------------------ object store
-
-
-class _RayBlock:
-    """A payload in Ray's object store. Pickles as its reference."""
-
-    __slots__ = ("ref",)
-
-    def __init__(self, ref: ray.ObjectRef[Any]) -> None:
-        self.ref = ref
-
-    @classmethod
-    def get_all(cls, blocks: Sequence[_RayBlock]) -> list[DataProto]:
-        try:
-            found: Any = ray.get([block.ref for block in blocks])
-            return cast("list[DataProto]", found)
-        except ray.exceptions.RayError as error:
-            raise _lost(error) from error
-
-    @classmethod
-    async def fetch_all(cls, blocks: Sequence[_RayBlock]) -> list[DataProto]:
-        found: list[DataProto] = await asyncio.gather(*(_fetch(block.ref) for block in blocks))
-        return found
-
-    def __reduce__(self) -> Any:
-        return _RayBlock, (self.ref,)
-
-
-class _RayValue(StoredValue):
-    """An array in Ray's object store, put there once for all ranks."""
-
-    __slots__ = ("_ref",)
-
-    def __init__(self, ref: ray.ObjectRef[Any]) -> None:
-        self._ref = ref
-
-    async def fetch(self) -> Any:
-        return await _fetch(self._ref)
-
-    def __reduce__(self) -> Any:
-        return _RayValue, (self._ref,)
-
-
-async def _fetch(ref: ray.ObjectRef[Any]) -> Any:
-    try:
-        return await asyncio.wrap_future(ref.future())
-    except ray.exceptions.RayError as error:
-        raise _lost(error) from error
-
-
-def _lost(error: ray.exceptions.RayError) -> InfrastructureError:
-    what = "cannot be loaded here" if isinstance(error, ray.exceptions.RaySystemError) else "is lost"
-    return InfrastructureError(f"an object in Ray's store {what}: {_first_line(error)}")
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    allowed = {"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars"}
+    if unknown := sorted(options.keys() - allowed):
+        raise ResourceError(f"options {unknown} cannot be used: a worker takes {sorted(allowed)}")
+    return options
 
 
 # -------------------------------------------------------------------------------------------------- inside the worker
@@ -278,7 +105,7 @@ class _RayHost:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    async def construct(self, made: _RayValue, context: WorkerContext, variables: Mapping[str, str]) -> Failed | None:
+    async def construct(self, made: RayValue, context: WorkerContext, variables: Mapping[str, str]) -> Failed | None:
         # The class is loaded after the environment is set: modules may read it when they are imported.
         os.environ.update({**context.environment(), **variables})
         try:
@@ -406,7 +233,7 @@ class RayWorkerGroup(WorkerGroup):
         init = self.cls_with_init
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
         given: Any = (init.cls, init.args, init.kwargs)
-        made = _RayValue(ray.put(given))
+        made = RayValue(ray.put(given))
         contexts = self._contexts(seats, port)
         return await self._all(
             "__init__",
@@ -466,7 +293,7 @@ class RayWorkerGroup(WorkerGroup):
         try:
             if call.keep_batch:
                 reply, batch = handle.call_keeping_batch.remote(call)
-                block = _RayBlock(batch)
+                block = RayBlock(batch)
             else:
                 reply = handle.call.remote(call)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -488,7 +315,7 @@ class RayWorkerGroup(WorkerGroup):
             explained = WorkerDiedError(message, group=self.name, rank=rank, method=method, cause=cause)
         elif isinstance(error, ray.exceptions.RayError):
             message = (
-                f"{self.name}.{method} failed on rank {rank} on the way there or back: {_first_line(error)}\n"
+                f"{self.name}.{method} failed on rank {rank} on the way there or back: {first_line(error)}\n"
                 "(an argument that cannot be loaded there, or a value that cannot be pickled or loaded here)"
             )
             explained = WorkerError(message, group=self.name, rank=rank, method=method, remote_traceback=str(error))
@@ -515,10 +342,10 @@ class RayWorkerGroup(WorkerGroup):
         if isinstance(value, DataProto):
             header = Header.of(value)
             if header.size_bytes > INLINE_BYTES:
-                return Plan.shard(_RayBlock(ray.put(value)), header)
+                return Plan.shard(RayBlock(ray.put(value)), header)
             return Plan.of(value)
         if isinstance(value, np.ndarray | bytes) and _size_bytes(value) > INLINE_BYTES:
-            return _RayValue(ray.put(value))
+            return RayValue(ray.put(value))
         return value
 
     async def _close_workers(self) -> list[Failed | None]:
@@ -548,8 +375,4 @@ def _cause(error: ray.exceptions.RayError) -> str:
         _, found, rest = text.partition(marker)
         if found:
             return rest.strip().splitlines()[0].split(" Some common causes")[0]
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

@@ -134,28 +134,36 @@ def test_what_the_cluster_never_has_is_refused_at_once() -> None:
         RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Member).options(num_cpus=2))
 
 
+def test_options_that_would_not_be_used_are_refused() -> None:
+    with pytest.raises(ResourceError, match=r"options \['max_restarts'\] cannot be used"):
+        RayClassWithInitArgs(ray.remote(max_restarts=3)(Member))
+
+
 def test_what_others_hold_is_waited_for_with_a_deadline(group: RayWorkerGroup) -> None:
     pool = RayResourcePool([8], placement_timeout_s=0.2)
     with pytest.raises(ResourceError, match=r"(?s)within 0\.2 s.*asked for: 8 CPU.*free now: 6 CPU"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Member)).ready().result(TIMEOUT_S)
 
 
-def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_seats() -> None:
-    before = ray.available_resources()["CPU"]
-    group = RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Member), name="mortal")
-    processes = group.process().result(TIMEOUT_S)
-    call = group.hang()
-    group.process().result(TIMEOUT_S)
+def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_seats(group: RayWorkerGroup) -> None:
+    assert group.world_size == 2
+    mortal = RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Member), name="mortal")
+    processes = mortal.process().result(TIMEOUT_S)
+    call = mortal.hang()
+    mortal.process().result(TIMEOUT_S)
     os.kill(processes[1], signal.SIGKILL)
     with pytest.raises(WorkerDiedError) as caught:
         call.result(timeout=2.0)
     assert (caught.value.group, caught.value.rank, caught.value.method) == ("mortal", 1, "hang")
     assert caught.value.cause
-    # Rank 0 still hangs in its plain method; later calls say what happened, and leaving the process is a death too.
     with pytest.raises(WorkerDiedError):
-        group.process().result(timeout=2.0)
-    group.shutdown(timeout_s=0.2)
-    assert ray.available_resources()["CPU"] <= before
+        mortal.process().result(timeout=2.0)
+    # Rank 0 still hangs in its plain method, which keeps neither it nor the seats.
+    mortal.shutdown(timeout_s=0.2)
+    everything_else = RayResourcePool([6])
+    seats = everything_else.acquire()
+    assert seats[0].wait(TIMEOUT_S)
+    everything_else.release()
 
 
 def test_leaving_the_process_is_a_death() -> None:

@@ -19,7 +19,6 @@ import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +34,7 @@ from asyncrl.interfaces import (
     SamplingParams,
 )
 from engines.rollout.embedded.generation import Generation
+from engines.rollout.embedded.reader import Reader
 from engines.rollout.embedded.row import Row
 from engines.rollout.embedded.schedule import Schedule
 from engines.rollout.embedded.shadow_weights import ShadowWeights
@@ -47,39 +47,6 @@ _T = TypeVar("_T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COPY_SLICE_BYTES = 32 << 20  # without a thread, a weight update gives way to a decode step this often
-
-
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """The event loop's side of a row: how far it has been read, and who waits for more."""
-
-    row: Row
-    read: int = 0
-    waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    async def next_chunk(self) -> GenerationChunk:
-        """The tokens that came since the last call; waits until there are some.
-
-        Raises:
-            EngineError: the row ended with an error, and all of its tokens have been read.
-        """
-        while True:
-            error = self.row.error
-            chunk = self.row.chunk(self.read)
-            if chunk is not None:
-                self.read += len(chunk.token_ids)
-                return chunk
-            if error is not None:
-                raise type(error)(str(error)) from error.__cause__
-            self.waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self.waiter
-            finally:
-                self.waiter = None
 
 
 class TransformersEngine:
@@ -137,8 +104,8 @@ class TransformersEngine:
         self._stepping: Stepping | None = None
         self._tokenizer: Any = None  # Any: transformers' tokenizers share no typed interface
         self._stop_token_ids: frozenset[int] = frozenset()
-        self._readers: dict[str, _Reader] = {}
-        self._reading: dict[Row, _Reader] = {}
+        self._readers: dict[str, Reader] = {}
+        self._reading: dict[Row, Reader] = {}
         self._drained: list[asyncio.Future[None]] = []
         self._starting = asyncio.Lock()
         self._updating = asyncio.Lock()
@@ -263,8 +230,8 @@ class TransformersEngine:
             del self._readers[row.request_id]
             self._withdraw(row, generation)
 
-    def _submit(self, row: Row, generation: Generation) -> _Reader:
-        reader = self._reading[row] = _Reader(row)
+    def _submit(self, row: Row, generation: Generation) -> Reader:
+        reader = self._reading[row] = Reader(row)
         self._post(lambda: generation.submit(row))
         return reader
 

@@ -47,7 +47,7 @@ OBJECTIVE = PolicyObjective(behaviour_weight_cap=None, aggregation="fixed_length
 
 
 class PreferenceTrainer(TrainerWorker):
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
     def prefer(self, pairs: DataProto) -> dict[str, float]:
         """One DPO step on rows chosen, rejected, chosen, rejected, ... with ``reference_log_probs``."""
         columns = pairs.union(self._held().log_probs(pairs)).to_tensordict()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 from asyncrl.errors import AsyncRLError
 
@@ -23,40 +25,77 @@ class Terminated(SystemExit):
 
 
 def run_to_end(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``main`` on an event loop of its own (uvloop where it is installed).
+    """Run ``main`` on an event loop of its own (uvloop where it is installed), blocking until it ends.
 
-    The first SIGINT or SIGTERM cancels ``main``, whose cleanup runs; a second SIGINT interrupts the cleanup.
+    The first SIGINT or SIGTERM cancels ``main``, whose cleanup runs; a second SIGINT interrupts the cleanup. Inside a
+    running event loop, as in a notebook, the new loop runs in a thread; interrupting the cell cancels ``main`` too.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
         Terminated: after SIGTERM.
         BaseException: what ended ``main``; of a group of errors the one that came first and has a name.
     """
-    terminated = False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(_Guarded(main))
+    return _run_beside(_Guarded(main))
 
-    async def guarded() -> _T:
-        nonlocal terminated
-        task = asyncio.current_task()
-        assert task is not None
 
-        def terminate() -> None:
-            nonlocal terminated
-            terminated = True
-            task.cancel()
+class _Guarded(Generic[_T]):
+    """A coroutine that can be cancelled from outside, and remembers why."""
 
-        if sys.platform != "win32":
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        return await main
+    def __init__(self, main: Coroutine[Any, Any, _T]) -> None:
+        self._main = main
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[_T] | None = None
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self.terminated = False
 
+    async def __call__(self) -> _T:
+        with self._lock:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            if self._cancelled:
+                self._main.close()
+                raise asyncio.CancelledError
+        if threading.current_thread() is threading.main_thread() and sys.platform != "win32":
+            self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        return await self._main
+
+    def _terminate(self) -> None:
+        self.terminated = True
+        assert self._task is not None
+        self._task.cancel()
+
+    def cancel(self) -> None:
+        """From any thread, before it runs or while it does."""
+        with self._lock:
+            self._cancelled = True
+            if self._loop is not None and self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+def _run(guarded: _Guarded[_T]) -> _T:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             return runner.run(guarded())
         except asyncio.CancelledError:
-            if terminated:
+            if guarded.terminated:
                 raise Terminated from None
             raise
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
+
+
+def _run_beside(guarded: _Guarded[_T]) -> _T:
+    """In a thread, while this one waits."""
+    with ThreadPoolExecutor(1, thread_name_prefix="asyncrl-run") as threads:
+        try:
+            return threads.submit(_run, guarded).result()
+        except KeyboardInterrupt:  # may come at any line, also while the thread is being started
+            guarded.cancel()
+            raise
 
 
 def first_cause(error: BaseException) -> BaseException:

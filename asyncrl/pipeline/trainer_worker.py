@@ -66,12 +66,13 @@ class TrainerWorker(Worker):
             **settings,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
     def supervise(self, batch: DataProto) -> dict[str, float]:
         """One supervised step."""
         return self._held().supervise(batch)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
     def update(self, batch: DataProto) -> dict[str, float]:
         """One policy step: the weights of the next version."""
         metrics = self._held().update(batch)

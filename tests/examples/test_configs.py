@@ -31,7 +31,7 @@ def accounted_for(summary: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
-def test_every_configuration_is_valid(file: Path, tmp_path: Path):
+def test_every_configuration_is_valid(file: Path, tmp_path: Path) -> None:
     done = asyncrl("train", str(file), "--dry-run", cwd=tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())

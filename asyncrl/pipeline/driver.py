@@ -43,7 +43,6 @@ class TrainingPlan:
         group_size: rollouts of each prompt (G).
         advantage: name in :mod:`asyncrl.algorithms`.
         seed: every prompt's, rollout's and turn's seed derives from it.
-        kv_cache: what becomes of running requests' keys and values when weights change.
         eval_tasks: held-out tasks of an evaluation.
         eval_every: steps between evaluations beside training; 0 for none.
         success_reward: reward from which an episode counts as a success.
@@ -170,10 +169,9 @@ class Driver:
             stages.create_task(self._group(slot), name=f"group {slot}")
 
     async def _group(self, slot: int) -> None:
-        """Roll one group out and put it into the buffer."""
+        """Roll one group out, have it scored, and put it into the buffer."""
         try:
-            with self.timeline.span("rollout", f"group {slot}"):
-                rows, summary = await self._roll_out(slot)
+            rows, summary = await self._roll_out(slot)
         except EnvironmentFailure as failure:
             self._failures_in_a_row += 1
             if self._failures_in_a_row > 2 * self.plan.groups_per_step:
@@ -186,18 +184,17 @@ class Driver:
 
     async def _roll_out(self, slot: int) -> tuple[DataProtoFuture, GroupSummary]:
         plan = self.plan
-        task = self.environments.task(slot, split="train")
         sample = slot % plan.groups_per_step < plan.sample_trajectories
-        rows = self.pool.rollout(
-            prompt_rows(
-                [task] * plan.group_size,
-                slot=slot,
-                seeds=[derive_seed(plan.seed, "train", slot, row) for row in range(plan.group_size)],
-                purpose="train",
-                sample=sample,
-            )
+        prompts = prompt_rows(
+            [self.environments.task(slot, split="train")] * plan.group_size,
+            slot=slot,
+            seeds=[derive_seed(plan.seed, "train", slot, row) for row in range(plan.group_size)],
+            purpose="train",
+            sample=sample,
         )
-        header = await rows.header()
+        with self.timeline.span("rollout", f"group {slot}"):
+            rows = self.pool.rollout(prompts)
+            header = await rows.header()
         meta = header.meta_info
         summary = GroupSummary(**meta["summary"])
         self.accounts.drop("environment_failed", meta["wasted_tokens"])

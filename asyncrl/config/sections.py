@@ -222,6 +222,8 @@ class EvalConfig(Section):
     """Training steps between evaluations; 0: only before and after."""
     first: bool = True
     """Evaluate before the first training step as well."""
+    success_reward: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
+    """Reward from which an answer counts as a success."""
 
 
 class CheckpointConfig(Section):

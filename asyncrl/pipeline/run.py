@@ -70,7 +70,11 @@ def evaluate(config: Config, *, checkpoint: Path | None = None) -> dict[str, Any
     async def main() -> dict[str, Any]:
         async with _serving(config, checkpoint) as assembly:
             result = await evaluate_pool(
-                assembly.pool, assembly.environments, tasks=config.eval.tasks, seed=config.seed
+                assembly.pool,
+                assembly.environments,
+                tasks=config.eval.tasks,
+                seed=config.seed,
+                success_reward=config.eval.success_reward,
             )
             return asdict(result)
 

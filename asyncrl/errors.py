@@ -7,6 +7,7 @@
     │   └── CodecError              bytes that are not what they claim to be
     ├── InfrastructureError         a process, machine, transport or engine failed; safe to retry elsewhere
     │   ├── WorkerDiedError         the process behind a rank is gone
+    │   ├── GroupClosedError        the worker group was shut down
     │   ├── ResourceError           the cluster cannot give what was asked for
     │   ├── EngineError             a rollout or training engine failed
     │   │   ├── EngineClosedError   ... because it was closed
@@ -43,6 +44,7 @@ __all__ = [
     "EngineError",
     "EnvironmentDeadlineError",
     "EnvironmentFailure",
+    "GroupClosedError",
     "InfrastructureError",
     "InvalidDataError",
     "RequestAbortedError",
@@ -108,6 +110,10 @@ class WorkerDiedError(InfrastructureError):
         self.rank = rank
         self.method = method
         self.cause = cause
+
+
+class GroupClosedError(InfrastructureError):
+    """The worker group was shut down: before the call, or while it was going on."""
 
 
 class ResourceError(InfrastructureError):

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
+from asyncrl.errors import GroupClosedError
+
 __all__ = ["Outcome"]
 
 logger = logging.getLogger(__name__)
@@ -172,5 +174,7 @@ class Outcome(Generic[T]):
     def __del__(self) -> None:
         if getattr(self, "_state", "") == "failed" and not self._seen:
             error = self._error
+            if isinstance(error, GroupClosedError):
+                return  # whoever shut the group down left this call behind on purpose
             first_line = (str(error).splitlines() or [""])[0]
             logger.error("%s failed and nobody looked: %s: %s", self.label, type(error).__name__, first_line)

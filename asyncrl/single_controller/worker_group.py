@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.plan import Plan
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import AsyncRLError, DeadlineError, DispatchError, InfrastructureError, WorkerDiedError, WorkerError
+from asyncrl.errors import AsyncRLError, DeadlineError, DispatchError, GroupClosedError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
 from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, collect
@@ -258,7 +258,7 @@ class WorkerGroup(ABC):
 
     def _execute(self, registration: Registration, arguments: Arguments) -> Future[Any]:
         if self._closed:
-            raise InfrastructureError(f"worker group {self.name} is closed: it takes no more calls")
+            raise GroupClosedError(f"worker group {self.name} is closed: it takes no more calls")
         label = f"{self.name}.{registration.name}"
         ranks = 1 if registration.execute_mode is Execute.RANK_ZERO else self.world_size
         scatter = Scatter(
@@ -274,9 +274,7 @@ class WorkerGroup(ABC):
             values = await self._replies(self._send(registration, arguments), label)
         except asyncio.CancelledError:
             if self._closed:
-                raise InfrastructureError(
-                    f"worker group {self.name} was shut down while {label} was going on"
-                ) from None
+                raise GroupClosedError(f"worker group {self.name} was shut down while {label} was going on") from None
             raise
         if registration.execute_mode is Execute.RANK_ZERO and registration.dispatch_mode not in SPLIT:
             result = values[0]

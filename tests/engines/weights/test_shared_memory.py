@@ -96,6 +96,7 @@ def test_layouts_that_are_not_row_major_are_put_in_order(transport: SharedMemory
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 def test_tensors_of_a_device_arrive_on_the_host(transport: SharedMemoryTransport):
     tensor = torch.randn(1000, 3, device="cuda")
     assert torch.equal(copies(transport, transport.publish([("x", tensor)], version=0))["x"], tensor.cpu())

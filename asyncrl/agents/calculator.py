@@ -101,11 +101,11 @@ class CalculatorFactory:
         seed: int = 0,
         max_operand: int = 99,
         operators: Sequence[str] = ("+", "-"),
-        operation_shares: Sequence[float] = (0.35, 0.65),
+        operation_shares: Sequence[float] = (0.3, 0.7),
         negative: bool = False,
-        guess_share: float = 0.2,
-        early_stop_share: float = 0.75,
-        misread_share: float = 0.15,
+        guess_share: float = 0.15,
+        early_stop_share: float = 0.7,
+        misread_share: float = 0.1,
         instructions: str = "",
     ) -> None:
         unknown = [operator for operator in operators if operator not in _OPERATIONS]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, SupportsFloat, TypeVar
 
 from asyncrl.agents.chat import ChatRenderer
 from asyncrl.errors import (
@@ -73,7 +74,8 @@ async def run_episode(
         latency_s: added to each step of the environment: a simulated slow tool.
 
     Raises:
-        EnvironmentFailure: the environment raised (the cause), with ``tokens_generated``.
+        EnvironmentFailure: the environment raised (the cause), or returned what its contract does not know (no
+            messages, a reward that is no finite number), with ``tokens_generated``.
         EnvironmentDeadlineError: a call of it took longer than ``deadline_s``, with ``tokens_generated``.
         RequestAbortedError: the engine aborted a turn, with ``tokens_generated``.
         InvalidDataError: the prompt alone fills ``max_tokens``.
@@ -122,7 +124,9 @@ async def _play(
     seed: int,
 ) -> EpisodeEnd:
     """The turns, written down in ``episode``; returns why they ended."""
-    messages = list(await _ask(environment.reset, episode.task, what="reset", deadline_s=limits.deadline_s))
+    messages = _messages(
+        await _ask(environment.reset, episode.task, what="reset", deadline_s=limits.deadline_s), what="reset"
+    )
     tools = tuple(environment.tools)
     episode.heard(renderer.prompt(messages, tools))
     if episode.length >= limits.max_tokens:
@@ -146,7 +150,7 @@ async def _play(
             return "max_tokens"
         if limits.latency_s > 0:
             await asyncio.sleep(limits.latency_s)
-        step = await _ask(environment.step, reply, what="step", deadline_s=limits.deadline_s)
+        step = _step(await _ask(environment.step, reply, what="step", deadline_s=limits.deadline_s))
         episode.earned(step)
         if step.done:
             return "done"
@@ -195,7 +199,7 @@ class _Episode:
         self._turns.append(turn)
 
     def earned(self, step: Step) -> None:
-        self._reward += step.reward
+        self._reward += float(step.reward)
         self._info = dict(step.info)
 
     def ended(self, reason: EpisodeEnd) -> Trajectory:
@@ -256,3 +260,32 @@ async def _ask(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, d
         if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
             raise EnvironmentDeadlineError(f"the environment's {what} took longer than {deadline_s:g} s") from error
         raise EnvironmentFailure(f"the environment's {what} failed: {type(error).__name__}: {error}") from error
+
+
+def _messages(returned: object, *, what: str) -> list[Message]:
+    """What an environment said, checked: foreign code may return anything."""
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        said = [message for message in returned if isinstance(message, dict) and isinstance(message.get("role"), str)]
+        if len(said) == len(returned):
+            return said
+    raise EnvironmentFailure(
+        f'the environment\'s {what} must give messages, dicts with a "role"; got {_short(returned)}'
+    )
+
+
+def _step(returned: object) -> Step:
+    """A step of an environment, checked."""
+    if not isinstance(returned, Step):
+        raise EnvironmentFailure(f"the environment's step must return a Step; got {_short(returned)}")
+    _messages(returned.messages, what="step")
+    reward: object = returned.reward
+    if not isinstance(reward, SupportsFloat) or not math.isfinite(float(reward)):
+        raise EnvironmentFailure(f"the reward of an environment's step must be a finite number; got {_short(reward)}")
+    if not isinstance(returned.info, Mapping):
+        raise EnvironmentFailure(f"the info of an environment's step must be a mapping; got {_short(returned.info)}")
+    return returned
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

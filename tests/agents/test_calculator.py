@@ -122,9 +122,9 @@ def test_demonstrations_are_as_bad_as_asked(shares: dict[str, Any], outcomes: se
 
 def test_by_default_they_are_a_mixture(factory: CalculatorFactory) -> None:
     seen = [outcome(factory.demonstration(index)) for index in range(1000)]
-    assert 0.15 < seen.count("guess") / 1000 < 0.25
-    assert 0.34 < seen.count("early") / 1000 < 0.44  # 0.8 call at all, 0.65 of them need two calls, 0.75 make one
-    assert 0.30 < seen.count("right") / 1000 < 0.40  # 0.8 * 0.85 * (0.35 + 0.65 * 0.25)
+    assert 0.11 < seen.count("guess") / 1000 < 0.19
+    assert 0.36 < seen.count("early") / 1000 < 0.47  # 0.85 call at all, 0.7 of them need two calls, 0.7 make one
+    assert 0.34 < seen.count("right") / 1000 < 0.44  # 0.85 * 0.9 * (0.3 + 0.7 * 0.3)
 
 
 def test_calls_in_demonstrations_are_right_ones(factory: CalculatorFactory) -> None:

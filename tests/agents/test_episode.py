@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -193,6 +194,43 @@ async def test_a_timeout_inside_the_environment_is_not_its_deadline(scratch: Cha
     with pytest.raises(EnvironmentFailure) as caught:
         await play(engine_saying(scratch, "1<|end|>"), Troubled(TimeoutError("socket")), scratch)
     assert not isinstance(caught.value, EnvironmentDeadlineError)
+
+
+class Nonsense(Troubled):
+    """Returns what no environment may."""
+
+    def __init__(self, *, prompt: Any = ({"role": "user", "content": "go"},), step: Any = None) -> None:
+        super().__init__(None, at="nowhere")
+        self._prompt, self._step = prompt, step
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        return self._prompt
+
+    async def step(self, reply: Message) -> Step:
+        return self._step
+
+
+@pytest.mark.parametrize(
+    ("environment", "told", "tokens"),
+    [
+        (Nonsense(prompt=None), "reset must give messages.*None", 0),
+        (Nonsense(prompt="go"), "reset must give messages.*'go'", 0),
+        (Nonsense(prompt=[{"content": "go"}]), "reset must give messages", 0),
+        (Nonsense(), "must return a Step; got None", 3),
+        (Nonsense(step=Step(reward=math.nan)), "finite number; got nan", 3),
+        (Nonsense(step=Step(reward=-math.inf)), "finite number; got -inf", 3),
+        (Nonsense(step=Step(reward="good")), "finite number; got 'good'", 3),
+        (Nonsense(step=Step(messages=({"text": "?"},))), "step must give messages", 3),
+        (Nonsense(step=Step(info=3)), "must be a mapping; got 3", 3),
+    ],
+)
+async def test_nonsense_from_an_environment_fails_the_episode(
+    scratch: ChatRenderer, environment: Nonsense, told: str, tokens: int
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=told) as caught:
+        await play(engine_saying(scratch, "12<|end|>"), environment, scratch)
+    assert caught.value.tokens_generated == tokens
+    assert environment.closed == 1
 
 
 async def test_errors_of_the_tree_travel_as_they_are(scratch: ChatRenderer) -> None:

@@ -1,0 +1,163 @@
+"""Future: what a call will return."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+
+from asyncrl.data.outcome import Outcome
+from asyncrl.errors import DeadlineError
+from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+__all__ = ["Future"]
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """What a call will return. Await it in any event loop, or call :meth:`result` in any thread.
+
+    Futures are shared values: leaving an ``await`` early (``asyncio.wait_for``, a cancelled task) leaves the call
+    going for the others who hold it; :meth:`cancel` and :meth:`deadline` end it in the workers.
+    """
+
+    def __init__(self, loop: ControllerLoop, label: str) -> None:
+        self.controller = loop
+        self.outcome: Outcome[Any] = Outcome(label)
+        self._work: Work | None = None
+
+    # -------------------------------------------------------------------------------------------------- the making
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, Any]], owner: TaskOwner) -> Self:
+        """Let ``owner`` run ``make()`` for this future."""
+        self._work = owner.spawn(make, self.outcome.settle)
+        return self
+
+    def start(self) -> None:
+        """Begin what nobody has begun yet. Awaiting does it too."""
+
+    def _value(self, raw: Any) -> T:
+        return cast("T", raw)
+
+    async def _value_async(self, raw: Any) -> T:
+        return cast("T", raw)
+
+    async def completed(self) -> Any:
+        """The outcome as it is, without a payload: a plan, if this is a batch. Does not suspend if it is there."""
+        self.start()
+        await self.outcome.completion()
+        try:
+            return self.outcome.get()
+        except concurrent.futures.CancelledError as error:
+            raise asyncio.CancelledError(str(error)) from None
+
+    # --------------------------------------------------------------------------------------------------- the using
+
+    def done(self) -> bool:
+        """Finished, failed or cancelled. The payload of a finished batch may still be with its workers."""
+        return self.outcome.complete
+
+    def cancelled(self) -> bool:
+        return self.outcome.state == "cancelled"
+
+    def cancel(self) -> bool:
+        """End the call: its coroutines in the workers are cancelled, or it is never submitted.
+
+        Returns:
+            False if it had finished.
+        """
+        if not self.outcome.cancel():
+            return False
+        if self._work is not None:
+            self._work.cancel()
+        return True
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the value, blocking this thread for at most ``timeout`` seconds.
+
+        Raises:
+            DeadlineError: ``timeout`` passed; the call goes on.
+            RuntimeError: called on the controller loop itself, which would wait for itself: ``await`` there.
+        """
+        return self._value(self._wait(timeout))
+
+    def get(self, timeout: float | None = None) -> T:
+        """:meth:`result`, under verl's name."""
+        return self.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call failed with, or None. Waits like :meth:`result`, and raises if the call was cancelled."""
+        try:
+            self._wait(timeout)
+        except concurrent.futures.CancelledError:
+            raise
+        except BaseException:
+            if self.outcome.state != "failed":
+                raise
+            return self.outcome.error()
+        return None
+
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
+        """Call ``callback(self)`` on the controller loop once the call has finished, failed or been cancelled."""
+        self.start()
+        self.outcome.subscribe(lambda: self.controller.notify(callback, self))
+
+    def deadline(self, timeout_s: float) -> Self:
+        """Fail with :class:`DeadlineError` and cancel the call unless it finishes within ``timeout_s`` from now.
+
+        Returns:
+            This future, so that ``await group.update(batch).deadline(30)`` reads well.
+        """
+        self.start()
+        self.controller.call(self._arm, timeout_s)
+        return self
+
+    def _arm(self, timeout_s: float) -> None:
+        timer = self.controller.loop.call_later(timeout_s, self._expire, timeout_s)
+        self.outcome.subscribe(lambda: self.controller.notify(timer.cancel))
+
+    def _expire(self, timeout_s: float) -> None:
+        label = self.outcome.label
+        error = DeadlineError(f"{label} did not finish within {timeout_s:g} s", waiting_for=label, timeout_s=timeout_s)
+        if self.outcome.fail(error) and self._work is not None:
+            self._work.cancel()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._get_async().__await__()
+
+    async def _get_async(self) -> T:
+        return await self._value_async(await self.completed())
+
+    def _wait(self, timeout_s: float | None) -> Any:
+        self.start()
+        if not self.outcome.complete:
+            if self.controller.is_here:
+                raise RuntimeError(
+                    f"result() of {self.outcome.label} was called on the controller loop, which would wait for "
+                    "itself: use `await future` there"
+                )
+            if not self.controller.loop.is_running():
+                raise RuntimeError(
+                    f"{self.outcome.label} cannot finish: the event loop it runs on is not running any more"
+                )
+            if not self.outcome.wait(timeout_s):
+                raise DeadlineError(
+                    f"{self.outcome.label} has not finished after {timeout_s:g} s; it goes on",
+                    waiting_for=self.outcome.label,
+                    timeout_s=timeout_s or 0.0,
+                )
+        return self.outcome.get()
+
+    def _status(self) -> str:
+        return self.outcome.status
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.outcome.label}: {self._status()}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} stays in its process: hand it to a worker group's method, or send its result")

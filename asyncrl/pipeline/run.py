@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config import Config, EnvConfig
-from asyncrl.errors import CheckpointError
+from asyncrl.config import Config, EnvConfig, load_config
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.pipeline.assembly import Assembly
 from asyncrl.pipeline.checkpoint import Checkpoints, is_checkpoint, read_driver_state
 from asyncrl.pipeline.evaluation import evaluate as evaluate_pool
@@ -42,6 +42,7 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
     Raises:
         AsyncRLError: what ended the run, by name.
         CheckpointError: nothing to resume from, or the run is over already.
+        ConfigError: ``config`` names another model than the run to be resumed.
     """
     if resume is None:
         run, checkpoint = RunDirectory.create(config.runs, config.name), None
@@ -51,6 +52,12 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
         done = read_driver_state(checkpoint).step
         if done >= config.steps:
             raise CheckpointError(f"{resume} has done all its {done} steps; raise them with --steps to go on")
+        if load_config(run.config_path).model != config.model:
+            raise ConfigError(
+                f"{resume} goes on with its own weights; [model] must be as it was",
+                path="model",
+                remedy="begin a new run",
+            )
         run.rewind(done)
     return _in_run(config, run, lambda training: training.train(), checkpoint=checkpoint)
 

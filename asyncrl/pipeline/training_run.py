@@ -68,12 +68,12 @@ class TrainingRun:
         """Run every phase; returns the summary that was written to ``summary.json``."""
         config = self._config
         try:
-            model = await self._start()
-            if self._checkpoint is not None:
-                model = str(self._checkpoint / "model")
-            elif config.sft.steps:
-                model = await self.warm_start(model)
-            driver = await self._serve(model)
+            origin = await self._start()
+            if config.sft.steps:
+                resumed = self._checkpoint is not None
+                origin = str(self._warm_start_folder) if resumed else await self.warm_start(origin)
+            model = str(self._checkpoint / "model") if self._checkpoint is not None else origin
+            driver = await self._serve(model, origin=origin)
             if config.eval.tasks and config.eval.first and self._resumed is None:
                 with self._phase("score before"):
                     self._recorder.evaluated(await driver.evaluate(), step=0)
@@ -103,8 +103,7 @@ class TrainingRun:
 
     async def warm_start(self, model: str) -> str:
         """Supervised steps on the configured conversations; returns the folder of the model they end in."""
-        config, sft = self._config, self._config.sft
-        folder = self._run.checkpoints / "warm_start"
+        config, sft, folder = self._config, self._config.sft, self._warm_start_folder
         with self._phase("warm start"), self._timeline.span("sft", "warm start"):
             self._progress.stage("warm start", sft.steps)
             renderer = await asyncio.to_thread(load_renderer, model)
@@ -135,15 +134,19 @@ class TrainingRun:
         finally:
             await self._close()
 
-    async def _serve(self, model: str) -> Driver:
-        """Bring policy, reference and replicas up on ``model`` and put the loop together."""
+    @property
+    def _warm_start_folder(self) -> Path:
+        return self._run.checkpoints / "warm_start"
+
+    async def _serve(self, model: str, *, origin: str) -> Driver:
+        """Bring policy and replicas up on ``model``, the reference on ``origin``, and put the loop together."""
         config, assembly = self._config, self._assembly
         step = self._resumed.step if self._resumed is not None else 0
         with self._phase("serve"):
             await asyncio.gather(
                 self._build_trainer(model, weight_version=step),
                 assembly.pool.start(model, weight_version=step),
-                *([assembly.reference.build(model, trainer_options(config))] if assembly.reference else []),
+                *([assembly.reference.build(origin, trainer_options(config))] if assembly.reference else []),
                 *([assembly.reward.start(model)] if assembly.reward else []),
             )
         reward, reference = assembly.reward, assembly.reference
@@ -255,13 +258,14 @@ def _law(config: Config, resumed: DriverState | None) -> AdmissionLaw:
     groups = config.trainer.groups_per_step
     if resumed is None:
         return AdmissionLaw(groups, max_staleness=config.max_staleness, total_groups=config.steps * groups)
+    total_groups = (config.steps - resumed.step) * groups
     return AdmissionLaw(
         groups,
         max_staleness=config.max_staleness,
-        total_groups=(config.steps - resumed.step) * groups,
+        total_groups=total_groups,
         first_version=resumed.step,
         first_slot=resumed.next_slot,
-        again=resumed.outstanding,
+        again=sorted(resumed.outstanding)[:total_groups],  # fewer steps than planned before need fewer groups
     )
 
 
@@ -280,6 +284,8 @@ def model_folder(config: Config, run: RunDirectory, environments: EnvironmentFac
         return config.model.path
     assert config.model.source is not None
     folder = run.path / "model"
+    if run.resumed and folder.is_dir():
+        return str(folder)
     make_part(
         "asyncrl.model_sources",
         config.model.source,

@@ -11,8 +11,10 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure, WeightVersionError
+from asyncrl.pipeline.checkpoint import DriverState
 from asyncrl.pipeline.run import evaluate, generate, sft, train
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
+from asyncrl.pipeline.training_run import _law
 from asyncrl.telemetry.run_directory import RunDirectory
 
 MakeConfig = Callable[..., Config]
@@ -118,6 +120,35 @@ def test_a_run_goes_on_from_its_checkpoint(small_config: MakeConfig):
     assert [line["step"] for line in metrics_of(run) if "train/loss" in line] == [1, 2, 3, 4, 5]
     with pytest.raises(CheckpointError, match="all its 5 steps"):
         train(longer, resume=run)
+
+
+def test_a_resumed_run_keeps_its_first_reference_and_its_model(small_config: MakeConfig):
+    config = small_config(steps=2, max_staleness=2, checkpoint={"every": 1}, algorithm={"kl_coefficient": 0.1})
+    train(config)
+    run = only_run(config)
+    with pytest.raises(ConfigError, match="must be as it was"):
+        train(small_config(steps=3, model={"options": {"hidden_size": 64}}), resume=run)
+    train(config.model_copy(update={"steps": 3}), resume=run)
+    steps = [line for line in metrics_of(run) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert steps[2]["train/reference_kl"] > 1e-6  # 0 if the checkpoint had become the reference
+
+
+def test_a_run_may_be_resumed_to_fewer_steps_than_it_had_issued_groups_for(small_config: MakeConfig):
+    config = small_config(steps=4)
+    state = DriverState(
+        step=1,
+        next_slot=8,
+        outstanding=(2, 3, 4, 5, 6, 7),
+        generated=20,
+        trained=10,
+        dropped={},
+        staleness={},
+        history={},
+    )
+    law = _law(config.model_copy(update={"steps": 2}), state)
+    assert [law.issue(), law.issue()] == [2, 3]
+    assert law.finished
 
 
 def test_resuming_nothing_is_refused(small_config: MakeConfig, tmp_path: Path):

@@ -74,15 +74,19 @@ def _lines(error: BaseException) -> list[str]:
             lines.append(f"  {_cut(error.remedy)}")
         return lines
     for key, value in vars(error).items():
-        if key == "remote_traceback" or value in ("", -1, None, 0) or str(value) in str(error):
+        if key in {"remote_traceback", "__notes__"} or value in ("", -1, None, 0) or str(value) in str(error):
             continue
         lines.append(f"  {key}: {_cut(' '.join(str(value).split()))}")
     remote = str(getattr(error, "remote_traceback", "")).rstrip().splitlines()
-    if remote:
+    if remote and remote[-1] not in str(error):
         lines.append("  in the worker:")
         lines += [f"    {_cut(line)}" for line in remote[-REMOTE_LINES:]]
+    for note in getattr(error, "__notes__", ()):
+        first, *others = note.rstrip().splitlines() or [""]
+        lines.append(f"  {_cut(first)}")
+        lines += [f"    {_cut(line)}" for line in others[-REMOTE_LINES:]]
     cause, depth = error.__cause__, 0
-    while cause is not None and depth < MOST_CAUSES:
+    while cause is not None and depth < MOST_CAUSES and not isinstance(cause, BaseExceptionGroup):
         lines.append(f"  caused by {type(cause).__name__}: {_cut(str(cause).split(chr(10))[0])}")
         cause, depth = cause.__cause__, depth + 1
     return lines

@@ -160,6 +160,17 @@ def test_a_known_failure_is_named_on_one_screen(file, pipeline, capsys, monkeypa
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_notes_are_told_in_lines_and_a_group_is_no_cause(file, pipeline, capsys):
+    error = errors.EnvironmentFailure("reset failed")
+    error.add_note("raised on rank 0; traceback there:\n" + "\n".join(f"frame {number}" for number in range(500)))
+    error.__cause__ = ExceptionGroup("stages", [error])
+    fail_with(pipeline, error)
+    assert run("train", file) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["error: EnvironmentFailure: reset failed", "  raised on rank 0; traceback there:"]
+    assert lines[2:-1] == [f"    frame {number}" for number in range(492, 500)]
+
+
 def test_failures_of_a_task_group_are_counted(file, pipeline, capsys):
     group = ExceptionGroup("tasks", [errors.EngineError("out of memory"), errors.WeightError("torn")])
     fail_with(pipeline, ExceptionGroup("outer", [group]))

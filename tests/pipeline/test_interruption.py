@@ -69,3 +69,17 @@ def test_of_several_errors_the_one_with_a_name_is_told():
 
     with pytest.raises(EngineError, match="the engine broke"):
         run_to_end(fail())
+
+
+def test_what_an_error_was_caused_by_is_kept():
+    async def fail() -> None:
+        try:
+            raise OSError("no disk")
+        except OSError as cause:
+            error = EngineError("the engine broke")
+            error.__cause__ = cause
+            raise BaseExceptionGroup("stages", [error]) from None
+
+    with pytest.raises(EngineError) as caught:
+        run_to_end(fail())
+    assert isinstance(caught.value.__cause__, OSError)

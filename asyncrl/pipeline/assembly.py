@@ -44,7 +44,7 @@ def trainer_options(config: Config) -> dict[str, Any]:
             fixed_length=config.rollout.max_tokens if algorithm.aggregation == "fixed_length" else None,
         ),
         "lr": trainer.lr,
-        "schedule": trainer.schedule,
+        "schedule": trainer.schedule if config.steps else "constant",  # without a step there is no last one to fall to
         "warmup_steps": trainer.warmup_steps,
         "total_steps": config.steps * trainer.minibatches * trainer.epochs,
         "minibatches": trainer.minibatches,

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from asyncrl.errors import AsyncRLError
@@ -85,17 +86,37 @@ def _run(guarded: _Guarded[_T]) -> _T:
                 raise Terminated from None
             raise
         except BaseExceptionGroup as group:
-            raise first_cause(group) from group
+            first = first_cause(group)
+            raise first from first.__cause__ or group  # its own cause says more than what else ended
 
 
 def _run_beside(guarded: _Guarded[_T]) -> _T:
-    """In a thread, while this one waits."""
-    with ThreadPoolExecutor(1, thread_name_prefix="asyncrl-run") as threads:
-        try:
+    """In a thread, while this one waits. A first interrupt is a call, not an exception, until the thread has ended.
+
+    As an exception it may come at any line, also between the start of the thread and knowing of it; nobody would wait
+    for the cleanup then.
+    """
+    interrupts = 0
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > 1:
+            raise KeyboardInterrupt
+        guarded.cancel()
+
+    takes_signals = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, interrupt) if takes_signals else None
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="asyncrl-run") as threads:
             return threads.submit(_run, guarded).result()
-        except KeyboardInterrupt:  # may come at any line, also while the thread is being started
-            guarded.cancel()
-            raise
+    except asyncio.CancelledError:
+        if interrupts:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        if takes_signals:
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def first_cause(error: BaseException) -> BaseException:

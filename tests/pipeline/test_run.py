@@ -151,6 +151,11 @@ def test_a_run_may_be_resumed_to_fewer_steps_than_it_had_issued_groups_for(small
     assert law.finished
 
 
+def test_a_run_without_steps_needs_no_falling_rate(small_config: MakeConfig):
+    config = small_config(steps=0, trainer={"schedule": "linear"})
+    assert train(config)["weight_version"] == 0
+
+
 def test_resuming_nothing_is_refused(small_config: MakeConfig, tmp_path: Path):
     with pytest.raises(ConfigError, match="no run to resume"):
         train(small_config(), resume=tmp_path)

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from asyncrl.data.folding import fold_batch_dim as fold_batch_dim
     from asyncrl.data.folding import unfold_batch_dim as unfold_batch_dim
     from asyncrl.data.future import DataProtoFuture as DataProtoFuture
+    from asyncrl.data.gathering import as_completed as as_completed
+    from asyncrl.data.gathering import gather as gather
     from asyncrl.data.padding import pad_dataproto_to_divisor as pad_dataproto_to_divisor
     from asyncrl.data.padding import unpad_dataproto as unpad_dataproto
     from asyncrl.data.proto import DataProto as DataProto
@@ -20,7 +22,9 @@ _HOMES = {
     "DataProtoFuture": "asyncrl.data.future",
     "DataProtoItem": "asyncrl.data.proto",
     "Schema": "asyncrl.data.schema",
+    "as_completed": "asyncrl.data.gathering",
     "fold_batch_dim": "asyncrl.data.folding",
+    "gather": "asyncrl.data.gathering",
     "pad_dataproto_to_divisor": "asyncrl.data.padding",
     "unfold_batch_dim": "asyncrl.data.folding",
     "unpad_dataproto": "asyncrl.data.padding",
@@ -31,7 +35,9 @@ __all__ = [
     "DataProtoFuture",
     "DataProtoItem",
     "Schema",
+    "as_completed",
     "fold_batch_dim",
+    "gather",
     "pad_dataproto_to_divisor",
     "unfold_batch_dim",
     "unpad_dataproto",

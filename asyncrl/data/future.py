@@ -149,7 +149,24 @@ class DataProtoFuture(Future["DataProto"]):
             from asyncrl.errors import SchemaError
 
             raise SchemaError(f"split_size must be at least 1, got {split_size}")
+        if not self.done():
+            raise RuntimeError(
+                f"into how many parts of {split_size} rows {self.outcome.label} splits is not known yet: "
+                "`await future.header()` first, or use chunk, whose number of parts is given"
+            )
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    def reorder(self, indices: Sequence[int] | np.ndarray[Any, Any] | torch.Tensor) -> DataProtoFuture:
+        """The rows ``indices``. A new future: unlike a batch, a future is never changed in place."""
+        return self.select_idxs(indices)
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProtoFuture:
+        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b. Fetched once for all copies."""
+        if repeat_times < 0:
+            from asyncrl.errors import SchemaError
+
+            raise SchemaError(f"repeat_times must not be negative, got {repeat_times}")
+        return self._derive(f".repeat({repeat_times})", lambda plan: plan.repeat(repeat_times, interleave=interleave))
 
     @staticmethod
     def concat(data: Sequence[DataProtoFuture | DataProto]) -> DataProtoFuture:
@@ -176,11 +193,43 @@ class DataProtoFuture(Future["DataProto"]):
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProtoFuture:
         """Only these columns and entries of ``meta_info``; None means all."""
-        keys = [
-            None if each is None else [each] if isinstance(each, str) else list(each)
-            for each in (batch_keys, non_tensor_batch_keys, meta_info_keys)
-        ]
+        keys = _listed(batch_keys, non_tensor_batch_keys, meta_info_keys)
         return self._derive(".select", lambda plan: plan.select(*keys))
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> tuple[DataProtoFuture, DataProtoFuture]:
+        """``popped, rest = future.pop(...)``: these columns and entries (None means none), and all others.
+
+        A future is a value: it keeps its columns. ``popped`` is what :meth:`DataProto.pop` returns, ``rest`` what it
+        leaves.
+        """
+        keys = _listed(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        popped = self._derive(".pop", lambda plan: plan.pop(*keys)[0])
+        return popped, self._derive(".pop.rest", lambda plan: plan.pop(*keys)[1])
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProtoFuture:
+        """Columns of either kind under other names. A new future."""
+        old, new = ([each] if isinstance(each, str) else list(each) for each in (old_keys, new_keys))
+        return self._derive(".rename", lambda plan: plan.rename(old, new))
+
+    def then(self, function: Callable[[DataProto], DataProto]) -> DataProtoFuture:
+        """What ``function`` gives for the rows, applied where they are consumed: here, or in each worker to its rows.
+
+        It works row by row: it gives one row for each, in order, whatever the other rows are. (What needs all rows
+        belongs in a worker's method, or after ``await``.) To learn columns and ``meta_info`` before there are rows, it
+        is applied to an empty batch of the same columns first. It may write into its batch. On Ray it is pickled.
+
+        Raises, when the result is used:
+            UserCodeError: it raised (its error is the ``__cause__`` in this process) or returned no batch.
+            SchemaError: not one row for each, or other columns or ``meta_info`` than for no rows.
+        """
+        label = getattr(function, "__name__", type(function).__name__)
+        name = f"{label}, given to then() of {self.outcome.label},"
+        return self._derive(f".then({label})", lambda plan: plan.then(function, name=name))
 
     def union(self, other: DataProtoFuture | DataProto) -> DataProtoFuture:
         """These columns and those of ``other``, whose rows are the same rows. Neither is changed."""
@@ -229,12 +278,12 @@ class DataProtoFuture(Future["DataProto"]):
         assert self._apply is not None
         return self._apply([await parent.plan() for parent in self._parents])
 
-    def _value(self, raw: Any) -> DataProto:
+    def value_of(self, raw: Any) -> DataProto:
         if self._data is None:
             self._data = cast("Plan", raw).get()
         return self._data.select()
 
-    async def _value_async(self, raw: Any) -> DataProto:
+    async def value_of_async(self, raw: Any) -> DataProto:
         if self._data is None:
             self._data = await cast("Plan", raw).fetch()
         return self._data.select()
@@ -250,6 +299,10 @@ class DataProtoFuture(Future["DataProto"]):
         if self.done() and self.outcome.state == "done":
             return DataProtoFuture.from_plan, (self.outcome.get(), self.outcome.label)
         return super().__reduce__()
+
+
+def _listed(*keys: Iterable[str] | None) -> list[list[str] | None]:
+    return [None if each is None else [each] if isinstance(each, str) else list(each) for each in keys]
 
 
 def _as_future(data: DataProtoFuture | DataProto) -> DataProtoFuture:

@@ -14,12 +14,15 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from asyncrl.data.proto import DataProto
+from asyncrl.data.row_function import RowFunction
 
 __all__ = [
     "Block",
     "Given",
     "Joined",
+    "Mapped",
     "Node",
+    "Renamed",
     "Rows",
     "Selected",
     "Taken",
@@ -28,6 +31,7 @@ __all__ = [
     "assemble",
     "bare",
     "blocks_of",
+    "is_computed",
     "is_fresh",
     "join",
     "take",
@@ -109,7 +113,32 @@ class United:
     rows: int
 
 
-Node: TypeAlias = "Whole | Given | Taken | Joined | Selected | United"
+@dataclass(frozen=True, slots=True, eq=False)
+class Renamed:
+    """Column ``old[i]`` of a node under the name ``new[i]``."""
+
+    source: Node
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.source.rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mapped:
+    """What a function gives for the rows of a node."""
+
+    source: Node
+    function: RowFunction
+
+    @property
+    def rows(self) -> int:
+        return self.source.rows
+
+
+Node: TypeAlias = "Whole | Given | Taken | Joined | Selected | United | Renamed | Mapped"
 
 
 # ------------------------------------------------------------------------------------------------- rows pushed down
@@ -138,6 +167,10 @@ def take(node: Node, index: Rows) -> Node:
             return take(node.source, _compose(node.index, index))
         case Selected():
             return Selected(take(node.source, index), node.tensors, node.arrays)
+        case Renamed():
+            return Renamed(take(node.source, index), node.old, node.new)
+        case Mapped():
+            return Mapped(take(node.source, index), node.function)
         case United():
             sides = [side if side.rows != node.rows else take(side, index) for side in (node.left, node.right)]
             return United(sides[0], sides[1], len(index))
@@ -201,7 +234,7 @@ def blocks_of(node: Node) -> Iterator[Block]:
             yield node.block
         case Given():
             return
-        case Taken() | Selected():
+        case Taken() | Selected() | Renamed() | Mapped():
             yield from blocks_of(node.source)
         case Joined():
             for part in node.parts:
@@ -212,7 +245,7 @@ def blocks_of(node: Node) -> Iterator[Block]:
 
 
 def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
-    """The batch, from the payloads of the blocks by their ``id``. Its containers and tensors may be those of a payload."""
+    """The batch, from the payloads of the blocks by their ``id``. Its tensors may be those of a payload."""
     match node:
         case Whole():
             return bare(payloads[id(node.block)])
@@ -222,6 +255,11 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
             return _rows_of(assemble(node.source, payloads), node.index)
         case Selected():
             return assemble(node.source, payloads).select(node.tensors, node.arrays)
+        case Renamed():
+            return bare(assemble(node.source, payloads)).rename(node.old, node.new)
+        case Mapped():
+            given = bare(assemble(node.source, payloads))
+            return node.function(given if is_fresh(node.source) else given.clone())
         case Joined():
             return DataProto.concat([assemble(part, payloads) for part in node.parts])
         case United():
@@ -232,16 +270,32 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
 def is_fresh(node: Node) -> bool:
     """Whether putting it together copies every column, so that nobody else has a view of them."""
     match node:
-        case Whole() | Given():
+        case Whole() | Given() | Mapped():
+            # What a function gives may be part of something that it keeps.
             return False
         case Taken():
             return not (isinstance(node.index, range) and node.index.step > 0) or is_fresh(node.source)
-        case Selected():
+        case Selected() | Renamed():
             return is_fresh(node.source)
         case United():
             return is_fresh(node.left) and is_fresh(node.right)
         case Joined():
             return True
+
+
+def is_computed(node: Node) -> bool:
+    """Whether putting it together runs functions of users, which may take their time."""
+    match node:
+        case Mapped():
+            return True
+        case Whole() | Given() | Taken(source=Whole()):
+            return False
+        case Taken() | Selected() | Renamed():
+            return is_computed(node.source)
+        case Joined():
+            return any(is_computed(part) for part in node.parts)
+        case United():
+            return is_computed(node.left) or is_computed(node.right)
 
 
 def _rows_of(data: DataProto, index: Rows) -> DataProto:

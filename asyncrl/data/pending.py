@@ -41,10 +41,12 @@ class Future(Generic[T]):
     def start(self) -> None:
         """Begin what nobody has begun yet. Awaiting does it too."""
 
-    def _value(self, raw: Any) -> T:
+    def value_of(self, raw: Any) -> T:
+        """The value that an outcome stands for. Blocks the thread while a payload moves."""
         return cast("T", raw)
 
-    async def _value_async(self, raw: Any) -> T:
+    async def value_of_async(self, raw: Any) -> T:
+        """:meth:`value_of` without blocking the loop."""
         return cast("T", raw)
 
     async def completed(self) -> Any:
@@ -84,7 +86,7 @@ class Future(Generic[T]):
             DeadlineError: ``timeout`` passed; the call goes on.
             RuntimeError: called on the controller loop itself, which would wait for itself: ``await`` there.
         """
-        return self._value(self._wait(timeout))
+        return self.value_of(self._wait(timeout))
 
     def get(self, timeout: float | None = None) -> T:
         """:meth:`result`, under verl's name."""
@@ -131,7 +133,7 @@ class Future(Generic[T]):
         return self._get_async().__await__()
 
     async def _get_async(self) -> T:
-        return await self._value_async(await self.completed())
+        return await self.value_of_async(await self.completed())
 
     def _wait(self, timeout_s: float | None) -> Any:
         self.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -21,7 +21,9 @@ from asyncrl.data.meta_info import concat_meta_info, union_meta_info
 from asyncrl.data.nodes import (
     Block,
     Given,
+    Mapped,
     Node,
+    Renamed,
     Rows,
     Selected,
     United,
@@ -29,11 +31,13 @@ from asyncrl.data.nodes import (
     assemble,
     bare,
     blocks_of,
+    is_computed,
     is_fresh,
     join,
     take,
 )
 from asyncrl.data.proto import DataProto
+from asyncrl.data.row_function import RowFunction
 from asyncrl.data.schema import Schema
 from asyncrl.errors import SchemaError
 
@@ -47,7 +51,8 @@ COPY_INLINE_BYTES = 256 * 1024
 class Header:
     """What is known of a batch without its payload.
 
-    ``size_bytes`` is exact for whole results of workers, and in proportion to rows and columns for parts of them.
+    ``size_bytes`` is exact for whole results of workers, in proportion to rows and columns for parts of them, and that
+    of what it is made of where a function is applied.
     """
 
     rows: int
@@ -147,6 +152,11 @@ class Plan:
         ends = list(accumulate(size + (number < larger) for number in range(chunks)))
         return [self.take(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
+    def repeat(self, repeat_times: int, *, interleave: bool) -> Plan:
+        """As :meth:`DataProto.repeat`."""
+        rows = np.arange(self.header.rows)
+        return self.take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
     def select(
         self,
         batch_keys: Iterable[str] | None = None,
@@ -158,7 +168,28 @@ class Plan:
         Raises:
             SchemaError: naming a key that is not there.
         """
-        selected = self.header.template().select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        return self._selected(self.header.template().select(batch_keys, non_tensor_batch_keys, meta_info_keys))
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> tuple[Plan, Plan]:
+        """What :meth:`DataProto.pop` returns, and what it leaves.
+
+        Raises:
+            SchemaError: naming a key that is not there.
+        """
+        rest = self.header.template()
+        popped = self._selected(rest.pop(batch_keys, non_tensor_batch_keys, meta_info_keys))
+        if not popped.header.schema.columns:
+            # A batch without columns has no rows.
+            popped = Plan(Given(DataProto(), 0), popped.header.resized(0))
+        return popped, self._selected(rest)
+
+    def _selected(self, selected: DataProto) -> Plan:
+        """The columns and ``meta_info`` that are left of the header's template."""
         tensors = () if selected.batch is None else tuple(map(str, selected.batch.keys()))
         arrays = tuple(selected.non_tensor_batch)
         mine = self.header.schema.columns
@@ -170,6 +201,33 @@ class Plan:
             size_bytes=round(self.header.size_bytes * len(columns) / max(1, len(mine))),
         )
         return Plan(self.node if len(columns) == len(mine) else Selected(self.node, tensors, arrays), header)
+
+    def rename(self, old: Sequence[str], new: Sequence[str]) -> Plan:
+        """As :meth:`DataProto.rename`, without changing this.
+
+        Raises:
+            SchemaError: an old name is missing, a new one taken, or their numbers differ.
+        """
+        self.header.template().rename(old, new)
+        names = dict(zip(old, new, strict=True))
+        columns = tuple(replace(each, name=names.get(each.name, each.name)) for each in self.header.schema.columns)
+        header = replace(self.header, schema=Schema(columns=columns, rows=self.header.rows))
+        return Plan(Renamed(self.node, tuple(old), tuple(new)), header)
+
+    def then(self, function: Callable[[DataProto], DataProto], *, name: str) -> Plan:
+        """What ``function`` gives for these rows; see :meth:`DataProtoFuture.then`."""
+        header = self.header
+        rows = RowFunction.tried(
+            function, header.schema, name=name, meta_info=header.meta_info, auto_padding=header.auto_padding
+        )
+        header = Header(
+            rows=header.rows,
+            schema=replace(rows.gives, rows=header.rows),
+            meta_info=dict(rows.gives_meta_info),
+            size_bytes=header.size_bytes,
+            auto_padding=rows.gives_auto_padding,
+        )
+        return Plan(Mapped(self.node, rows), header)
 
     def union(self, other: Plan) -> Plan:
         """As :meth:`DataProto.union`. That columns of both are equal is checked when the rows are put together.
@@ -222,7 +280,8 @@ class Plan:
         for kind, blocks in self._kinds().items():
             found = await kind.fetch_all(blocks)
             payloads.update({id(block): payload for block, payload in zip(blocks, found, strict=True)})
-        if inline or self.header.size_bytes < COPY_INLINE_BYTES or (read_only and not is_fresh(self.node)):
+        at_once = self.header.size_bytes < COPY_INLINE_BYTES or (read_only and not is_fresh(self.node))
+        if inline or (at_once and not is_computed(self.node)):
             return self._assembled(payloads, read_only)
         return await asyncio.to_thread(self._assembled, payloads, read_only)
 

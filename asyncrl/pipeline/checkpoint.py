@@ -6,6 +6,7 @@
         driver.json   the driver's own state, with a digest; written last
 
 A checkpoint is written under another name and renamed when it is whole, so a folder with its final name is complete.
+What an interrupted one left behind goes when the next is complete.
 """
 
 from __future__ import annotations
@@ -85,14 +86,18 @@ class Checkpoints:
             file.write(sealed)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            replaced = final.with_name(f".{final.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         partial.rename(final)
-        for old in self.all()[: -self._keep]:
-            shutil.rmtree(old)
+        for leftover in (*self.all()[: -self._keep], *self._folder.glob(".step-*")):
+            shutil.rmtree(leftover)
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(path for path in self._folder.glob("step-*") if is_checkpoint(path))
+        found = [path for path in self._folder.glob("step-*") if is_checkpoint(path)]
+        return sorted(found, key=lambda path: (len(path.name), path.name))
 
     def latest(self) -> Path:
         """The newest complete checkpoint.

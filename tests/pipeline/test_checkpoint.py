@@ -50,6 +50,24 @@ async def test_only_the_newest_are_kept_and_the_newest_is_latest(tmp_path: Path)
     assert read_driver_state(checkpoints.latest()).step == 15
 
 
+async def test_a_seventh_digit_is_newer_than_six(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (999_999, 1_000_000):
+        await checkpoints.save(FolderTrainer(), state(step), step=step)
+    assert checkpoints.latest().name == "step-1000000"
+
+
+async def test_a_step_saved_again_replaces_the_first_and_leftovers_go(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    await checkpoints.save(FolderTrainer(), state(3), step=3)
+    for leftover in (".step-000002.partial", ".step-000003.replaced"):  # of a process that was killed
+        (tmp_path / leftover / "trainer").mkdir(parents=True)
+    (tmp_path / "warm_start").mkdir()
+    await checkpoints.save(FolderTrainer(), state(4), step=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "warm_start"]
+    assert read_driver_state(checkpoints.latest()) == state(4)
+
+
 async def test_a_checkpoint_that_failed_half_way_is_none(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     await checkpoints.save(FolderTrainer(), state(1), step=1)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from asyncrl.single_controller.decorator import register as register
     from asyncrl.single_controller.dispatch import Dispatch as Dispatch
     from asyncrl.single_controller.dispatch import Execute as Execute
+    from asyncrl.single_controller.mesh import (
+        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
+    )
     from asyncrl.single_controller.resource_pool import ResourcePool as ResourcePool
     from asyncrl.single_controller.worker import Worker as Worker
     from asyncrl.single_controller.worker_group import ClassWithInitArgs as ClassWithInitArgs
@@ -27,10 +30,21 @@ _HOMES = {
     "ResourcePool": "asyncrl.single_controller.resource_pool",
     "Worker": "asyncrl.single_controller.worker",
     "WorkerGroup": "asyncrl.single_controller.worker_group",
+    "make_nd_compute_dataproto_dispatch_fn": "asyncrl.single_controller.mesh",
     "register": "asyncrl.single_controller.decorator",
 }
 
-__all__ = ["ClassWithInitArgs", "Dispatch", "Execute", "Future", "ResourcePool", "Worker", "WorkerGroup", "register"]
+__all__ = [
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "Future",
+    "ResourcePool",
+    "Worker",
+    "WorkerGroup",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError
 from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, DispatchMode, Execute
+from asyncrl.single_controller.mesh import MeshDispatch
 
 __all__ = ["Registration", "register", "registrations"]
 
@@ -53,19 +54,21 @@ def register(
         read_only: the method promises not to write into the tensors of its batches, nor to train on them: it gets them
             as they lie in shared memory, without a copy (see :attr:`DataProto.read_only`).
     """
-    if not isinstance(dispatch_mode, Dispatch) and not (
+    if not isinstance(dispatch_mode, Dispatch | MeshDispatch) and not (
         isinstance(dispatch_mode, dict) and dispatch_mode.keys() == {"dispatch_fn", "collect_fn"}
     ):
         raise DispatchError(
             f"dispatch_mode must be a Dispatch or {{'dispatch_fn': ..., 'collect_fn': ...}}, got {dispatch_mode!r}"
         )
+    if isinstance(dispatch_mode, MeshDispatch) and execute_mode is Execute.RANK_ZERO:
+        raise DispatchError(f"mesh {dispatch_mode.mesh_name!r} needs all its ranks: execute_mode must be Execute.ALL")
     if not isinstance(execute_mode, Execute):
         raise DispatchError(f"execute_mode must be an Execute, got {execute_mode!r}")
 
     def decorate(method: F) -> F:
-        builtin = isinstance(dispatch_mode, Dispatch)
-        joins = builtin and dispatch_mode in PROTO_MODES
-        single = not builtin or dispatch_mode is Dispatch.RANK_ZERO or execute_mode is Execute.RANK_ZERO
+        custom = isinstance(dispatch_mode, dict)
+        joins = not custom and (isinstance(dispatch_mode, MeshDispatch) or dispatch_mode in PROTO_MODES)
+        single = custom or dispatch_mode is Dispatch.RANK_ZERO or execute_mode is Execute.RANK_ZERO
         registration = Registration(
             name=method.__name__,
             dispatch_mode=dispatch_mode,

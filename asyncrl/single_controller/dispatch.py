@@ -20,6 +20,7 @@ from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.plan import Plan, Rows
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError
+from asyncrl.single_controller.mesh import Mesh, MeshDispatch
 
 __all__ = [
     "Arguments",
@@ -75,7 +76,7 @@ class CustomDispatch(TypedDict):
     collect_fn: Callable[..., Any]
 
 
-DispatchMode: TypeAlias = Dispatch | CustomDispatch
+DispatchMode: TypeAlias = Dispatch | CustomDispatch | MeshDispatch
 
 PROTO_MODES = frozenset({Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC})
 SPLIT_MODES = PROTO_MODES | {Dispatch.DP_COMPUTE_METRIC}
@@ -121,6 +122,10 @@ def shares(rows: int, ranks: int, *, pad: bool) -> list[Share]:
 class Scatter:
     """The arguments of one call on their way to ``ranks`` ranks.
 
+    Attributes:
+        shares: rows for each rank, or for each dp rank of a mesh.
+        mesh: where the mode is a :class:`MeshDispatch`. If not known yet, to be set before :meth:`resolve`.
+
     Raises:
         DispatchError: the arguments do not suit the mode.
     """
@@ -134,19 +139,21 @@ class Scatter:
         pad: bool,
         store: Callable[[Any], Any],
         group: object = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._mode = mode
         self._ranks = ranks
         self._pad = pad
         self._store = store
         self._group = group
+        self.mesh = mesh
         self._rows: int | None = None
         self.shares: list[Share] = [Share(range(0))] * ranks
         self._whole = arguments
         self._listed: list[Arguments] | None = None
         if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (arguments.args and callable(arguments.args[0])):
             raise DispatchError("DP_COMPUTE_PROTO_WITH_FUNC needs a function as first positional argument")
-        if isinstance(mode, Dispatch):
+        if isinstance(mode, Dispatch | MeshDispatch):
             self._keep_batches()
         elif not any(isinstance(leaf, Future) for leaf in leaves(arguments)):
             self._apply_custom(arguments)
@@ -157,14 +164,25 @@ class Scatter:
                 Arguments(*_map((each.args, each.kwargs), self._store)) for each in _transpose(self._whole, self._ranks)
             ]
         else:
-            convert = self._stored_parts if self._mode in SPLIT_MODES else self._store
+            convert = self._stored_parts if self._splits and self._parts else self._store
             self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), convert))
 
     def _apply_custom(self, arguments: Arguments) -> None:
-        assert not isinstance(self._mode, Dispatch)
+        assert isinstance(self._mode, dict)
         args, kwargs = self._mode["dispatch_fn"](self._group, *arguments.args, **arguments.kwargs)
         listed = _transpose(Arguments(tuple(args), dict(kwargs)), self._ranks)
         self._listed = [Arguments(*_map((each.args, each.kwargs), self._store)) for each in listed]
+
+    @property
+    def _splits(self) -> bool:
+        return isinstance(self._mode, MeshDispatch) or (isinstance(self._mode, Dispatch) and self._mode in SPLIT_MODES)
+
+    @property
+    def _parts(self) -> int | None:
+        """Into how many parts batches are split, if that is known."""
+        if isinstance(self._mode, MeshDispatch):
+            return None if self.mesh is None else self.mesh.dp_size
+        return self._ranks
 
     def _stored_parts(self, leaf: Any) -> Any:
         if not isinstance(leaf, DataProto):
@@ -175,7 +193,8 @@ class Scatter:
     def _shares_of(self, rows: int) -> list[Share]:
         if self._rows is None:
             self._rows = rows
-            self.shares = shares(rows, self._ranks, pad=self._pad)
+            assert self._parts is not None, self._mode
+            self.shares = shares(rows, self._parts, pad=self._pad)
         elif self._rows != rows:
             raise DispatchError(
                 f"all batches of a call are split alike and need equally many rows, got {self._rows} and {rows}"
@@ -187,7 +206,7 @@ class Scatter:
 
         ``resolve`` gives the plan of a DataProtoFuture and the value of another future. Suspends only if it does.
         """
-        if self._listed is None and not isinstance(self._mode, Dispatch):
+        if self._listed is None and isinstance(self._mode, dict):
             for leaf in leaves(self._whole):
                 if isinstance(leaf, Future):
                     await resolve(leaf)
@@ -198,18 +217,21 @@ class Scatter:
                 for each in self._listed
             ]
         whole = await _map_async((self._whole.args, self._whole.kwargs), _only_futures(resolve))
-        if self._mode not in SPLIT_MODES:
+        if not self._splits:
             return [Arguments(*whole)] * self._ranks
         for leaf in leaves(whole):
             if isinstance(leaf, Plan):
                 self._shares_of(leaf.header.rows)
-        return [Arguments(*_map(whole, self._part_for(rank))) for rank in range(self._ranks)]
+        if self._rows is None and self.mesh is not None:
+            self.shares = [Share(range(0))] * self.mesh.dp_size
+        parts = [Arguments(*_map(whole, self._part(number))) for number in range(self._parts or 0)]
+        return parts if self.mesh is None else [parts[dp_rank] for dp_rank in self.mesh.dp_ranks]
 
-    def _part_for(self, rank: int) -> Callable[[Any], Any]:
+    def _part(self, number: int) -> Callable[[Any], Any]:
         def part(leaf: Any) -> Any:
             if isinstance(leaf, _Parts):
-                return leaf.plans[rank]
-            return leaf.take(self.shares[rank].index) if isinstance(leaf, Plan) else leaf
+                return leaf.plans[number]
+            return leaf.take(self.shares[number].index) if isinstance(leaf, Plan) else leaf
 
         return part
 
@@ -227,25 +249,36 @@ class _Parts:
     plans: list[Plan]
 
 
-def collect(mode: DispatchMode, values: Sequence[Any], parts: Sequence[Share], *, group: object, method: str) -> Any:
+def collect(
+    mode: DispatchMode,
+    values: Sequence[Any],
+    parts: Sequence[Share],
+    *,
+    group: object,
+    method: str,
+    mesh: Mesh | None = None,
+) -> Any:
     """The result of a call from the values (or plans) by rank. A joined batch is a :class:`Plan`.
 
     Raises:
         DispatchError: a rank returned something else than batches, or rows from which padding cannot be taken off.
         SchemaError: batches of the ranks do not fit together.
     """
-    if not isinstance(mode, Dispatch):
+    if isinstance(mode, dict):
         futures = [DataProtoFuture.from_plan(each, method) if isinstance(each, Plan) else each for each in values]
         return mode["collect_fn"](group, futures)
-    if mode not in PROTO_MODES:
+    if isinstance(mode, Dispatch) and mode not in PROTO_MODES:
         return list(values)
-    for rank, value in enumerate(values):
-        if not isinstance(value, Plan):
+    ranks = range(len(values)) if mesh is None else mesh.collectors
+    for rank in ranks:
+        if not isinstance(values[rank], Plan):
+            name = mode.name if isinstance(mode, Dispatch) else f"mesh {mode.mesh_name!r}"
             raise DispatchError(
-                f"{method} returned {type(value).__name__} on rank {rank}, and {mode.name} joins batches: return a "
+                f"{method} returned {type(values[rank]).__name__} on rank {rank}, and {name} joins batches: return a "
                 "DataProto, or register the method with DP_COMPUTE_METRIC to get the list of values"
             )
-    return Plan.concat([_unpadded(plan, share, method) for plan, share in zip(values, parts, strict=True)])
+    collected = [values[rank] for rank in ranks]
+    return Plan.concat([_unpadded(plan, share, method) for plan, share in zip(collected, parts, strict=True)])
 
 
 def _unpadded(plan: Plan, share: Share, method: str) -> Plan:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+from asyncrl.errors import DispatchError
+from asyncrl.single_controller.mesh import MeshPlace
 
 __all__ = ["Worker", "WorkerContext"]
 
@@ -63,6 +67,7 @@ class Worker:
             so its device is ``cuda:0`` whatever its ``local_rank``.
         group_name: name of the worker group; empty outside of one.
         master_addr, master_port: where rank 0 may listen.
+        colocated: workers of all roles in this process, by role; empty unless roles share one.
     """
 
     rank: int
@@ -72,6 +77,8 @@ class Worker:
     group_name: str
     master_addr: str
     master_port: int
+    colocated: Mapping[str, Any]
+    _meshes: dict[str, MeshPlace]
 
     # In __new__, so that a subclass that forgets super().__init__() still knows its place.
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Worker:  # noqa: PYI034  typing.Self would bind subclasses' arguments
@@ -84,4 +91,38 @@ class Worker:
         worker.group_name = context.group_name
         worker.master_addr = context.master_addr
         worker.master_port = context.master_port
+        worker.colocated = {}
+        worker._meshes = {}
         return worker
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Tell this worker's place in a mesh: which part of the rows it gets, and whether its result is taken.
+
+        Raises:
+            DispatchError: told before, or ``dp_rank`` is negative.
+        """
+        if mesh_name in self._meshes:
+            raise DispatchError(f"mesh {mesh_name!r} was registered on rank {self.rank}: {self._meshes[mesh_name]}")
+        if dp_rank < 0:
+            raise DispatchError(f"dp_rank in mesh {mesh_name!r} must be at least 0, got {dp_rank}")
+        self._meshes[mesh_name] = MeshPlace(int(dp_rank), bool(is_collect))
+
+    def query_dispatch_info(self, mesh_name: str) -> int:
+        """This worker's dp rank in a mesh."""
+        return self._place_in(mesh_name).dp_rank
+
+    def query_collect_info(self, mesh_name: str) -> bool:
+        """Whether this worker's results are taken in a mesh."""
+        return self._place_in(mesh_name).is_collect
+
+    def _place_in(self, mesh_name: str) -> MeshPlace:
+        place = self._meshes.get(mesh_name)
+        if place is None:
+            raise DispatchError(f"rank {self.rank} is not in mesh {mesh_name!r}, only in {sorted(self._meshes)}")
+        return place
+
+    async def _mesh_place(self, mesh_name: str) -> MeshPlace | None:
+        return self._meshes.get(mesh_name)
+
+    def _mesh_place_in_line(self, mesh_name: str) -> MeshPlace | None:
+        return self._meshes.get(mesh_name)

@@ -19,7 +19,10 @@ from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
 from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, collect
 from asyncrl.single_controller.host import Call, Failed, Returned, ReturnedBatch
+from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
+from asyncrl.single_controller.mesh_inquiry import Meshes
 from asyncrl.single_controller.replies import Replies, Submission
+from asyncrl.single_controller.worker import Worker
 
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
 
@@ -66,6 +69,7 @@ class WorkerGroup(ABC):
         self._owner = TaskOwner(self._loop, name=self.name)
         self._call_ids = itertools.count()
         self._sequences = [0] * world_size
+        self._meshes = Meshes(self._ask_mesh, self._owner, group_name=self.name)
         self._closed = False
         self._shutdown: Future[None] | None = None
         self._ready: Future[None] = Future(self._loop, f"start of {self.name}")
@@ -235,18 +239,23 @@ class WorkerGroup(ABC):
                 f"worker groups have a {name} of their own"
             )
         method = inspect.getattr_static(self.cls_with_init.cls, name)
+        if isinstance(registration.dispatch_mode, MeshDispatch) and not issubclass(self.cls_with_init.cls, Worker):
+            raise DispatchError(
+                f"{self.cls_with_init.cls.__name__}.{name} is split over a mesh: its class must be a Worker"
+            )
         signature = inspect.signature(method)
         own = list(signature.parameters.values())[1:]
         kind = DataProtoFuture if registration.returns_batch else Future
         offered = signature.replace(parameters=own, return_annotation=kind)
-        checked = isinstance(registration.dispatch_mode, Dispatch)
+        checked = not isinstance(registration.dispatch_mode, dict)
+        plain = not inspect.iscoroutinefunction(method)
         takes_blocking = "blocking" in offered.parameters
 
         def call(*args: Any, **kwargs: Any) -> Any:
             blocking = registration.blocking if takes_blocking else kwargs.pop("blocking", registration.blocking)
             if checked:
                 offered.bind(*args, **kwargs)
-            future = self._execute(registration, Arguments(args, kwargs))
+            future = self._execute(registration, Arguments(args, kwargs), plain=plain)
             return future.result() if blocking else future
 
         call.__name__ = name
@@ -256,30 +265,41 @@ class WorkerGroup(ABC):
         call.__signature__ = offered  # type: ignore[attr-defined]
         setattr(self, name, call)
 
-    def _execute(self, registration: Registration, arguments: Arguments) -> Future[Any]:
+    def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
         if self._closed:
             raise GroupClosedError(f"worker group {self.name} is closed: it takes no more calls")
         label = f"{self.name}.{registration.name}"
         ranks = 1 if registration.execute_mode is Execute.RANK_ZERO else self.world_size
+        mode = registration.dispatch_mode
         scatter = Scatter(
-            registration.dispatch_mode, arguments, ranks=ranks, pad=registration.pad, store=self._store, group=self
+            mode,
+            arguments,
+            ranks=ranks,
+            pad=registration.pad,
+            store=self._store,
+            group=self,
+            mesh=self._meshes.known(mode.mesh_name) if isinstance(mode, MeshDispatch) else None,
         )
         kind = DataProtoFuture if registration.returns_batch else Future
-        return kind(self._loop, label).run(lambda: self._call(registration, scatter, label), self._owner)
+        return kind(self._loop, label).run(lambda: self._call(registration, scatter, label, plain=plain), self._owner)
 
-    async def _call(self, registration: Registration, scatter: Scatter, label: str) -> Any:
+    async def _call(self, registration: Registration, scatter: Scatter, label: str, *, plain: bool) -> Any:
+        mode = registration.dispatch_mode
         try:
             await self._ready.completed()
+            await self._meshes.let_pass(in_line=plain)
+            if isinstance(mode, MeshDispatch) and scatter.mesh is None:
+                scatter.mesh = await self._meshes.find(mode.mesh_name)
             arguments = await scatter.resolve(_resolver(label))
             values = await self._replies(self._send(registration, arguments), label)
         except asyncio.CancelledError:
             if self._closed:
                 raise GroupClosedError(f"worker group {self.name} was shut down while {label} was going on") from None
             raise
-        if registration.execute_mode is Execute.RANK_ZERO and registration.dispatch_mode not in SPLIT:
+        if registration.execute_mode is Execute.RANK_ZERO and not isinstance(mode, dict) and mode not in SPLIT:
             result = values[0]
         else:
-            result = collect(registration.dispatch_mode, values, scatter.shares, group=self, method=label)
+            result = collect(mode, values, scatter.shares, group=self, method=label, mesh=scatter.mesh)
         return await _as_plan(result, label) if registration.returns_batch else result
 
     def _send(self, registration: Registration, arguments: Sequence[Arguments]) -> list[Submission]:
@@ -304,6 +324,12 @@ class WorkerGroup(ABC):
                 self._abandon(submissions)
                 raise
         return submissions
+
+    async def _ask_mesh(self, mesh_name: str, in_line: bool) -> list[MeshPlace | None]:
+        method = "_mesh_place_in_line" if in_line else "_mesh_place"
+        question = Registration(name=method, dispatch_mode=Dispatch.ONE_TO_ALL)
+        arguments = [Arguments((mesh_name,), {})] * self.world_size
+        return await self._replies(self._send(question, arguments), f"{self.name}.{method}")
 
     async def _replies(self, submissions: Sequence[Submission], label: str) -> list[Any]:
         """The values by rank; a :class:`Plan` for a batch that stays with its worker."""

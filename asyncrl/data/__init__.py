@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from asyncrl.data.folding import fold_batch_dim as fold_batch_dim
     from asyncrl.data.folding import unfold_batch_dim as unfold_batch_dim
     from asyncrl.data.future import DataProtoFuture as DataProtoFuture
+    from asyncrl.data.future import FinishedRows as FinishedRows
     from asyncrl.data.gathering import as_completed as as_completed
     from asyncrl.data.gathering import gather as gather
     from asyncrl.data.padding import pad_dataproto_to_divisor as pad_dataproto_to_divisor
@@ -21,6 +22,7 @@ _HOMES = {
     "DataProto": "asyncrl.data.proto",
     "DataProtoFuture": "asyncrl.data.future",
     "DataProtoItem": "asyncrl.data.proto",
+    "FinishedRows": "asyncrl.data.future",
     "Schema": "asyncrl.data.schema",
     "as_completed": "asyncrl.data.gathering",
     "fold_batch_dim": "asyncrl.data.folding",
@@ -34,6 +36,7 @@ __all__ = [
     "DataProto",
     "DataProtoFuture",
     "DataProtoItem",
+    "FinishedRows",
     "Schema",
     "as_completed",
     "fold_batch_dim",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncrl.data.pending import Future
@@ -16,9 +17,22 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.data.plan import Header, Plan
+    from asyncrl.data.progress import Progress
     from asyncrl.data.proto import DataProto
 
-__all__ = ["DataProtoFuture", "Future"]
+__all__ = ["DataProtoFuture", "FinishedRows", "Future"]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRows:
+    """Part of a batch, with a payload that lies where it was made.
+
+    ``rows`` are counted in the arguments of the call: where it returns one row for each, they are the rows of the
+    result; where it returns k, those times k.
+    """
+
+    rows: range
+    batch: DataProtoFuture
 
 
 class DataProtoFuture(Future["DataProto"]):
@@ -41,10 +55,13 @@ class DataProtoFuture(Future["DataProto"]):
         *,
         parents: Sequence[DataProtoFuture] = (),
         apply: Callable[[Sequence[Plan]], Plan] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        super().__init__(loop, label)
+        super().__init__(loop, label, inputs=parents, progress=progress)
+        self.is_part = apply is not None
         self._parents = tuple(parents)
         self._apply = apply
+        self._of_part: Callable[[Plan], Plan] = _unchanged
         self._start_lock = threading.Lock()
         self._started = apply is None
         self._data: DataProto | None = None
@@ -77,6 +94,26 @@ class DataProtoFuture(Future["DataProto"]):
     async def plan(self) -> Plan:
         """Which rows and columns of which blocks, as soon as the call has finished."""
         return cast("Plan", await self.completed())
+
+    async def rows(self) -> AsyncGenerator[FinishedRows, None]:
+        """What has finished, rank by rank as they finish, without any payload; all parts joined in order are the batch.
+
+        The result of a call whose rows are split comes in as many parts as ranks had rows; so does what ``select``,
+        ``pop``, ``rename`` and ``then`` make of it. Any other future is one part. If a rank fails, the parts that had
+        finished are given first, then the error is raised. Leaving early leaves the call going.
+        """
+        self.start()
+        given = False
+        if self.progress is not None:
+            async with contextlib.aclosing(self.progress.finished(self.outcome)) as parts:
+                async for part in parts:
+                    label = f"{self.outcome.label} of rows {part.rows.start}:{part.rows.stop}"
+                    plan = self._of_part(part.make())
+                    yield FinishedRows(part.rows, DataProtoFuture.from_plan(plan, label, self.controller))
+                    given = True
+        whole = await self.plan()
+        if not given:
+            yield FinishedRows(range(whole.header.rows), self)
 
     def __len__(self) -> int:
         if not self.done():
@@ -194,7 +231,7 @@ class DataProtoFuture(Future["DataProto"]):
     ) -> DataProtoFuture:
         """Only these columns and entries of ``meta_info``; None means all."""
         keys = _listed(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        return self._derive(".select", lambda plan: plan.select(*keys))
+        return self._derive(".select", lambda plan: plan.select(*keys), by_row=True)
 
     def pop(
         self,
@@ -208,13 +245,13 @@ class DataProtoFuture(Future["DataProto"]):
         leaves.
         """
         keys = _listed(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        popped = self._derive(".pop", lambda plan: plan.pop(*keys)[0])
-        return popped, self._derive(".pop.rest", lambda plan: plan.pop(*keys)[1])
+        popped = self._derive(".pop", lambda plan: plan.pop(*keys)[0], by_row=True)
+        return popped, self._derive(".pop.rest", lambda plan: plan.pop(*keys)[1], by_row=True)
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProtoFuture:
         """Columns of either kind under other names. A new future."""
         old, new = ([each] if isinstance(each, str) else list(each) for each in (old_keys, new_keys))
-        return self._derive(".rename", lambda plan: plan.rename(old, new))
+        return self._derive(".rename", lambda plan: plan.rename(old, new), by_row=True)
 
     def then(self, function: Callable[[DataProto], DataProto]) -> DataProtoFuture:
         """What ``function`` gives for the rows, applied where they are consumed: here, or in each worker to its rows.
@@ -229,7 +266,7 @@ class DataProtoFuture(Future["DataProto"]):
         """
         label = getattr(function, "__name__", type(function).__name__)
         name = f"{label}, given to then() of {self.outcome.label},"
-        return self._derive(f".then({label})", lambda plan: plan.then(function, name=name))
+        return self._derive(f".then({label})", lambda plan: plan.then(function, name=name), by_row=True)
 
     def union(self, other: DataProtoFuture | DataProto) -> DataProtoFuture:
         """These columns and those of ``other``, whose rows are the same rows. Neither is changed."""
@@ -241,42 +278,70 @@ class DataProtoFuture(Future["DataProto"]):
 
     # ------------------------------------------------------------------------------------------------------- machinery
 
-    def _derive(self, text: str, apply: Callable[[Plan], Plan]) -> DataProtoFuture:
-        return DataProtoFuture(
-            self.controller, self.outcome.label + text, parents=(self,), apply=lambda plans: apply(plans[0])
+    def _derive(self, text: str, apply: Callable[[Plan], Plan], *, by_row: bool = False) -> DataProtoFuture:
+        """``by_row``: what it does to parts of the rows, joined, is what it does to all."""
+        derived = DataProtoFuture(
+            self.controller,
+            self.outcome.label + text,
+            parents=(self,),
+            apply=lambda plans: apply(plans[0]),
+            progress=self.progress if by_row else None,
         )
+        if by_row and self.progress is not None:
+            earlier = self._of_part
+            derived._of_part = apply if earlier is _unchanged else lambda plan: apply(earlier(plan))
+        return derived
+
+    def _lineage(self) -> list[DataProtoFuture]:
+        """What has to be started for this: it comes last, and everything after what it is made of."""
+        found: dict[int, DataProtoFuture] = {}
+        open_ones: list[tuple[DataProtoFuture, bool]] = [(self, False)]
+        while open_ones:
+            future, expanded = open_ones.pop()
+            if id(future) in found or future._started:  # noqa: SLF001  of this class
+                continue
+            if expanded:
+                found[id(future)] = future
+            else:
+                open_ones.append((future, True))
+                open_ones += [(parent, False) for parent in future._parents]  # noqa: SLF001
+        return list(found.values())
 
     def done(self) -> bool:
-        if not self._started and all(parent.done() for parent in self._parents):
-            self.start()
+        for future in self._lineage():
+            if all(parent.outcome.complete for parent in future._parents):  # noqa: SLF001  of this class
+                future._begin()  # noqa: SLF001
         return super().done()
 
     def start(self) -> None:
+        for future in self._lineage():
+            future._begin()  # noqa: SLF001  of this class
+
+    def _begin(self) -> None:
         with self._start_lock:
             if self._started:
                 return
             self._started = True
-        for parent in self._parents:
-            parent.start()
-        if all(parent.outcome.complete for parent in self._parents):
-            self._resolve_now()
+            parents, apply = self._parents, self._apply
+            # From here on, whoever runs it holds what it is made of.
+            self._parents, self._apply = (), None
+        assert apply is not None
+        if self.outcome.complete:
+            return
+        if all(parent.outcome.complete for parent in parents):
+            self._resolve_now(parents, apply)
         else:
-            self.run(self._resolve, self.controller.owner)
+            self.run(lambda: _resolved(parents, apply), self.controller.owner)
 
-    def _resolve_now(self) -> None:
-        assert self._apply is not None
+    def _resolve_now(self, parents: Sequence[DataProtoFuture], apply: Callable[[Sequence[Plan]], Plan]) -> None:
         try:
-            plan = self._apply([parent.outcome.get() for parent in self._parents])
+            plan = apply([parent.outcome.get() for parent in parents])
         except concurrent.futures.CancelledError:
             self.outcome.cancel()
         except Exception as error:  # noqa: BLE001  whatever it is, it is what this future failed with
             self.outcome.fail(error)
         else:
             self.outcome.succeed(plan)
-
-    async def _resolve(self) -> Plan:
-        assert self._apply is not None
-        return self._apply([await parent.plan() for parent in self._parents])
 
     def value_of(self, raw: Any) -> DataProto:
         if self._data is None:
@@ -299,6 +364,14 @@ class DataProtoFuture(Future["DataProto"]):
         if self.done() and self.outcome.state == "done":
             return DataProtoFuture.from_plan, (self.outcome.get(), self.outcome.label)
         return super().__reduce__()
+
+
+def _unchanged(plan: Plan) -> Plan:
+    return plan
+
+
+async def _resolved(parents: Sequence[DataProtoFuture], apply: Callable[[Sequence[Plan]], Plan]) -> Plan:
+    return apply([await parent.plan() for parent in parents])
 
 
 def _listed(*keys: Iterable[str] | None) -> list[list[str] | None]:

@@ -58,8 +58,10 @@ async def as_completed(futures: Iterable[Future[T]]) -> AsyncGenerator[Future[T]
 class _Gathered(Future[list[T]]):
     """Its outcome is the list of those of its futures: plans for batches, as it travels to a worker."""
 
+    is_part = True
+
     def __init__(self, loop: ControllerLoop, label: str, futures: Sequence[Future[T]]) -> None:
-        super().__init__(loop, label)
+        super().__init__(loop, label, inputs=futures)
         self._futures = tuple(futures)
 
     def value_of(self, raw: Any) -> list[T]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Generator
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from asyncrl.data.outcome import Outcome
@@ -14,9 +15,14 @@ from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner,
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from asyncrl.data.progress import Progress
+
 __all__ = ["Future"]
 
 T = TypeVar("T")
+
+MAX_LABEL = 200
+"""Characters of a label: it grows with every operation, and a run has any number of them."""
 
 
 class Future(Generic[T]):
@@ -26,9 +32,23 @@ class Future(Generic[T]):
     going for the others who hold it; :meth:`cancel` and :meth:`deadline` end it in the workers.
     """
 
-    def __init__(self, loop: ControllerLoop, label: str) -> None:
+    is_part = False
+    """Made of other futures here, not by a call."""
+
+    def __init__(
+        self,
+        loop: ControllerLoop,
+        label: str,
+        *,
+        inputs: Sequence[Future[Any]] = (),
+        progress: Progress | None = None,
+    ) -> None:
         self.controller = loop
-        self.outcome: Outcome[Any] = Outcome(label)
+        self.outcome: Outcome[Any] = Outcome(_shortened(label))
+        self.begun_s = loop.loop.time()
+        self.progress = progress
+        # Weakly: a future does not keep the past of its run in memory.
+        self.inputs = tuple((each.outcome.label, weakref.ref(each)) for each in inputs)
         self._work: Work | None = None
 
     # -------------------------------------------------------------------------------------------------- the making
@@ -155,6 +175,21 @@ class Future(Generic[T]):
                 )
         return self.outcome.get()
 
+    def explain(self) -> str:
+        """Who makes it, from which call and inputs, how far each rank is and since when, as a tree. Waits for nothing.
+
+        Inputs are shown while somebody holds them; whole results with bytes and, if ``meta_info`` has it, the
+        ``weight_version``.
+        """
+        from asyncrl.data.explanation import explanation_of
+
+        return explanation_of(self).as_text()
+
+    def _repr_html_(self) -> str:
+        from asyncrl.data.explanation import explanation_of
+
+        return explanation_of(self).as_html()
+
     def _status(self) -> str:
         return self.outcome.status
 
@@ -163,3 +198,9 @@ class Future(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} stays in its process: hand it to a worker group's method, or send its result")
+
+
+def _shortened(label: str) -> str:
+    if len(label) <= MAX_LABEL:
+        return label
+    return f"{label[: MAX_LABEL // 2]} ... {label[-MAX_LABEL // 2 :]}"

@@ -23,7 +23,7 @@ from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
 from asyncrl.single_controller import ClassWithInitArgs, Worker, WorkerGroup
 from asyncrl.weights.transport import TransportSpec
 
-__all__ = ["ROLES", "Assembly", "Role", "trainer_options", "warm_start_options"]
+__all__ = ["ROLES", "Assembly", "Role", "import_once", "trainer_options", "warm_start_options"]
 
 Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference"]
 ROLES: tuple[Role, ...] = ("trainer", "rollout", "reward", "reference")
@@ -204,6 +204,16 @@ class Assembly:
                 _Request("reference", "reference", TrainerWorker, frozen, 1, trainer.num_cpus, trainer.num_gpus)
             )
         return requests
+
+
+def import_once(config: Config) -> None:
+    """Import the model library before the workers of the local backend do, each in a thread of its own.
+
+    It resolves its names lazily, through imports in circles: of two threads at it at once, one is told that a name does
+    not exist. Workers that are processes import it for themselves.
+    """
+    if config.cluster.backend == "local":
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
 def make_environments(config: Config) -> EnvironmentFactory:

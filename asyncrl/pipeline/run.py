@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from asyncrl.config import Config, EnvConfig, load_config
 from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.pipeline.assembly import Assembly
+from asyncrl.pipeline.assembly import Assembly, import_once
 from asyncrl.pipeline.checkpoint import Checkpoints, is_checkpoint, read_driver_state
 from asyncrl.pipeline.evaluation import evaluate as evaluate_pool
 from asyncrl.pipeline.interruption import run_to_end
@@ -72,7 +72,12 @@ def evaluate(config: Config, *, checkpoint: Path | None = None) -> dict[str, Any
     """Score the held-out tasks greedily with the configured model, or with a checkpoint's.
 
     Returns the fields of :class:`asyncrl.pipeline.evaluation.EvaluationResult`.
+
+    Raises:
+        ConfigError: there is no task to score.
     """
+    if not config.eval.tasks:
+        raise ConfigError("eval.tasks = 0: there is nothing to score", path="eval.tasks", remedy="at least 1")
 
     async def main() -> dict[str, Any]:
         async with _serving(config, checkpoint) as assembly:
@@ -99,7 +104,12 @@ def generate(
     """Roll out and show whole conversations: of ``tasks`` held-out tasks, or of one user ``prompt`` without tools.
 
     Returns one record per conversation (``task``, ``text``, ``reward``, ...), also written to ``out`` as JSON lines.
+
+    Raises:
+        ConfigError: ``out`` lies in no folder.
     """
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out = {str(out)!r}: its folder does not exist", path="--out", remedy="make the folder")
     if prompt is not None:
         single = EnvConfig(name="asyncrl.agents.single_turn:SingleTurnFactory", options={"prompt": prompt})
         config, tasks = config.model_copy(update={"env": single}), 1
@@ -129,6 +139,7 @@ async def _serving(config: Config, checkpoint: Path | None) -> AsyncIterator[Ass
     run = RunDirectory.create(config.runs, f"{config.name}-eval")
     assembly = Assembly(config, log_folder=run.logs)
     try:
+        await asyncio.to_thread(import_once, config)
         if checkpoint is None:
             model = await asyncio.to_thread(model_folder, config, run, assembly.environments)
         else:

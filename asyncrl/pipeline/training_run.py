@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.interfaces import EnvironmentFactory
 from asyncrl.parts import make_part
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
-from asyncrl.pipeline.assembly import ROLES, Assembly, Role, trainer_options, warm_start_options
+from asyncrl.pipeline.assembly import ROLES, Assembly, Role, import_once, trainer_options, warm_start_options
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
 from asyncrl.pipeline.driver import Driver, TrainingPlan
 from asyncrl.pipeline.recorder import Recorder
@@ -94,6 +94,7 @@ class TrainingRun:
     async def _start(self, roles: Sequence[Role] = ROLES) -> str:
         """Start the workers of ``roles``, and make the model meanwhile; returns where it is."""
         with self._phase("start"):
+            await asyncio.to_thread(import_once, self._config)
             async with asyncio.TaskGroup() as starting:
                 model = starting.create_task(
                     asyncio.to_thread(model_folder, self._config, self._run, self._assembly.environments)

@@ -45,7 +45,11 @@ def file_conversations(path: Path, *, seed: int) -> Conversations:
         InvalidDataError: a line is no conversation; names file and line. Also if there is none.
     """
     conversations: list[list[Message]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidDataError(f"{path} is no UTF-8 text: {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -53,9 +57,9 @@ def file_conversations(path: Path, *, seed: int) -> Conversations:
         except json.JSONDecodeError as error:
             raise InvalidDataError(f"{path}:{number}: not JSON ({error})") from error
         messages = record.get("messages") if isinstance(record, dict) else None
-        if not isinstance(messages, list) or not any(
-            isinstance(message, dict) and message.get("role") == "assistant" for message in messages
-        ):
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise InvalidDataError(f'{path}:{number}: needs "messages", a list of {{"role": TEXT, "content": TEXT}}')
+        if not any(message["role"] == "assistant" for message in messages):
             raise InvalidDataError(f'{path}:{number}: needs "messages" with at least one turn of the assistant')
         conversations.append(messages)
     if not conversations:
@@ -67,6 +71,14 @@ def file_conversations(path: Path, *, seed: int) -> Conversations:
         return conversations[int(order[place])]
 
     return conversation
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str | None)  # a turn of tool calls alone has none
+    )
 
 
 def conversation_rows(

@@ -156,6 +156,14 @@ def test_a_run_without_steps_needs_no_falling_rate(small_config: MakeConfig):
     assert train(config)["weight_version"] == 0
 
 
+def test_what_cannot_be_done_is_told_before_anything_starts(small_config: MakeConfig, tmp_path: Path):
+    with pytest.raises(ConfigError, match="nothing to score"):
+        evaluate(small_config(eval={"tasks": 0}))
+    with pytest.raises(ConfigError, match="folder does not exist"):
+        generate(small_config(), out=tmp_path / "absent" / "shown.jsonl")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_resuming_nothing_is_refused(small_config: MakeConfig, tmp_path: Path):
     with pytest.raises(ConfigError, match="no run to resume"):
         train(small_config(), resume=tmp_path)

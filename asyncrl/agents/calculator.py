@@ -84,7 +84,8 @@ class CalculatorFactory:
 
     Args:
         seed: of the order of the questions.
-        max_operand: operands are drawn from 1..``max_operand``.
+        min_operand: operands are drawn from ``min_operand`` ..
+        max_operand: .. ``max_operand``, both included. Numbers of equal length are easier to copy for a tiny model.
         operators: those that appear in questions.
         operation_shares: shares of the questions with one, two, three ... operations; they sum to 1.
         negative: whether results below zero may appear (otherwise such a ``-`` becomes a ``+``).
@@ -99,6 +100,7 @@ class CalculatorFactory:
         self,
         *,
         seed: int = 0,
+        min_operand: int = 10,
         max_operand: int = 99,
         operators: Sequence[str] = ("+", "-"),
         operation_shares: Sequence[float] = (0.3, 0.7),
@@ -115,9 +117,11 @@ class CalculatorFactory:
                 path="env.options.operators",
                 remedy=f"some of {list(_OPERATIONS)}",
             )
-        if max_operand < 9:
+        if not 0 <= min_operand <= max_operand - 8:
             raise ConfigError(
-                f"max_operand is {max_operand}", path="env.options.max_operand", remedy="at least 9: splits need tasks"
+                f"operands from {min_operand} to {max_operand}",
+                path="env.options.max_operand",
+                remedy="from 0 or more, and at least nine different ones: both splits need questions",
             )
         for name, share in (
             ("guess_share", guess_share),
@@ -133,7 +137,7 @@ class CalculatorFactory:
                 remedy="shares of questions with 1, 2, ... operations, which sum to 1",
             )
         self._seed = seed
-        self._max_operand = max_operand
+        self._operands = (min_operand, max_operand)
         self._operators = tuple(operators)
         self._operation_shares = tuple(operation_shares)
         self._negative = negative
@@ -156,7 +160,7 @@ class CalculatorFactory:
         messages: list[Message] = [*system, {"role": "user", "content": task["question"]}]
         steps: list[list[Any]] = task["steps"]
         if draw.random() < self._guess_share:
-            return [*messages, {"role": "assistant", "content": str(draw.randint(1, 2 * self._max_operand))}]
+            return [*messages, {"role": "assistant", "content": str(draw.randint(*self._operands))}]
         calls = 1
         while calls < len(steps) and draw.random() >= self._early_stop_share:
             calls += 1
@@ -180,13 +184,13 @@ class CalculatorFactory:
                 return task
 
     def _question(self, draw: random.Random) -> Task:
-        value = draw.randint(1, self._max_operand)
+        value = draw.randint(*self._operands)
         question = str(value)
         steps: list[list[Any]] = []
         operations = draw.choices(range(1, len(self._operation_shares) + 1), self._operation_shares)[0]
         for number in range(operations):
             operator = draw.choice(self._operators)
-            operand = draw.randint(1, self._max_operand)
+            operand = draw.randint(*self._operands)
             result = _OPERATIONS[operator](value, operand)
             if result < 0 and not self._negative:
                 operator, result = "+", value + operand

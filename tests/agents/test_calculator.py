@@ -33,11 +33,13 @@ def test_the_same_number_is_the_same_task_and_seeds_differ(factory: CalculatorFa
 
 def test_splits_and_demonstrations_share_no_question_even_across_seeds() -> None:
     held_out = {
-        CalculatorFactory(seed=seed, max_operand=9, operation_shares=(1.0,)).task(index, split="held_out")["question"]
+        CalculatorFactory(seed=seed, min_operand=1, max_operand=9, operation_shares=(1.0,)).task(
+            index, split="held_out"
+        )["question"]
         for seed in range(2)
         for index in range(300)
     }
-    small = CalculatorFactory(seed=3, max_operand=9, operation_shares=(1.0,))
+    small = CalculatorFactory(seed=3, min_operand=1, max_operand=9, operation_shares=(1.0,))
     train = {small.task(index, split="train")["question"] for index in range(300)}
     shown = {small.demonstration(index)[0]["content"] for index in range(300)}
     assert len(held_out) > 10
@@ -141,7 +143,7 @@ def test_calls_in_demonstrations_are_right_ones(factory: CalculatorFactory) -> N
     [
         ({"operators": ("/",)}, "env.options.operators"),
         ({"operators": ()}, "env.options.operators"),
-        ({"max_operand": 3}, "env.options.max_operand"),
+        ({"max_operand": 17}, "env.options.max_operand"),
         ({"operation_shares": (0.5, 0.6)}, "env.options.operation_shares"),
         ({"operation_shares": ()}, "env.options.operation_shares"),
         ({"guess_share": 1.5}, "env.options.guess_share"),

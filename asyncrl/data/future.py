@@ -53,11 +53,12 @@ class DataProtoFuture(Future["DataProto"]):
         loop: ControllerLoop,
         label: str,
         *,
+        inputs: Sequence[Future[Any]] = (),
+        progress: Progress | None = None,
         parents: Sequence[DataProtoFuture] = (),
         apply: Callable[[Sequence[Plan]], Plan] | None = None,
-        progress: Progress | None = None,
     ) -> None:
-        super().__init__(loop, label, inputs=parents, progress=progress)
+        super().__init__(loop, label, inputs=inputs or parents, progress=progress)
         self.is_part = apply is not None
         self._parents = tuple(parents)
         self._apply = apply

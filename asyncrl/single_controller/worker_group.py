@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.plan import Plan
+from asyncrl.data.progress import Progress
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import AsyncRLError, DeadlineError, DispatchError, GroupClosedError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
-from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, collect
+from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, collect, leaves
 from asyncrl.single_controller.host import Call, Failed, Returned, ReturnedBatch
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.mesh_inquiry import Meshes
-from asyncrl.single_controller.replies import Replies, Submission
+from asyncrl.single_controller.replies import Replies, Submission, follow
 from asyncrl.single_controller.worker import Worker
 
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
@@ -281,9 +282,14 @@ class WorkerGroup(ABC):
             mesh=self._meshes.known(mode.mesh_name) if isinstance(mode, MeshDispatch) else None,
         )
         kind = DataProtoFuture if registration.returns_batch else Future
-        return kind(self._loop, label).run(lambda: self._call(registration, scatter, label, plain=plain), self._owner)
+        inputs = [leaf for leaf in leaves(arguments) if isinstance(leaf, Future)]
+        progress = Progress(self._loop.loop.time)
+        future: Future[Any] = kind(self._loop, label, inputs=inputs, progress=progress)
+        return future.run(lambda: self._call(registration, scatter, progress, label, plain=plain), self._owner)
 
-    async def _call(self, registration: Registration, scatter: Scatter, label: str, *, plain: bool) -> Any:
+    async def _call(
+        self, registration: Registration, scatter: Scatter, progress: Progress, label: str, *, plain: bool
+    ) -> Any:
         mode = registration.dispatch_mode
         try:
             await self._ready.completed()
@@ -291,7 +297,10 @@ class WorkerGroup(ABC):
             if isinstance(mode, MeshDispatch) and scatter.mesh is None:
                 scatter.mesh = await self._meshes.find(mode.mesh_name)
             arguments = await scatter.resolve(_resolver(label))
-            values = await self._replies(self._send(registration, arguments), label)
+            submissions = self._send(registration, arguments)
+            split = registration.dispatch_mode in SPLIT if isinstance(registration.dispatch_mode, Dispatch) else False
+            follow(progress, submissions, scatter.shares if split else None, method=label)
+            values = await self._replies(submissions, label)
         except asyncio.CancelledError:
             if self._closed:
                 raise GroupClosedError(f"worker group {self.name} was shut down while {label} was going on") from None

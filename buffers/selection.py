@@ -128,5 +128,7 @@ def make_selection(name: str) -> Selection:
         ConfigError: there is none.
     """
     if name not in SELECTIONS:
-        raise ConfigError(f"no selection is called {name!r}", remedy=f"one of {', '.join(SELECTIONS)}")
+        raise ConfigError(
+            f"no selection is called {name!r}", path="buffer.selection", remedy=f"one of {', '.join(SELECTIONS)}"
+        )
     return SELECTIONS[name]()

@@ -63,6 +63,7 @@ class TrainingRun:
         self._timeline = timeline
         self._phases_s: dict[str, float] = {}
         self._assembly = Assembly(config, log_folder=run.logs)
+        self._buffer = self._assembly.make_buffer()  # here, so that a wrong option is told before minutes of work
 
     async def train(self) -> dict[str, Any]:
         """Run every phase; returns the summary that was written to ``summary.json``."""
@@ -155,7 +156,7 @@ class TrainingRun:
             plan=_plan(config),
             trainer=assembly.trainer,
             pool=assembly.pool,
-            buffer=assembly.make_buffer(),
+            buffer=self._buffer,
             law=_law(config, self._resumed),
             environments=assembly.environments,
             timeline=self._timeline,

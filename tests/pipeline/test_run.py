@@ -162,6 +162,10 @@ def test_what_cannot_be_done_is_told_before_anything_starts(small_config: MakeCo
     with pytest.raises(ConfigError, match="folder does not exist"):
         generate(small_config(), out=tmp_path / "absent" / "shown.jsonl")
     assert not (tmp_path / "runs").exists()
+    config = small_config(buffer={"selection": "fifa"}, sft={"steps": 1})
+    with pytest.raises(ConfigError, match="no selection is called 'fifa'"):
+        train(config)
+    assert metrics_of(only_run(config)) == []  # not even the warm start has begun
 
 
 def test_resuming_nothing_is_refused(small_config: MakeConfig, tmp_path: Path):

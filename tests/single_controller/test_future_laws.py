@@ -161,7 +161,7 @@ def check(future: DataProtoFuture, data: DataProto, chosen: list[Operation]) -> 
 
 def test_operations_on_a_future_are_those_on_the_batch(copier: WorkerGroup, backend: str) -> None:
     @settings(
-        max_examples=150 if backend == "local" else 12,
+        max_examples=150 if backend == "local" else 10,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize=True,

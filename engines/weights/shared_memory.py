@@ -30,7 +30,7 @@ from types import MappingProxyType
 import torch
 import xxhash
 
-from asyncrl.errors import WeightError, WeightVersionError
+from asyncrl.errors import ConfigError, WeightError, WeightVersionError
 from asyncrl.weights.manifest import TensorEntry, WeightManifest
 from engines.weights.block import HEADER_SIZE_BYTES, aligned, block_size, header, tensor_bytes, tensor_views, verify
 
@@ -73,6 +73,12 @@ class SharedMemoryTransport:
         self.namespace = namespace
         self.max_versions = max_versions
         self.directory = Path(directory) if directory is not None else _memory_directory()
+        if not self.directory.is_dir():
+            raise ConfigError(
+                f"directory = {str(self.directory)!r}: no such folder on this machine",
+                path="weights.options.directory",
+                remedy="make it, or leave it out for shared memory",
+            )
         self._lock = threading.Lock()
         self._files = _OwnFiles()
         self._last_version = -1

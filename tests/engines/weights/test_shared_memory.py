@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.errors import ConfigError, WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import WeightTransport
 from asyncrl.weights.manifest import WeightManifest
 from engines.weights.shared_memory import SharedMemoryTransport
@@ -402,3 +402,9 @@ def test_without_a_directory_it_uses_shared_memory():
         assert same_bytes(copies(transport, manifest)["matrix"], a_model()["matrix"])
     finally:
         transport.close()
+
+
+def test_a_directory_that_is_not_there_is_told_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="no such folder") as caught:
+        SharedMemoryTransport(namespace="run", directory=str(tmp_path / "absent"))
+    assert caught.value.path == "weights.options.directory"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncrl.data.future import Future as Future
+    from asyncrl.single_controller.colocation import create_colocated_worker_cls as create_colocated_worker_cls
     from asyncrl.single_controller.decorator import register as register
     from asyncrl.single_controller.dispatch import Dispatch as Dispatch
     from asyncrl.single_controller.dispatch import Execute as Execute
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
         make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
     )
     from asyncrl.single_controller.resource_pool import ResourcePool as ResourcePool
+    from asyncrl.single_controller.resource_pool_manager import ResourcePoolManager as ResourcePoolManager
+    from asyncrl.single_controller.role import Role as Role
     from asyncrl.single_controller.worker import Worker as Worker
     from asyncrl.single_controller.worker_group import ClassWithInitArgs as ClassWithInitArgs
     from asyncrl.single_controller.worker_group import WorkerGroup as WorkerGroup
@@ -28,8 +31,11 @@ _HOMES = {
     "Execute": "asyncrl.single_controller.dispatch",
     "Future": "asyncrl.data.future",
     "ResourcePool": "asyncrl.single_controller.resource_pool",
+    "ResourcePoolManager": "asyncrl.single_controller.resource_pool_manager",
+    "Role": "asyncrl.single_controller.role",
     "Worker": "asyncrl.single_controller.worker",
     "WorkerGroup": "asyncrl.single_controller.worker_group",
+    "create_colocated_worker_cls": "asyncrl.single_controller.colocation",
     "make_nd_compute_dataproto_dispatch_fn": "asyncrl.single_controller.mesh",
     "register": "asyncrl.single_controller.decorator",
 }
@@ -40,8 +46,11 @@ __all__ = [
     "Execute",
     "Future",
     "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
     "Worker",
     "WorkerGroup",
+    "create_colocated_worker_cls",
     "make_nd_compute_dataproto_dispatch_fn",
     "register",
 ]

@@ -12,7 +12,7 @@ from asyncrl.errors import DispatchError
 from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, DispatchMode, Execute
 from asyncrl.single_controller.mesh import MeshDispatch
 
-__all__ = ["Registration", "register", "registrations"]
+__all__ = ["Registration", "mark", "register", "registrations"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "__asyncrl_registration__"
@@ -79,10 +79,15 @@ def register(
             read_only=read_only,
             returns_batch=joins or (single and _returns_batch(method)),
         )
-        setattr(method, _ATTRIBUTE, registration)
-        return method
+        return mark(method, registration)
 
     return decorate
+
+
+def mark(method: F, registration: Registration) -> F:
+    """Offer a method as ``registration`` says."""
+    setattr(method, _ATTRIBUTE, registration)
+    return method
 
 
 def registrations(worker_class: type) -> dict[str, Registration]:

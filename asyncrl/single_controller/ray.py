@@ -250,15 +250,17 @@ class RayWorkerGroup(WorkerGroup):
         waits = [asyncio.to_thread(group.wait, pool.placement_timeout_s) for group in groups]
         if not all(await asyncio.gather(*waits)):
             raise await asyncio.to_thread(pool.no_room)
-        actor_class = ray.remote(_RayHost)
         for group, count in zip(groups, pool.process_on_nodes, strict=True):
             for seat in range(count):
+                label = f"{self.name}[{len(self._actors.handles)}]"
+                # Ray names the process after the class, and there is no other way to name it.
+                actor_class: Any = ray.remote(type(label, (_RayHost,), {}))
                 handle: Any = actor_class.options(
                     **self._demand,
                     runtime_env=self._options.get("runtime_env"),
                     max_concurrency=MAX_CALLS,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat),
-                ).remote(f"{self.name}:{len(self._actors.handles)}")
+                ).remote(label)
                 self._actors.handles.append(handle)
         return list(self._actors.handles)
 

@@ -69,9 +69,9 @@ class RayResourcePool(ResourcePool):
 
     def check(self) -> None:
         """Raise :class:`ResourceError` if the cluster could not hold the pool even with nothing else on it."""
-        check_room(self._places(), self.strategy, cluster_nodes())
+        check_room(self.places(), self.strategy, cluster_nodes())
 
-    def _places(self) -> list[list[dict[str, float]]]:
+    def places(self) -> list[list[dict[str, float]]]:
         return [[self.bundle()] * count for count in self.process_on_nodes]
 
     def acquire(self) -> list[PlacementGroup]:
@@ -84,8 +84,7 @@ class RayResourcePool(ResourcePool):
                 )
             if not self._groups:
                 self._groups = [
-                    placement_group(bundles, strategy=self.strategy, name=self._new_name())
-                    for bundles in self._places()
+                    placement_group(bundles, strategy=self.strategy, name=self._new_name()) for bundles in self.places()
                 ]
             self._users += 1
             return list(self._groups)
@@ -105,12 +104,18 @@ class RayResourcePool(ResourcePool):
         """What to say when the placement groups were not placed in time."""
         return ResourceError(
             f"the cluster did not free the resources of {self!r} within {self.placement_timeout_s:g} s\n"
-            + describe(self._places(), cluster_nodes())
+            + describe(self.places(), cluster_nodes())
         )
 
 
 def cluster_nodes() -> list[NodeResources]:
-    """Every living node of the cluster."""
+    """Every living node of the cluster.
+
+    Raises:
+        ResourceError: Ray is not initialised.
+    """
+    if not ray.is_initialized():
+        raise ResourceError("Ray is not initialised: call ray.init() before asking for its resources")
     from ray._private.state import available_resources_per_node
 
     available = available_resources_per_node()

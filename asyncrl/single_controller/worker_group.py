@@ -6,8 +6,9 @@ import asyncio
 import copy
 import inspect
 import itertools
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -70,6 +71,7 @@ class WorkerGroup(ABC):
         self._owner = TaskOwner(self._loop, name=self.name)
         self._call_ids = itertools.count()
         self._sequences = [0] * world_size
+        self._roles: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._meshes = Meshes(self._ask_mesh, self._owner, group_name=self.name)
         self._closed = False
         self._shutdown: Future[None] | None = None
@@ -166,6 +168,8 @@ class WorkerGroup(ABC):
 
     async def _end(self, timeout_s: float) -> None:
         try:
+            for role in list(self._roles):
+                await role.aclose()
             await self._owner.cancel_all()
             if self._ready.outcome.state == "done":
                 async with asyncio.timeout(timeout_s):
@@ -203,6 +207,12 @@ class WorkerGroup(ABC):
             else {"pending": "starting", "done": "ready"}.get(self._ready.outcome.state, "failed")
         )
         return f"<{type(self).__name__} {self.name}: {self.world_size} x {self.cls_with_init.cls.__name__}, {state}>"
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
+        """A group for each of these roles, on the workers of this one, made by ``create_colocated_worker_cls``."""
+        from asyncrl.single_controller.colocation import spawn
+
+        return spawn(self, prefix_set)
 
     # ----------------------------------------------------------------------------------------------------------- calls
 

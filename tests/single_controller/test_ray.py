@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,11 @@ def test_workers_get_the_variables_of_spmd_programs(group: RayWorkerGroup) -> No
     addresses = group.environment("MASTER_ADDR", "MASTER_PORT").result(TIMEOUT_S)
     assert addresses[0] == addresses[1]
     assert int(addresses[0][1]) > 0
+
+
+def test_processes_are_named_after_their_group_and_rank(group: RayWorkerGroup) -> None:
+    titles = [Path(f"/proc/{process}/cmdline").read_text() for process in group.process().result(TIMEOUT_S)]
+    assert [title.rstrip(" \0") for title in titles] == ["ray::members[0]", "ray::members[1]"]
 
 
 def test_a_future_handed_on_moves_no_payload_through_the_driver(

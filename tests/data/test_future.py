@@ -109,6 +109,23 @@ def test_mistakes_that_need_no_rows_are_told_at_once(operation: Callable[[DataPr
         operation(DataProtoFuture.of(batch(3)))
 
 
+def test_splitting_before_the_rows_are_known_says_what_to_do() -> None:
+    promise = Promise()
+    with pytest.raises(RuntimeError, match=r"into how many parts of 2 rows promise splits .* or use chunk"):
+        promise.future.split(2)
+    promise.keep(batch(3))
+    promise.future.result(TIMEOUT_S)
+    assert [len(part) for part in promise.future.split(2)] == [2, 1]
+
+
+def test_popping_gives_two_futures_and_leaves_the_first_as_it_is() -> None:
+    whole = DataProtoFuture.of(batch(2).with_columns(y=torch.zeros(2)))
+    popped, rest = whole.pop(["y"], meta_info_keys=["run"])
+    assert popped.result(TIMEOUT_S) == DataProto.from_dict(tensors={"y": torch.zeros(2)}, meta_info={"run": 1})
+    assert rest.result(TIMEOUT_S) == DataProto.from_dict(tensors={"x": torch.arange(2)})
+    assert whole.result(TIMEOUT_S).schema.names == ("x", "y")
+
+
 def test_a_future_is_no_sequence() -> None:
     future = DataProtoFuture.of(batch(0))
     assert future

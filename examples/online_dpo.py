@@ -31,7 +31,8 @@ from asyncrl.weights.transport import TransportSpec
 from engines.training.scratch import make_scratch_model
 
 PROMPTS, ROWS = 8, 8  # per step; of each prompt, right answers are paired with wrong ones
-WORLD: dict[str, Any] = {"max_operand": 9, "operation_shares": [1.0], "guess_share": 0.6, "misread_share": 0.0}
+WORLD: dict[str, Any] = {"min_operand": 1, "max_operand": 9, "operation_shares": [1.0]}
+WORLD |= {"guess_share": 0.6, "misread_share": 0.0}
 SIZE: dict[str, Any] = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320}
 TRANSPORT = TransportSpec(name="shared_memory", namespace="online-dpo")
 TRAINER, FROZEN = TrainerSpec(engine="fsdp", transport=TRANSPORT), TrainerSpec(engine="fsdp")

@@ -5,8 +5,8 @@
         '''Compute one operation on two integers.'''
 
 The JSON schema that chat templates show comes from the annotations and the docstring (its first paragraph, and its
-``Args:`` section); arguments are validated against
-the same annotations before the function is called. Who is to blame decides what happens:
+``Args:`` section); arguments are validated against the same annotations before the function is called. Who is to blame
+decides what happens:
 
     unknown tool, malformed call, wrong arguments,       the model        a tool message with an error text
     ``ValueError`` raised by the tool

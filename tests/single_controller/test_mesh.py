@@ -149,8 +149,8 @@ def test_the_first_call_waits_for_nothing() -> None:
         held.result(TIMEOUT_S)
 
 
-def test_a_method_called_before_may_register_the_mesh(make_group: Callable[..., WorkerGroup]) -> None:
-    with make_group(LateParallel, world_size=2, name="late") as late:
+def test_a_method_called_before_may_register_the_mesh() -> None:
+    with LocalWorkerGroup(ClassWithInitArgs(LateParallel), world_size=2, name="late") as late:
         with pytest.raises(DispatchError, match=r"ranks \[0, 1\] of late are not in mesh 'actor': call"):
             late.update(batch(2)).result(TIMEOUT_S)
         started = late.init_model(waits=True)

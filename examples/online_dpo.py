@@ -31,8 +31,8 @@ from asyncrl.weights.transport import TransportSpec
 from engines.training.scratch import make_scratch_model
 
 PROMPTS, ROWS = 8, 8  # per step; of each prompt, right answers are paired with wrong ones
-WORLD: dict[str, Any] = {"min_operand": 1, "max_operand": 9, "operation_shares": [1.0]}
-WORLD |= {"guess_share": 0.6, "misread_share": 0.0}
+DIGITS = {"min_operand": 1, "max_operand": 9}
+WORLD: dict[str, Any] = {**DIGITS, "operation_shares": [1.0], "guess_share": 0.6, "misread_share": 0.0}
 SIZE: dict[str, Any] = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320}
 TRANSPORT = TransportSpec(name="shared_memory", namespace="online-dpo")
 TRAINER, FROZEN = TrainerSpec(engine="fsdp", transport=TRANSPORT), TrainerSpec(engine="fsdp")
@@ -80,7 +80,6 @@ async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local"
         trainer = await stack.enter_async_context(make_group(ClassWithInitArgs(PreferenceTrainer, TRAINER)))
         reference = await stack.enter_async_context(make_group(ClassWithInitArgs(TrainerWorker, FROZEN)))
         rollout = await stack.enter_async_context(make_group(ClassWithInitArgs(RolloutWorker, ROLLOUT)))
-        # A model from scratch, which imitates demonstrations first.
         tasks, model, warm = CalculatorFactory(**WORLD), folder / "model", folder / "warm"
         make_scratch_model(model, conversations=[tasks.demonstration(row) for row in range(256)], **SIZE)
         renderer, tools = ChatRenderer(AutoTokenizer.from_pretrained(model)), tasks.make().tools

@@ -108,6 +108,8 @@ class RolloutConfig(Section):
     """Most tokens sampled in one turn."""
     max_tokens: Annotated[int, Field(ge=2, le=10_000_000)] = 1024
     """Most tokens of one trajectory, prompt and answers of the environment included."""
+    deadline_s: Annotated[float, Field(gt=0, le=604_800)] = 1800.0
+    """Longest time for a group of rollouts, all attempts included; past it the run ends and names the replica."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Times a rollout is begun when servers fail under it, before it is dropped and counted."""
     num_cpus: Cores = 1.0

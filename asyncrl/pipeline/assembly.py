@@ -5,6 +5,7 @@ Everything made here is closed by :meth:`Assembly.aclose`, in the reverse order,
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -130,10 +131,14 @@ class Assembly:
                 replicas[request.name] = group
             else:
                 setattr(self, request.role, group)
-        for group in groups:
-            await group.ready()
+        started = await asyncio.gather(*(group.ready() for group in groups), return_exceptions=True)
+        for error in started:
+            if error is not None:
+                raise error
         if replicas:
-            self.pool = RolloutPool(replicas, kv_cache=self.config.weights.kv_cache)
+            self.pool = RolloutPool(
+                replicas, kv_cache=self.config.weights.kv_cache, rollout_deadline_s=self.config.rollout.deadline_s
+            )
 
     def make_buffer(self) -> ReplayBuffer:
         """A replay buffer for this run."""

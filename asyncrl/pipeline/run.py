@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -137,6 +138,7 @@ async def _show(assembly: Assembly, number: int) -> dict[str, Any]:
 async def _serving(config: Config, checkpoint: Path | None) -> AsyncIterator[Assembly]:
     """Rollout replicas alone, serving the configured model or a checkpoint's."""
     run = RunDirectory.create(config.runs, f"{config.name}-eval")
+    _quiet_vendors(config)
     assembly = Assembly(config, log_folder=run.logs)
     try:
         await asyncio.to_thread(import_once, config)
@@ -171,8 +173,7 @@ def _in_run(
     checkpoint: Path | None,
 ) -> _T:
     run.write_config(config.to_toml())
-    if config.model.path is None or Path(config.model.path).is_dir():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nothing is downloaded; bars would draw over ours
+    _quiet_vendors(config)
     timeline = Timeline()
     progress = make_progress(config.telemetry.progress, waits=timeline.current_waits)
     progress.note(f"run {run.path}")
@@ -187,3 +188,11 @@ def _in_run(
     finally:
         progress.close()
         run.close()
+
+
+def _quiet_vendors(config: Config) -> None:
+    """Keep what says nothing to a user off the display."""
+    if config.model.path is None or Path(config.model.path).is_dir():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nothing is downloaded
+    # torch tells its own developers of a deprecated call inside torch.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -52,14 +52,21 @@ class RolloutPool:
         replicas: worker groups by name. The pool does not close them: whoever made them does.
         kv_cache: what running requests do with keys and values of older weights when new ones are committed.
         deadline_s: seconds each replica has for each phase of a weight update; past it, it is fenced.
+        rollout_deadline_s: seconds a call of :meth:`rollout` may take; past it, its future fails.
     """
 
     def __init__(
-        self, replicas: Mapping[str, Any], *, kv_cache: KVCachePolicy = "keep", deadline_s: float = 300.0
+        self,
+        replicas: Mapping[str, Any],
+        *,
+        kv_cache: KVCachePolicy = "keep",
+        deadline_s: float = 300.0,
+        rollout_deadline_s: float | None = None,
     ) -> None:
         self._replicas = {name: _Replica(group) for name, group in replicas.items()}
         self._kv_cache: KVCachePolicy = kv_cache
         self._deadline_s = deadline_s
+        self._rollout_deadline_s = rollout_deadline_s
         self._publication: Publication | None = None
 
     @property
@@ -92,6 +99,8 @@ class RolloutPool:
         )
         replica = self._replicas[name]
         future: DataProtoFuture = replica.group.rollout(prompts)
+        if self._rollout_deadline_s is not None:
+            future.deadline(self._rollout_deadline_s)
         replica.running.append((future, len(prompts)))
         return future
 
@@ -102,7 +111,7 @@ class RolloutPool:
         serves nothing more.
 
         Raises:
-            WeightError: no replica is left that serves.
+            WeightError: no replica is left that serves, or a fenced one has rollouts under way.
             WeightVersionError: the version is not newer than the one served.
         """
         if self._publication is None:
@@ -135,9 +144,11 @@ class RolloutPool:
         finally:
             for task in running:
                 task.cancel()
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
         if not any(replica.serving for replica in self._replicas.values()):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
+        if lost := sum(self._replicas[name].rows() for name in ended.fenced):
+            raise WeightError(f"{lost} rollouts were under way on replicas that are fenced now: {reasons}")
         return ended
 
     async def token_counts(self, purpose: str = "train") -> TokenCounts:
@@ -169,4 +180,3 @@ class RolloutPool:
             elif isinstance(decision, Fence):
                 self._replicas[decision.replica].serving = False
                 _log.warning("replica %s is fenced: %s", decision.replica, decision.reason)
-

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto
-from asyncrl.errors import ResourceError, WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.errors import DeadlineError, ResourceError, WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import prompt_rows
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Execute, Worker, register
@@ -127,6 +127,24 @@ async def test_a_replica_that_hangs_meets_the_deadline_and_the_last_one_lost_is_
     with pytest.raises(ResourceError, match="no rollout replica serves"):
         pool.rollout(rows(1))
     await only.aclose()
+
+
+async def test_rollouts_that_never_end_meet_their_deadline_by_name():
+    only = group("only")
+    pool = RolloutPool({"only": only}, rollout_deadline_s=0.1)
+    await pool.start("model", weight_version=0)
+    with pytest.raises(DeadlineError, match=r"only\.rollout did not finish within 0\.1 s"):
+        await pool.rollout(rows(1, "slow")).header()
+    await only.aclose()
+
+
+async def test_a_replica_fenced_in_the_middle_of_its_work_is_an_error_not_a_silence(pair: RolloutPool):
+    first = pair.rollout(rows(1, "slow"))
+    second = pair.rollout(rows(1, "slow"))  # on b, which fails to prepare version 2
+    with pytest.raises(WeightError, match="1 rollouts were under way on replicas that are fenced now: b:"):
+        await pair.publish(manifest(2))
+    first.cancel()
+    second.cancel()
 
 
 async def test_a_pool_that_was_not_started_says_so():

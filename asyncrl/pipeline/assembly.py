@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
 from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, SamplingParams
-from asyncrl.parts import make_part
+from asyncrl.parts import load_part, make_part
 from asyncrl.pipeline.reward_worker import RewardWorker
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
 from asyncrl.rollout.pool import RolloutPool
@@ -224,9 +225,16 @@ def import_once(config: Config) -> None:
 def make_environments(config: Config) -> EnvironmentFactory:
     """The configured environment factory."""
     environments: EnvironmentFactory = make_part(
-        "asyncrl.environments", config.env.name, options=config.env.options, path="env.name"
+        "asyncrl.environments", config.env.name, options=_environment_options(config), path="env.name"
     )
     return environments
+
+
+def _environment_options(config: Config) -> dict[str, Any]:
+    """The user's options; a factory that takes a ``seed`` gets the run's, unless they name another."""
+    factory = load_part("asyncrl.environments", config.env.name, path="env.name")
+    seeded = {"seed": config.seed} if "seed" in signature(factory).parameters else {}
+    return {**seeded, **config.env.options}
 
 
 def _rollout_spec(config: Config, transport: TransportSpec) -> RolloutSpec:
@@ -236,7 +244,7 @@ def _rollout_spec(config: Config, transport: TransportSpec) -> RolloutSpec:
         engine_given={"dtype": config.model.dtype, "threads": rollout.threads, "seed": config.seed},
         engine_options=dict(rollout.options),
         environment=config.env.name,
-        environment_options=dict(config.env.options),
+        environment_options=_environment_options(config),
         transport=transport,
         sampling=SamplingParams(
             max_new_tokens=rollout.max_new_tokens,

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure, WeightVersionError
+from asyncrl.pipeline.assembly import make_environments
 from asyncrl.pipeline.checkpoint import DriverState
 from asyncrl.pipeline.run import evaluate, generate, sft, train
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
@@ -189,3 +190,12 @@ def test_weights_under_another_versions_name_are_refused():
     worker = TrainerWorker(TrainerSpec(engine="fsdp"))
     with pytest.raises(WeightVersionError, match="weights of version 0 were to be published as version 1"):
         worker.publish(1)
+
+
+def test_the_seed_of_a_run_is_the_seed_of_its_tasks(small_config: MakeConfig):
+    def first_task(seed: int, **options: Any) -> str:
+        config = small_config(seed=seed, env={"name": "calculator", "options": options})
+        return str(make_environments(config).task(0, split="train")["question"])
+
+    assert first_task(1) != first_task(2)
+    assert first_task(1) == first_task(2, seed=1)

@@ -193,8 +193,8 @@ def test_weights_under_another_versions_name_are_refused():
 
 
 def test_the_seed_of_a_run_is_the_seed_of_its_tasks(small_config: MakeConfig):
-    def first_task(seed: int, **options: Any) -> str:
-        config = small_config(seed=seed, env={"name": "calculator", "options": options})
+    def first_task(run_seed: int, **options: Any) -> str:
+        config = small_config(seed=run_seed, env={"name": "calculator", "options": options})
         return str(make_environments(config).task(0, split="train")["question"])
 
     assert first_task(1) != first_task(2)

@@ -48,8 +48,8 @@ async def test_it_runs_at_its_smallest(name: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", ["grpo", "online_dpo"])
 async def test_it_learns(name: str) -> None:
     rewards = await load(name).main()
-    assert sum(rewards[:3]) / 3 < 0.7
-    assert sum(rewards[-3:]) / 3 > 0.8
+    assert sum(rewards[:3]) / 3 < 0.6
+    assert sum(rewards[-5:]) / 5 > 0.8
 
 
 @pytest.mark.slow

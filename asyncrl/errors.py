@@ -9,6 +9,7 @@
     │   ├── WorkerDiedError         the process behind a rank is gone
     │   ├── GroupClosedError        the worker group was shut down
     │   ├── ResourceError           the cluster cannot give what was asked for
+    │   │   └── OverloadedError     ... at the moment: says when to ask again
     │   ├── EngineError             a rollout or training engine failed
     │   │   ├── EngineClosedError   ... because it was closed
     │   │   └── RequestAbortedError ... because this request was aborted
@@ -47,6 +48,7 @@ __all__ = [
     "GroupClosedError",
     "InfrastructureError",
     "InvalidDataError",
+    "OverloadedError",
     "RequestAbortedError",
     "ResourceError",
     "RewardError",
@@ -118,6 +120,20 @@ class GroupClosedError(InfrastructureError):
 
 class ResourceError(InfrastructureError):
     """The cluster cannot give what was asked for. The message shows both."""
+
+
+class OverloadedError(ResourceError):
+    """A bounded queue is full: nothing was begun, and asking again later may succeed.
+
+    Attributes:
+        retry_after_s: when to ask again, from the rate at which work has been finished.
+        tenant: whose queue is full; empty if it is everybody's.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, tenant: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.tenant = tenant
 
 
 class EngineError(InfrastructureError):

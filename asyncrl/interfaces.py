@@ -122,11 +122,25 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Token ids in. ``request_id`` is unique among the requests an engine holds."""
+    """Token ids in. ``request_id`` is unique among the requests an engine holds.
+
+    A request that was begun elsewhere goes on: the last ``continued_tokens`` ids of the prompt are what it has sampled
+    so far. Only what follows is delivered, while ``max_new_tokens``, stop strings and the index of the token in a
+    seeded request count from the first of them, as if it had never moved. One that is complete already ends at once,
+    without a token.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    continued_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.continued_tokens <= max(len(self.prompt_token_ids) - 1, 0):
+            raise ValueError(
+                f"continued_tokens must leave a token of the prompt before them: got {self.continued_tokens} of "
+                f"{len(self.prompt_token_ids)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,10 +125,19 @@ class ScriptedEngine:
 
     async def _decode(self, request: GenerationRequest, running: _Running) -> AsyncIterator[GenerationChunk]:
         sampling = request.sampling
-        script = list(self._reply(request.prompt_token_ids))[: sampling.max_new_tokens]
+        reason: FinishReason | None
+        begun = len(request.prompt_token_ids) - request.continued_tokens
+        script = list(self._reply(request.prompt_token_ids[:begun]))[: sampling.max_new_tokens]
         if not script:
             raise InvalidDataError("the script of a ScriptedEngine gave no token; a reply has at least one")
+        stopped = request.continued_tokens > 0 and request.prompt_token_ids[-1] in sampling.stop_token_ids
+        if stopped or request.continued_tokens >= len(script):
+            reason = "length" if not stopped and len(script) == sampling.max_new_tokens else "stop"
+            yield GenerationChunk(token_ids=(), log_probs=(), weight_versions=(), finish_reason=reason)
+            return
         for number, token in enumerate(script):
+            if number < request.continued_tokens:
+                continue
             await asyncio.sleep(self._token_s)
             await self._until(lambda: not self._paused or running.aborted)
             self._open()
@@ -136,7 +145,7 @@ class ScriptedEngine:
                 break
             self._tokens += 1
             running.held_tokens += 1
-            reason: FinishReason | None = None
+            reason = None
             if token in sampling.stop_token_ids:
                 reason = "stop"
             elif number + 1 == len(script):

@@ -252,23 +252,25 @@ class TransformersEngine:
         if min(prompt) < 0 or max(prompt) >= decoder.vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < decoder.vocabulary)
             raise InvalidDataError(f"{name} holds token id {wrong}; the vocabulary is 0..{decoder.vocabulary - 1}")
-        if len(prompt) >= decoder.max_model_tokens:
+        if len(prompt) - request.continued_tokens >= decoder.max_model_tokens:
             raise InvalidDataError(
                 f"{name} has a prompt of {len(prompt)} tokens, which leaves no room to generate in a context of "
                 f"{decoder.max_model_tokens}"
             )
         if sampling.stop and self._tokenizer is None:
             raise InvalidDataError(f"{name} asks for stop strings, but {self._model_path} has no tokenizer")
+        begun = len(prompt) - request.continued_tokens
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
         return Row(
             request_id=request.request_id,
             tokens=list(prompt),
-            prompt_length=len(prompt),
-            length_limit=min(len(prompt) + sampling.max_new_tokens, decoder.max_model_tokens),
+            prompt_length=begun,
+            continued=request.continued_tokens,
+            length_limit=min(begun + sampling.max_new_tokens, decoder.max_model_tokens),
             sampling=sampling,
             seed=seed,
             stop_token_ids=self._stop_token_ids.union(sampling.stop_token_ids),
-            stop_text=StopText(sampling.stop, decode=self._decode, prompt=prompt) if sampling.stop else None,
+            stop_text=StopText(sampling.stop, decode=self._decode, prompt=prompt[:begun]) if sampling.stop else None,
         )
 
     def _decode(self, tokens: Sequence[int]) -> str:

@@ -63,6 +63,12 @@ class Generation:
             row.error = self.failure
             self.touched.append(row)
             return
+        if row.continued:
+            row.look()
+        if row.ended:  # its last token had come before, only the news of it had not
+            self.counters.requests_finished += 1
+            self.touched.append(row)
+            return
         self.schedule.submit(row)
 
     def abort(self, row: Row) -> bool:
@@ -85,13 +91,13 @@ class Generation:
     def commit(self, version: int, *, kv_cache: KVCachePolicy) -> None:
         """Swap the prepared weights in.
 
-        A row that has not sampled anything yet is read again in either case: none of its tokens tells a version, so
-        it begins under the new one entirely.
+        A row that has not sampled anything here yet is read again in either case: none of its tokens tells a version,
+        so it begins under the new one entirely.
         """
         begin = time.perf_counter()
         self.weights.swap(version)
         for row in self.schedule.running:
-            if kv_cache == "recompute" or not row.sampled:
+            if kv_cache == "recompute" or not row.versions:
                 self.schedule.reread(row)
         self.commit_pause_s = time.perf_counter() - begin
 
@@ -159,7 +165,7 @@ class Generation:
             if not row.probe:
                 counted += 1
                 if len(row.versions) == 1:
-                    self.counters.prompt_tokens += row.prompt_length
+                    self.counters.prompt_tokens += row.prompt_length + row.continued
             if row.finish_reason is None:
                 self.touched.append(row)
             else:

@@ -21,6 +21,8 @@ class Row:
     Attributes:
         tokens: the prompt, then what was sampled.
         prompt_length: tokens of the prompt.
+        continued: tokens after the prompt that were sampled before the engine took the row; they count, but are not
+            delivered.
         length_limit: most tokens the row may reach, prompt included.
         seed: 64 bits; with the index of the token they fix the random number.
         cached: the first ``cached`` tokens have keys and values in the cache.
@@ -35,6 +37,7 @@ class Row:
     length_limit: int
     sampling: SamplingParams
     seed: int
+    continued: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     stop_text: StopText | None = None
     probe: bool = False
@@ -53,7 +56,7 @@ class Row:
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled so far."""
+        """Tokens sampled so far, here or before."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -66,18 +69,23 @@ class Row:
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         self.versions.append(version)
+        self.look()
+
+    def look(self) -> None:
+        """Decide whether the last token sampled was the row's last one."""
+        token = self.tokens[-1]
         if token in self.stop_token_ids or (self.stop_text is not None and self.stop_text.found(self.tokens)):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.length_limit:
             self.finish_reason = "length"
 
     def chunk(self, start: int) -> GenerationChunk | None:
-        """What was sampled from the ``start``-th token on; None if there is nothing to say yet."""
+        """What was sampled here from the ``start``-th token on; None if there is nothing to say yet."""
         finish_reason = self.finish_reason
         end = len(self.versions)
         if end == start and finish_reason is None:
             return None
-        first = self.prompt_length
+        first = self.prompt_length + self.continued
         return GenerationChunk(
             token_ids=tuple(self.tokens[first + start : first + end]),
             log_probs=tuple(self.log_probs[start:end]),

@@ -24,7 +24,8 @@
     │   ├── WorkerError             ... inside a worker method; carries rank, method and remote traceback
     │   └── RewardError             ... inside a reward function
     ├── DispatchError               a call that cannot be split over the ranks of a group
-    └── CheckpointError             a checkpoint is missing, damaged or of another run
+    ├── CheckpointError             a checkpoint is missing, damaged or of another run
+    └── LedgerError                 a run's ledger cannot be written or is of another kind
 
 The branches answer "whose fault": infrastructure is retried, an environment's failure costs its rollout, user code
 and bad data end the run with their name. Every class takes its message first and everything else by keyword with a
@@ -236,3 +237,7 @@ class DispatchError(AsyncRLError, ValueError):
 
 class CheckpointError(AsyncRLError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class LedgerError(AsyncRLError):
+    """The ledger of a run cannot be opened, written or read."""

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.agents.calculator import CalculatorFactory
 from asyncrl.agents.chat import ChatRenderer
-from asyncrl.algorithms import PolicyObjective, PreferenceObjective, answer_log_probs, preference_pairs
+from asyncrl.algorithms import NoCorrection, PolicyObjective, PreferenceObjective, answer_log_probs, preference_pairs
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.interfaces import SamplingParams
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
@@ -44,7 +44,7 @@ ROLLOUT = RolloutSpec(
     limits=EpisodeLimits(max_turns=3, max_tokens=64),
     transport=TRANSPORT,
 )
-OBJECTIVE = PolicyObjective(behaviour_weight_cap=None, aggregation="fixed_length", fixed_length=1)  # sums over tokens
+OBJECTIVE = PolicyObjective(correction=NoCorrection(), aggregation="fixed_length", fixed_length=1)  # sums over tokens
 
 
 class PreferenceTrainer(TrainerWorker):

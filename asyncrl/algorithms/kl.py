@@ -10,6 +10,9 @@ Schulman, "Approximating KL divergence" (2020). For x drawn from q and r = p(x) 
     k3   (r - 1) - log r   yes       yes              that of KL(p || q)
     ===  ================  ========  ===============  ==========================================================
 
+A fourth, ``low_variance``, is k3 held below 10 nats, as wide-spread implementations of GRPO (arXiv:2402.03300, eq. 4)
+do: tokens beyond get no gradient from it.
+
 The last column is about the gradient through the estimator alone (the samples are held fixed), which is what a loss
 term per token has; ``tests/algorithms/test_kl.py`` sums it over a whole vocabulary. With q the policy being trained
 and p the frozen reference, k2 therefore pulls towards the reference's mode and k3 towards covering all of it.
@@ -22,9 +25,12 @@ from typing import Literal, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "KLEstimator", "kl_estimate", "probability_ratio"]
+__all__ = ["LOG_RATIO_LIMIT", "LOW_VARIANCE_LIMIT", "KLEstimator", "kl_estimate", "probability_ratio"]
 
-KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "low_variance"]
+
+LOW_VARIANCE_LIMIT = 10.0
+"""Nats a ``low_variance`` estimate of one token is held below."""
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within ± this before they are exponentiated: e^20 is 5e8, which float32 still multiplies safely.
@@ -59,5 +65,7 @@ def kl_estimate(sampled_log_probs: Tensor, other_log_probs: Tensor, *, estimator
             # Not (r - 1) - log r: near r = 1 the subtraction would cancel what little there is.
             limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             return torch.expm1(limited) - limited
+        case "low_variance":
+            return kl_estimate(sampled_log_probs, other_log_probs, estimator="k3").clamp(max=LOW_VARIANCE_LIMIT)
         case _:
             assert_never(estimator)

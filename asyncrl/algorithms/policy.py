@@ -1,16 +1,22 @@
-"""The policy loss: decoupled PPO over groups, with KL and entropy terms."""
+"""The policy objective: a loss, a correction, a KL and an entropy term, put together."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import get_args
 
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms import policy_report
 from asyncrl.algorithms.aggregation import Aggregation, check_aggregation, token_weights
-from asyncrl.algorithms.kl import KLEstimator, kl_estimate, probability_ratio
+from asyncrl.algorithms.anchor import Anchor, anchor_log_probs
+from asyncrl.algorithms.corrections import Correction, TruncatedImportance
+from asyncrl.algorithms.kl import KLEstimator, kl_estimate
+from asyncrl.algorithms.policy_loss import PolicyLoss, check_range
+from asyncrl.algorithms.policy_losses.ppo import PPO
+from asyncrl.algorithms.policy_tokens import PolicyTokens
 from asyncrl.algorithms.token_losses import TokenLosses, check_tokens, keep
 from asyncrl.errors import ConfigError, SchemaError
 
@@ -21,23 +27,24 @@ __all__ = ["PolicyObjective"]
 class PolicyObjective:
     """What is minimised for every token that the policy sampled.
 
-        loss = -w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coefficient * KL - entropy_coefficient * H
+        w * loss(r, A) + kl_coefficient * KL(current || reference) - entropy_coefficient * H
 
-        r = current / proximal                     how far this step has moved: clipped, carries the gradient
-        w = min(proximal / behaviour, cap)         how old and how foreign the sample is: truncated, no gradient
+        r = current / anchor        how far this step has moved: bounded by the loss, carries the gradient
+        w = correction(anchor / behaviour)      how old and how foreign the sample is: bounded by the correction
 
-    Decoupled PPO (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5), with the behaviour weight truncated
-    instead of left unbounded. Three policies, never interchangeable:
+    Four policies, never interchangeable:
 
     behaviour: the distribution the token was really sampled from, as the rollout engine reported it.
-    proximal: the trainer's weights at the start of the step, where the trust region has its centre.
+    proximal: the trainer's weights at the start of the step.
+    anchor: the trust region's centre: one of these two, or between them (:mod:`asyncrl.algorithms.anchor`).
     current: the weights being changed.
 
+    The default is decoupled PPO with a truncated weight.
+
     Attributes:
-        clip_low: 0..1, how far below 1 the ratio may fall.
-        clip_high: 0 or more, how far above 1 it may rise; larger than ``clip_low`` for clip-higher (DAPO,
-            arXiv:2503.14476).
-        behaviour_weight_cap: 1 or more; None switches the weight off (w = 1).
+        loss: see :class:`~asyncrl.algorithms.PolicyLoss`.
+        correction: see :class:`~asyncrl.algorithms.Correction`.
+        anchor: see :func:`~asyncrl.algorithms.anchor_log_probs`.
         kl_coefficient: 0 or more, weight of the divergence from the reference policy.
         kl_estimator: see :mod:`asyncrl.algorithms.kl` for what each one's gradient does.
         entropy_coefficient: 0 or more, reward for being undecided.
@@ -48,9 +55,9 @@ class PolicyObjective:
         ConfigError: a value outside its range.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    behaviour_weight_cap: float | None = 2.0
+    loss: PolicyLoss = field(default_factory=PPO)
+    correction: Correction = field(default_factory=TruncatedImportance)
+    anchor: Anchor = "proximal"
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
@@ -58,19 +65,65 @@ class PolicyObjective:
     fixed_length: int | None = None
 
     def __post_init__(self) -> None:
-        _check("clip_low", self.clip_low, low=0.0, high=1.0)
-        _check("clip_high", self.clip_high, low=0.0)
-        if self.behaviour_weight_cap is not None:
-            # A cap below 1 would scale down on-policy tokens too: a second learning rate in disguise.
-            _check("behaviour_weight_cap", self.behaviour_weight_cap, low=1.0)
-        _check("kl_coefficient", self.kl_coefficient, low=0.0)
-        _check("entropy_coefficient", self.entropy_coefficient, low=0.0)
-        if self.kl_estimator not in get_args(KLEstimator):
-            raise ConfigError(
-                f"kl_estimator {self.kl_estimator!r} does not exist",
-                remedy=f"one of {', '.join(get_args(KLEstimator))}",
-            )
+        check_range("kl_coefficient", self.kl_coefficient, low=0.0)
+        check_range("entropy_coefficient", self.entropy_coefficient, low=0.0)
+        for name, value, kind in (("kl_estimator", self.kl_estimator, KLEstimator), ("anchor", self.anchor, Anchor)):
+            if value not in get_args(kind):
+                raise ConfigError(
+                    f"{name} {value!r} does not exist", path=name, remedy=f"one of {', '.join(get_args(kind))}"
+                )
         check_aggregation(self.aggregation, self.fixed_length)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns a batch must have for this objective."""
+        return (
+            "behaviour_log_probs",
+            "advantages",
+            *(["reference_log_probs"] if self.kl_coefficient else []),
+            *(["ages"] if self.anchor == "interpolated" else []),
+        )
+
+    @property
+    def prepares(self) -> bool:
+        """True if :meth:`prepare` must be called, with the proximal log-probs, before the batch is cut."""
+        return self.loss.prepares
+
+    def prepare(
+        self,
+        *,
+        proximal_log_probs: Tensor,
+        behaviour_log_probs: Tensor,
+        advantages: Tensor,
+        rows: Tensor,
+        seed: int,
+    ) -> dict[str, Tensor]:
+        """Columns that the loss needs of the whole batch, to be handed to :meth:`token_losses` as ``prepared``.
+
+        Args:
+            proximal_log_probs: [T], of all trained tokens of all ranks, in the order of their rows; likewise the rest.
+            behaviour_log_probs: [T]
+            advantages: [T]
+            rows: [T] integer, row of each token.
+            seed: equal on all ranks, another for every update.
+        """
+        mask = torch.ones_like(proximal_log_probs, dtype=torch.bool)
+        check_tokens(
+            mask,
+            proximal_log_probs=proximal_log_probs,
+            behaviour_log_probs=behaviour_log_probs,
+            advantages=advantages,
+        )
+        tokens = PolicyTokens(
+            current=proximal_log_probs,
+            anchor=proximal_log_probs,
+            proximal=proximal_log_probs,
+            behaviour=behaviour_log_probs,
+            advantages=advantages,
+            mask=mask,
+            row_index=rows,
+        )
+        return {name: column.float() for name, column in self.loss.prepare(tokens, seed=seed).items()}
 
     def token_losses(
         self,
@@ -82,11 +135,14 @@ class PolicyObjective:
         mask: Tensor,
         entropy: Tensor | None = None,
         reference_log_probs: Tensor | None = None,
+        ages: Tensor | None = None,
+        rows: Tensor | None = None,
+        prepared: Mapping[str, Tensor] | None = None,
     ) -> TokenLosses:
         """Loss of every token.
 
-        All tensors have one shape, usually [T] packed tokens. Entries outside ``mask`` may be anything, inf and nan
-        included.
+        All tensors have one shape, usually [T] packed tokens: whole rows, in any order. Entries outside ``mask`` may be
+        anything, inf and nan included.
 
         Args:
             current_log_probs: under the weights being trained; the gradient goes here.
@@ -97,23 +153,25 @@ class PolicyObjective:
             mask: boolean, True where the token is trained on.
             entropy: of the current policy at that position; differentiable if ``entropy_coefficient`` is not 0.
             reference_log_probs: under the frozen reference policy.
+            ages: versions between the weights that sampled the token and those at the start of the step.
+            rows: integer, equal for tokens of one row; needed by what sums over rows.
+            prepared: these tokens' entries of what :meth:`prepare` returned.
 
         Returns:
-            Losses and these metrics:
+            Losses and metrics, to be averaged over tokens and then finished by :meth:`report`. Beside those of
+            :mod:`asyncrl.algorithms.policy_report` and the loss's own:
 
             ================== ===========================================================================
-            ratio              r, before clipping
-            clip_fraction      1 where the clip took the token's gradient away
+            ratio              current / anchor, before clipping
             policy_kl          k3 estimate of KL(proximal || current): how far this step has moved
-            behaviour_weight   w, after truncation
-            behaviour_kl       k3 estimate of KL(behaviour || proximal): staleness and engine mismatch
             reference_kl       KL(current || reference) by ``kl_estimator``, if there is a reference
             entropy            if given
             ================== ===========================================================================
 
         Raises:
-            SchemaError: shapes or dtypes differ, or a column that a coefficient needs is missing.
+            SchemaError: shapes or dtypes differ, or a column that something needs is missing.
         """
+        prepared = prepared or {}
         check_tokens(
             mask,
             current_log_probs=current_log_probs,
@@ -122,31 +180,44 @@ class PolicyObjective:
             advantages=advantages,
             entropy=entropy,
             reference_log_probs=reference_log_probs,
+            ages=ages,
+            **prepared,
         )
         if self.kl_coefficient and reference_log_probs is None:
             raise SchemaError(f"kl_coefficient is {self.kl_coefficient}, which needs reference_log_probs")
         if self.entropy_coefficient and entropy is None:
             raise SchemaError(f"entropy_coefficient is {self.entropy_coefficient}, which needs entropy")
+        if self.prepares and not prepared:
+            raise SchemaError(f"{type(self.loss).__name__} needs what prepare() found in the whole batch")
 
         current = keep(current_log_probs, mask)
         proximal = keep(proximal_log_probs.detach(), mask)
         behaviour = keep(behaviour_log_probs.detach(), mask)
-        advantage = keep(advantages.detach(), mask)
-
-        ratio = probability_ratio(current - proximal)
-        free = ratio * advantage
-        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantage
-        if self.behaviour_weight_cap is None:
-            weight = torch.ones_like(proximal)
-        else:
-            weight = probability_ratio(proximal - behaviour).clamp(max=self.behaviour_weight_cap)
-        loss = -weight * torch.minimum(free, clipped)
+        age = None if ages is None else keep(ages.detach(), mask)
+        tokens = PolicyTokens(
+            current=current,
+            anchor=anchor_log_probs(self.anchor, current=current, proximal=proximal, behaviour=behaviour, ages=age),
+            proximal=proximal,
+            behaviour=behaviour,
+            advantages=keep(advantages.detach(), mask),
+            mask=mask,
+            row_index=rows,
+            prepared={name: keep(column.detach(), mask) for name, column in prepared.items()},
+        )
+        losses = self.loss(tokens)
+        weight = self.correction(tokens).detach()
+        loss = weight * losses.loss
         metrics = {
-            "ratio": ratio,
-            "clip_fraction": (clipped < free).to(ratio.dtype),
+            **losses.metrics,
+            **policy_report.moments(
+                proximal=proximal,
+                behaviour=behaviour,
+                clip_fraction=losses.metrics.get("clip_fraction", torch.zeros_like(proximal)),
+                weight=weight,
+                ages=age,
+            ),
+            "ratio": tokens.ratio,
             "policy_kl": kl_estimate(proximal, current),
-            "behaviour_weight": weight,
-            "behaviour_kl": kl_estimate(behaviour, proximal),
         }
         if reference_log_probs is not None:
             reference = keep(reference_log_probs.detach(), mask)
@@ -162,6 +233,10 @@ class PolicyObjective:
             loss=keep(loss, mask), metrics={name: keep(value.detach(), mask) for name, value in metrics.items()}
         )
 
+    def report(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step, from the averages of :meth:`token_losses`' metrics over all its trained tokens."""
+        return policy_report.report(means)
+
     def token_weights(self, lengths: Tensor, *, total_tokens: int, total_rows: int) -> Tensor:
         """:func:`~asyncrl.algorithms.token_weights` with this objective's aggregation."""
         return token_weights(
@@ -171,11 +246,3 @@ class PolicyObjective:
             total_rows=total_rows,
             fixed_length=self.fixed_length,
         )
-
-
-def _check(name: str, value: float, *, low: float, high: float = math.inf) -> None:
-    if not (low <= value <= high) or not math.isfinite(value):
-        allowed = (
-            f"a number from {low:g} to {high:g}" if math.isfinite(high) else f"a finite number of at least {low:g}"
-        )
-        raise ConfigError(f"{name} is {value}", path=name, remedy=allowed)

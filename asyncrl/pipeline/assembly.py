@@ -14,7 +14,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from asyncrl.algorithms import PolicyObjective
+from asyncrl.algorithms import PPO, PolicyObjective, TruncatedImportance
 from asyncrl.config import Config
 from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, SamplingParams
 from asyncrl.parts import load_part, make_part
@@ -36,9 +36,8 @@ def trainer_options(config: Config) -> dict[str, Any]:
     trainer, algorithm = config.trainer, config.algorithm
     return {
         "objective": PolicyObjective(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            behaviour_weight_cap=algorithm.behaviour_weight_cap,
+            loss=PPO(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high),
+            correction=TruncatedImportance(cap=algorithm.behaviour_weight_cap),
             kl_coefficient=algorithm.kl_coefficient,
             kl_estimator=algorithm.kl_estimator,
             entropy_coefficient=algorithm.entropy_coefficient,
@@ -150,8 +149,9 @@ class Assembly:
             options={},
             path="buffer.kind",
             capacity=config.capacity_groups,
-            max_staleness=config.max_staleness,
-            selection=config.buffer.selection,
+            # Where the bound is kept by token, no group is too old: none of a run can be older than its steps.
+            max_staleness=config.steps if config.staleness_policy.keeps_groups else config.max_staleness,
+            selection=config.buffer.selection or config.staleness_policy.selection,
         )
         return buffer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -26,7 +26,7 @@ from engines.training.trainer_folder import export_model, full_tensor, load_trai
 
 __all__ = ["FSDPEngine"]
 
-_OPTIONAL = ("proximal_log_probs", "reference_log_probs")
+_OPTIONAL = ("proximal_log_probs", "reference_log_probs", "ages")
 
 
 class FSDPEngine:
@@ -150,9 +150,10 @@ class FSDPEngine:
         """One policy step: ``minibatches * epochs`` optimizer steps on a trajectory batch.
 
         Columns: ``input_ids``, ``loss_mask``, ``behaviour_log_probs``, ``advantages`` ([B] or ragged); optionally
-        ``proximal_log_probs`` and ``reference_log_probs``. Without ``proximal_log_probs`` they are the current ones
-        if there is a single optimizer step, otherwise they are computed once, before the first. Other columns are
-        ignored. A rank may hold no rows, as long as the columns are there.
+        ``proximal_log_probs``, ``reference_log_probs`` and ``ages``. Without ``proximal_log_probs`` they are the
+        current ones if there is a single optimizer step and the objective prepares nothing, otherwise they are
+        computed once, before the first. Other columns are ignored. A rank may hold no rows, as long as the columns are
+        there.
 
         Returns:
             ``loss`` and ``grad_norm`` (before clipping; both means over the optimizer steps), ``lr`` (of the last
@@ -165,17 +166,16 @@ class FSDPEngine:
             EngineError: loss or gradient norm is not finite (no step is made of it), or another rank failed.
         """
         self._check_open()
-        required = ["behaviour_log_probs", "advantages"]
-        if self._objective.kl_coefficient:
-            required.append("reference_log_probs")
-        rows = self._read(batch, required=required, optional=_OPTIONAL)
+        rows = self._read(batch, required=self._objective.columns, optional=_OPTIONAL)
         held = self._ranks.gather([*(name in rows.columns for name in _OPTIONAL), len(rows), int(rows.scored.sum())])
         if any(each[: len(_OPTIONAL)] != held[0][: len(_OPTIONAL)] for each in held):
             raise InvalidDataError(f"some ranks have the columns {', '.join(_OPTIONAL)}, others have not")
         row_counts, token_counts = [each[-2] for each in held], [each[-1] for each in held]
         _check_some(sum(token_counts))
-        if "proximal_log_probs" not in rows.columns and self._minibatches * self._epochs > 1:
+        prepares = self._objective.prepares
+        if "proximal_log_probs" not in rows.columns and (prepares or self._minibatches * self._epochs > 1):
             rows.columns["proximal_log_probs"], _ = self._passes.score(rows, extras="none")
+        prepared = self._prepare(rows, row_counts, token_counts) if prepares else {}
 
         steps: list[dict[str, float]] = []
         weights_of_steps: list[int] = []
@@ -188,7 +188,7 @@ class FSDPEngine:
                     _only(rows.scored, members), total_tokens=portion.tokens, total_rows=portion.rows
                 )
                 extras: Extras = "entropy_gradient" if self._objective.entropy_coefficient else "entropy"
-                losses_of = partial(self._policy_losses, rows)
+                losses_of = partial(self._policy_losses, rows, prepared)
                 steps.append(self._step(rows, portion, weights, losses_of=losses_of, extras=extras))
                 weights_of_steps.append(portion.tokens)
         self._updates += 1
@@ -197,7 +197,7 @@ class FSDPEngine:
             name: _mean([step[name] for step in steps], [1] * len(steps) if name in per_step else weights_of_steps)
             for name in steps[0]
         }
-        return metrics | {
+        return self._objective.report(metrics) | {
             "lr": steps[-1]["lr"],
             "tokens_trained": float(sum(token_counts)),
             "rows": float(sum(row_counts)),
@@ -329,7 +329,34 @@ class FSDPEngine:
         self._optimizer_steps += 1
         return gradients.metrics | {"loss": gradients.loss, "grad_norm": gradients.norm, "lr": lr}
 
-    def _policy_losses(self, rows: PackedRows, scores: TokenScores, padded: PaddedRows, mask: Tensor) -> TokenLosses:
+    def _prepare(self, rows: PackedRows, row_counts: Sequence[int], token_counts: Sequence[int]) -> dict[str, Tensor]:
+        """[T] columns that the objective needs of the tokens of all ranks; every rank computes them alike."""
+        mine, rank = rows.mask, self._ranks.rank
+        row_of = (rows.row_of[mine] + sum(row_counts[:rank])).double()
+        batch = {
+            name: self._ranks.concatenated(rows.columns[name][mine], token_counts)
+            for name in ("proximal_log_probs", "behaviour_log_probs", "advantages")
+        }
+        whole = self._objective.prepare(
+            **batch,
+            rows=self._ranks.concatenated(row_of, token_counts).long(),
+            seed=(self._seed << 40) + (self._updates << 10),
+        )
+        first = sum(token_counts[:rank])
+        prepared: dict[str, Tensor] = {}
+        for name, column in whole.items():
+            prepared[name] = torch.zeros(len(mine))
+            prepared[name][mine] = column[first : first + token_counts[rank]]
+        return prepared
+
+    def _policy_losses(
+        self,
+        rows: PackedRows,
+        prepared: Mapping[str, Tensor],
+        scores: TokenScores,
+        padded: PaddedRows,
+        mask: Tensor,
+    ) -> TokenLosses:
         columns = {name: padded.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}
         return self._objective.token_losses(
             current_log_probs=scores.log_probs,
@@ -337,8 +364,11 @@ class FSDPEngine:
             behaviour_log_probs=columns["behaviour_log_probs"],
             advantages=columns["advantages"],
             reference_log_probs=columns.get("reference_log_probs"),
+            ages=columns.get("ages"),
             entropy=scores.entropy,
             mask=mask,
+            rows=padded.of_tokens(rows.row_of).to(mask.device),
+            prepared={name: padded.of_tokens(column).to(mask.device) for name, column in prepared.items()},
         )
 
     def _deal(self, row_counts: Sequence[int], *, epoch: int) -> Iterator[list[int]]:

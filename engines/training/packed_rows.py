@@ -61,6 +61,7 @@ class PackedRows:
         mask: [T] bool, the tokens to be scored.
         columns: other columns by name, [T] float32.
         lengths: tokens of each row.
+        row_of: [T] int64, row of each token.
         scored: [B] int64, tokens to be scored of each row.
 
     Raises:
@@ -102,8 +103,9 @@ class PackedRows:
         else:
             self.mask = torch.ones(total, dtype=torch.bool)
             self.mask[first] = False
-        row_of = torch.repeat_interleave(torch.arange(len(row_lengths)), row_lengths)
-        self.scored = torch.zeros(len(row_lengths), dtype=torch.int64).index_add_(0, row_of, self.mask.to(torch.int64))
+        self.row_of = torch.repeat_interleave(torch.arange(len(row_lengths)), row_lengths)
+        self.scored = torch.zeros(len(row_lengths), dtype=torch.int64)
+        self.scored.index_add_(0, self.row_of, self.mask.to(torch.int64))
         self.columns: dict[str, Tensor] = {}
         for name in (*required, *(name for name in optional if name in tensors)):
             self.columns[name] = self._packed(tensors, name).to(torch.float32)

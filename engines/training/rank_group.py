@@ -87,6 +87,17 @@ class RankGroup:
         dist.all_gather(everyone, mine, group=self._group)
         return [tensor.tolist() for tensor in everyone]
 
+    def concatenated(self, column: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Every rank's ``column`` [lengths[rank]] one after another, by rank, on every rank; float64 on the CPU."""
+        mine = column.to(device="cpu", dtype=torch.float64)
+        if self.world_size == 1:
+            return mine
+        padded = torch.zeros(max(lengths), dtype=torch.float64, device=self.device)
+        padded[: len(mine)] = mine
+        everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(everyone, padded, group=self._group)
+        return torch.cat([part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)])
+
     def agree(self, error: Exception | None, *, doing: str) -> None:
         """Fail together: raise ``error`` on the ranks that have one, and :class:`EngineError` on all others.
 

@@ -11,18 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import PolicyObjective
+from asyncrl.algorithms import PPO, NoCorrection, PolicyObjective, TruncatedImportance
 from asyncrl.errors import ConfigError, SchemaError
 
 COLUMNS = ("current", "proximal", "behaviour", "reference", "entropy", "advantage")
 
 
 def plain_loss(objective: PolicyObjective, token: dict[str, float]) -> float:
+    assert isinstance(objective.loss, PPO)
     ratio = math.exp(token["current"] - token["proximal"])
-    clipped = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
+    clipped = min(max(ratio, 1 - objective.loss.clip_low), 1 + objective.loss.clip_high)
     weight = 1.0
-    if objective.behaviour_weight_cap is not None:
-        weight = min(math.exp(token["proximal"] - token["behaviour"]), objective.behaviour_weight_cap)
+    if isinstance(objective.correction, TruncatedImportance):
+        weight = min(math.exp(token["proximal"] - token["behaviour"]), objective.correction.cap)
     gap = token["current"] - token["reference"]
     divergence = {"k1": gap, "k2": gap**2 / 2, "k3": math.exp(-gap) - 1 + gap}[objective.kl_estimator]
     return (
@@ -74,9 +75,8 @@ one_token = st.fixed_dictionaries(
 )
 objectives = st.builds(
     PolicyObjective,
-    clip_low=st.floats(0, 1),
-    clip_high=st.floats(0, 2),
-    behaviour_weight_cap=st.none() | st.floats(1, 10),
+    loss=st.builds(PPO, clip_low=st.floats(0, 1), clip_high=st.floats(0, 2)),
+    correction=st.just(NoCorrection()) | st.builds(TruncatedImportance, cap=st.floats(1, 10)),
     kl_coefficient=st.floats(0, 1),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coefficient=st.floats(0, 1),
@@ -92,7 +92,9 @@ def test_equals_plain_python(objective: PolicyObjective, tokens: list[dict[str, 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_gradient_by_finite_differences(estimator: Any) -> None:
-    objective = PolicyObjective(kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.1, clip_high=0.5)
+    objective = PolicyObjective(
+        kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.1, loss=PPO(clip_high=0.5)
+    )
     tokens = some_tokens(40)
     current = torch.tensor([token["current"] for token in tokens], dtype=torch.float64, requires_grad=True)
     entropy = torch.tensor([token["entropy"] for token in tokens], dtype=torch.float64, requires_grad=True)
@@ -173,7 +175,7 @@ def test_first_step_on_policy_is_the_plain_policy_gradient() -> None:
 def test_an_old_token_weighs_by_how_likely_it_still_is_up_to_the_cap() -> None:
     proximal = torch.log(torch.tensor([0.5, 0.5, 0.5]))
     behaviour = torch.log(torch.tensor([1.0, 0.4, 0.1]))
-    got = PolicyObjective(behaviour_weight_cap=2.0).token_losses(
+    got = PolicyObjective(correction=TruncatedImportance(cap=2.0)).token_losses(
         current_log_probs=proximal,
         proximal_log_probs=proximal,
         behaviour_log_probs=behaviour,
@@ -309,17 +311,22 @@ def test_columns_that_do_not_fit_are_named() -> None:
 
 def test_metrics_are_those_of_the_columns_given() -> None:
     got = losses(PolicyObjective(), some_tokens(2), reference_log_probs=None, entropy=None)
-    assert set(got.metrics) == {"ratio", "clip_fraction", "policy_kl", "behaviour_weight", "behaviour_kl"}
+    assert set(got.metrics) == {
+        "ratio",
+        "clip_fraction",
+        "policy_kl",
+        "behaviour_weight",
+        "behaviour_rejected",
+        "behaviour_ratio",
+        "behaviour_ratio_squared",
+        "behaviour_kl",
+    }
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"clip_low": 1.1},
-        {"clip_low": -0.1},
-        {"clip_high": -0.1},
-        {"clip_high": math.inf},
-        {"behaviour_weight_cap": 0.9},
+        {"anchor": "current"},
         {"kl_coefficient": -1.0},
         {"kl_coefficient": math.nan},
         {"entropy_coefficient": -1.0},
@@ -342,4 +349,4 @@ def test_its_aggregation_weighs_the_tokens() -> None:
         [0.05, 0.0]
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
-        objective.clip_low = 0.3  # type: ignore[misc]
+        objective.anchor = "behaviour"  # type: ignore[misc]

@@ -1,0 +1,51 @@
+"""The centre of the trust region: the policy that the ratio of a policy loss is taken to."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, assert_never
+
+from torch import Tensor
+
+from asyncrl.errors import SchemaError
+
+__all__ = ["Anchor", "anchor_log_probs"]
+
+Anchor: TypeAlias = Literal["proximal", "behaviour", "interpolated"]
+
+
+def anchor_log_probs(
+    anchor: Anchor, *, current: Tensor, proximal: Tensor, behaviour: Tensor, ages: Tensor | None
+) -> Tensor:
+    """Log-probs of the trust region's centre, without gradient.
+
+    ============ ======================================================================================================
+    proximal     the weights at the start of the step: decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298)
+    behaviour    the policy that sampled: PPO as written down first (arXiv:1707.06347). The region moves away from the
+                 weights with every version that a sample is old, and the clip then silences the tokens that changed.
+    interpolated A-3PO (arXiv:2512.06547): (1 - s) log current + s log behaviour with s = 1 / (age + 1), as many
+                 versions as lie between the sample and the weights being made. No forward pass for the proximal
+                 policy, also with several optimizer steps on a batch; a fresh sample's centre is the behaviour itself.
+    ============ ======================================================================================================
+
+    Args:
+        anchor: see the table.
+        current: under the weights being trained.
+        proximal: under the weights at the start of the step.
+        behaviour: as sampled.
+        ages: versions between the weights that sampled the token and those at the start of the step.
+
+    Raises:
+        SchemaError: ``interpolated`` without ``ages``.
+    """
+    match anchor:
+        case "proximal":
+            return proximal.detach()
+        case "behaviour":
+            return behaviour.detach()
+        case "interpolated":
+            if ages is None:
+                raise SchemaError("anchor 'interpolated' needs ages: how many versions old every token is")
+            share = 1.0 / (ages + 1.0)
+            return (share * behaviour + (1.0 - share) * current).detach()
+        case _:
+            assert_never(anchor)

@@ -64,6 +64,7 @@ __all__ = [
     "RolloutEngineStatistics",
     "SamplingParams",
     "SelectedGroup",
+    "SeparateEngine",
     "Step",
     "Task",
     "TokenGenerator",
@@ -289,6 +290,26 @@ class RolloutEngine(TokenGenerator, Protocol):
         ...
 
     def statistics(self) -> RolloutEngineStatistics: ...
+
+
+@runtime_checkable
+class SeparateEngine(RolloutEngine, Protocol):
+    """A rollout engine in a process of its own: it fetches weights itself, and may be gone from one moment to the next.
+
+    Once it is gone, every call raises :class:`EngineError` with the cause.
+    """
+
+    async def fetch_weights(self, manifest: WeightManifest) -> None:
+        """As :meth:`prepare_weights`, with tensors that the engine's process pulls and verifies itself.
+
+        Raises:
+            WeightError: as :meth:`WeightTransport.pull` and :meth:`prepare_weights`.
+        """
+        ...
+
+    async def wait_ended(self) -> str:
+        """Wait until the process is gone; returns why."""
+        ...
 
 
 # ----------------------------------------------------------------------------------------------------------- training

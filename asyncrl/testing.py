@@ -38,7 +38,7 @@ from asyncrl.interfaces import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EchoEnvironment", "EchoFactory", "ScriptedEngine"]
+__all__ = ["EchoEngine", "EchoEnvironment", "EchoFactory", "ScriptedEngine", "TelltaleEngine"]
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class ScriptedEngine:
             elif number + 1 == len(script):
                 reason = "length" if number + 1 == sampling.max_new_tokens else "stop"
             yield GenerationChunk(
-                token_ids=(token,),
+                token_ids=(self.token(token),),
                 log_probs=(self._log_prob,),
                 weight_versions=(self._version,),
                 finish_reason=reason,
@@ -159,6 +159,10 @@ class ScriptedEngine:
             if reason is not None:
                 return
         yield GenerationChunk(token_ids=(), log_probs=(), weight_versions=(), finish_reason="abort")
+
+    def token(self, scripted: int) -> int:
+        """What is really sampled where the script says ``scripted``."""
+        return scripted
 
     async def abort(self, request_id: str) -> bool:
         self._open()
@@ -256,6 +260,32 @@ class ScriptedEngine:
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+class EchoEngine(ScriptedEngine):
+    """Repeats its prompt for as long as it is asked to; made like any engine, so that a process can host it by name.
+
+    Args:
+        model_path: not read.
+        weight_version, token_s, context_tokens: as :class:`ScriptedEngine`.
+    """
+
+    def __init__(
+        self, model_path: str = "", *, weight_version: int = 0, token_s: float = 0.0, context_tokens: int = 4096
+    ) -> None:
+        super().__init__(
+            lambda prompt: (prompt * (context_tokens // len(prompt)))[: context_tokens - len(prompt)],
+            weight_version=weight_version,
+            token_s=token_s,
+            context_tokens=context_tokens,
+        )
+
+
+class TelltaleEngine(EchoEngine):
+    """Its every token is the weight version that made it: a wrong label shows."""
+
+    def token(self, scripted: int) -> int:
+        return self.weight_version
 
 
 class EchoEnvironment:

@@ -1,0 +1,258 @@
+"""An engine in another process does what one in this process does, and its death is told by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.errors import (
+    CodecError,
+    ConfigError,
+    EngineClosedError,
+    EngineError,
+    InvalidDataError,
+    WeightError,
+    WeightMismatchError,
+    WeightVersionError,
+)
+from asyncrl.interfaces import Generation, GenerationRequest, SeparateEngine
+from asyncrl.weights.transport import TransportSpec
+from engines.rollout import engine_protocol
+from engines.rollout.remote_engine import RemoteEngine
+from engines.rollout.transformers_engine import TransformersEngine
+from engines.weights.shared_memory import SharedMemoryTransport
+
+Collect = Callable[..., Any]
+RequestOf = Callable[..., GenerationRequest]
+FolderOf = Callable[..., Path]
+
+TELLTALE = "asyncrl.testing:TelltaleEngine"
+
+
+@contextlib.asynccontextmanager
+async def hosting(model: str = "", **options: Any) -> AsyncIterator[RemoteEngine]:
+    engine = RemoteEngine(model, **options)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TransportSpec:
+    return TransportSpec(name="shared_memory", namespace="remote", options={"directory": str(tmp_path)})
+
+
+async def test_a_model_in_another_process_says_the_same(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, spec: TransportSpec
+) -> None:
+    requests = [request_of(i, [i + 1, 2, 3], 20, seed=i, temperature=0.8) for i in range(6)]
+    begun = request_of("moved", [5, 6], 20, seed=9)
+    here = TransformersEngine(str(folder_of()), device="cpu", threads=1)
+    other = {name: tensor + 0.01 for name, tensor in _weights(folder_of()).items()}
+    await here.start()
+    async with hosting(str(folder_of()), options={"device": "cpu"}, threads=1, transport=spec) as there:
+        assert isinstance(there, SeparateEngine)
+        assert not isinstance(here, SeparateEngine)
+        for version in (0, 1):
+            if version:
+                await asyncio.gather(*(engine.prepare_weights(other, version=1) for engine in (here, there)))
+                assert there.weight_version == 0
+                await asyncio.gather(*(engine.commit_weights(1) for engine in (here, there)))
+            assert there.weight_version == version
+            for one in [*requests, begun]:
+                expected, got = await asyncio.gather(collect(here, one), collect(there, one))
+                assert got.token_ids == expected.token_ids
+                assert got.weight_versions == expected.weight_versions == (version,) * 20
+                assert max(abs(a - b) for a, b in zip(got.log_probs, expected.log_probs, strict=True)) <= 1e-5
+        await _goes_on_as_if_it_had_never_moved(there, begun, expected, collect)
+        assert (await there.health(10.0)).healthy
+        assert there.statistics().tokens_generated == 14 * 20 + 15
+    await here.close()
+
+
+async def _goes_on_as_if_it_had_never_moved(
+    engine: RemoteEngine, request: GenerationRequest, whole: Generation, collect: Collect
+) -> None:
+    moved = GenerationRequest(
+        request_id="moved again",
+        prompt_token_ids=request.prompt_token_ids + whole.token_ids[:5],
+        sampling=request.sampling,
+        continued_tokens=5,
+    )
+    rest: Generation = await collect(engine, moved)
+    assert rest.token_ids == whole.token_ids[5:]
+    assert max(abs(a - b) for a, b in zip(rest.log_probs, whole.log_probs[5:], strict=True)) <= 1e-5
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+async def test_weights_arrive_by_manifest_and_damaged_ones_do_not(spec: TransportSpec, request_of: RequestOf) -> None:
+    published = SharedMemoryTransport(namespace="remote", directory=str(spec.options["directory"]))
+    manifest = published.publish([("a", torch.ones(100))], version=4)
+    async with hosting(engine=TELLTALE, options={"token_s": 0.001}, transport=spec) as engine:
+        stream = engine.generate(request_of("one", [7], 400))
+        assert (await anext(stream)).token_ids == (0,)
+        await engine.pause("keep")
+        await engine.fetch_weights(manifest)
+        with pytest.raises(WeightVersionError, match="version 5 cannot be committed"):
+            await engine.commit_weights(5)
+        await engine.commit_weights(4)
+        await engine.resume()
+        chunks = [chunk async for chunk in stream]
+        assert all(chunk.token_ids == chunk.weight_versions for chunk in chunks)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 399
+        assert chunks[-1].token_ids == (4,)
+        later = published.publish([("a", torch.ones(100))], version=5)
+        (path,) = Path(str(spec.options["directory"])).glob("*.5")
+        data = path.read_bytes()
+        path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+        with pytest.raises(WeightMismatchError, match="version 5"):
+            await engine.fetch_weights(later)
+        published.release(5)
+        with pytest.raises(WeightError, match="version 5 is not available"):
+            await engine.fetch_weights(later)
+        assert engine.weight_version == 4
+    published.close()
+
+
+async def test_pause_abort_and_leaving(request_of: RequestOf, collect: Collect) -> None:
+    async with hosting(engine=TELLTALE, options={"token_s": 0.001}) as engine:
+        running = asyncio.ensure_future(collect(engine, request_of("a", [1], 4000)))
+        stream = engine.generate(request_of("b", [1], 4000))
+        await anext(stream)
+        with pytest.raises(InvalidDataError, match="'b' is in use"):
+            await collect(engine, request_of("b", [1], 4))
+        await engine.pause("keep")
+        before = (await engine.refresh()).tokens_generated
+        assert (await engine.refresh()).running == 2
+        await engine.resume()
+        await stream.aclose()
+        assert await engine.abort("a")
+        got: Generation = await running
+        assert got.finish_reason == "abort"
+        assert not await engine.abort("a")
+        statistics = await engine.refresh()
+        assert (statistics.running, statistics.paused) == (0, False)
+        assert statistics.tokens_generated >= max(before, len(got.token_ids))
+
+
+async def test_a_killed_process_fails_what_waits_with_its_cause(request_of: RequestOf, collect: Collect) -> None:
+    async with hosting(engine=TELLTALE, options={"token_s": 0.001}) as engine:
+        running = asyncio.ensure_future(collect(engine, request_of("a", [1], 4000)))
+        await anext(engine.generate(request_of("b", [1], 4000)))
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=rf"process {engine.pid}\) is gone: killed by SIGKILL"):
+            await running
+        assert "SIGKILL" in await engine.wait_ended()
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await engine.pause()
+        health = await engine.health(1.0)
+        assert not health.healthy
+        assert "SIGKILL" in health.error
+    with pytest.raises(EngineClosedError):
+        await engine.abort("a")
+
+
+async def test_what_cannot_be_hosted_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no option 'tokens'; did you mean 'token_s'"):
+        await RemoteEngine("", engine=TELLTALE, options={"tokens": 1}).start()
+    with pytest.raises(EngineError, match="cannot be started: No such file"):
+        await RemoteEngine("", python=str(tmp_path / "python")).start()
+    with pytest.raises(EngineError, match="exited with status 0"):
+        await RemoteEngine("", python="/bin/true").start()
+    with pytest.raises(EngineError, match="nobody serves an engine"):
+        await RemoteEngine("", address=str(tmp_path / "socket")).start()
+
+
+async def test_a_served_engine_is_shared_and_outlives_its_drivers(
+    tmp_path: Path, request_of: RequestOf, collect: Collect
+) -> None:
+    address = tmp_path / "engine.sock"
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "engines.rollout.engine_process", "--listen", str(address)),
+        *("--engine", TELLTALE, "--options", '{"weight_version": 3}', "model"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert server.stderr is not None
+    try:
+        while b"serves at" not in await server.stderr.readline():
+            pass
+        assert stat.S_IMODE(address.stat().st_mode) == 0o600
+        async with hosting(address=str(address)) as one, hosting(address=str(address)) as two:
+            assert one.weight_version == 3
+            got: list[Generation] = await asyncio.gather(
+                *(collect(engine, request_of(i, [1], 5)) for i, engine in enumerate((one, two)))
+            )
+            assert [generation.token_ids for generation in got] == [(3,) * 5] * 2
+        async with hosting(address=str(address)) as again:
+            assert again.statistics().requests_finished == 2
+        with pytest.raises(InvalidDataError, match="expected a Hello"):
+            await _greeted(address, engine_protocol.Hello(protocol=99, launch=None))
+        assert await _greeted(address, b"\xff\xff\xff\xff garbage") is None
+        async with hosting(address=str(address)) as again:
+            assert (await again.health(5.0)).healthy
+    finally:
+        server.terminate()
+        assert await server.wait() == 0
+    assert not address.exists()
+
+
+async def _greeted(address: Path, greeting: Any) -> Any:
+    reader, writer = await asyncio.open_unix_connection(str(address))
+    frames = engine_protocol.Frames(reader, writer, receives=engine_protocol.EngineMessage)
+    if isinstance(greeting, bytes):
+        writer.write(greeting)
+    else:
+        frames.send(greeting)
+    try:
+        answer = await frames.receive()
+    finally:
+        await frames.close()
+    if isinstance(answer, engine_protocol.Failed):
+        raise engine_protocol.error_of(answer)
+    return answer
+
+
+async def test_a_message_that_is_too_large_is_not_sent(request_of: RequestOf, monkeypatch: Any) -> None:
+    async with hosting(engine=TELLTALE) as engine:
+        monkeypatch.setattr(engine_protocol, "MAX_FRAME_BYTES", 100)
+        with pytest.raises(CodecError, match="100 are allowed"):
+            await anext(engine.generate(request_of("a", [1] * 200, 5)))
+
+
+async def test_the_process_dies_with_its_parent() -> None:
+    program = (
+        "import asyncio\n"
+        "from engines.rollout.remote_engine import RemoteEngine\n"
+        "async def main():\n"
+        f"    engine = RemoteEngine('', engine={TELLTALE!r})\n"
+        "    await engine.start()\n"
+        "    print(engine.pid, flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        engine = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        assert select.select([engine], [], [], 10.0)[0], "the engine outlives its parent"
+        os.close(engine)

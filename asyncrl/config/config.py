@@ -9,6 +9,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from asyncrl.pipeline.staleness import StalenessPolicy, staleness_policy
+
 from .problem import Problem, dotted, problems_of, raise_problems
 from .section import DEEPEST_TABLE, FilePath, Section
 from .sections import (
@@ -22,6 +24,7 @@ from .sections import (
     RewardConfig,
     RolloutConfig,
     SftConfig,
+    StalenessConfig,
     TelemetryConfig,
     TrainerConfig,
     WeightsConfig,
@@ -39,7 +42,7 @@ class Config(Section):
         ...     {"name": "first", "steps": 10, "model": {"source": "scratch"}, "env": {"name": "calculator"}}
         ... )
         >>> config.trainer.group_size, config.capacity_groups
-        (8, 32)
+        (8, 64)
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=80)]
@@ -68,6 +71,8 @@ class Config(Section):
     """The maths of an update."""
     reward: RewardConfig = RewardConfig()
     """Who says how good a trajectory was."""
+    staleness: StalenessConfig = StalenessConfig()
+    """What becomes of rollouts that take longer than `max_staleness` allows."""
     buffer: BufferConfig = BufferConfig()
     """Where finished groups wait."""
     weights: WeightsConfig = WeightsConfig()
@@ -89,7 +94,13 @@ class Config(Section):
         """Groups between admission and use: ``buffer.capacity_groups``, or what the staleness bound allows."""
         if self.buffer.capacity_groups is not None:
             return self.buffer.capacity_groups
-        return (self.max_staleness + 1) * self.trainer.groups_per_step
+        lead = (self.max_staleness + 1) * self.trainer.groups_per_step
+        return 2 * lead if self.staleness_policy.overdue else lead
+
+    @property
+    def staleness_policy(self) -> StalenessPolicy:
+        """``staleness.policy``, or ``wait`` where ``max_staleness`` is 0."""
+        return staleness_policy(self.staleness.policy, max_staleness=self.max_staleness)
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], *, origin: str = "") -> Config:

@@ -23,6 +23,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SftConfig",
+    "StalenessConfig",
     "TelemetryConfig",
     "TrainerConfig",
     "WeightsConfig",
@@ -193,15 +194,23 @@ class RewardConfig(Section):
     """Arguments of the reward model."""
 
 
+class StalenessConfig(Section):
+    """What becomes of rollouts that take longer than `max_staleness` allows."""
+
+    policy: Literal["mask", "wait", "drop", "correct"] = "mask"
+    """`mask` leaves tokens that are too old out of the loss; `wait` makes batches wait for the slow (max_staleness = 0
+    always does); `drop` throws the slow away; `correct` trains past the bound, weighted by measured log-probs."""
+
+
 class BufferConfig(Section):
     """Where finished groups wait to be trained on."""
 
     kind: PartName = "replay"
     """Replay buffer: an installed name, or `package.module:Buffer`."""
     capacity_groups: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """Groups between admission and use; none: (max_staleness + 1) * groups_per_step, all that may be used in time."""
-    selection: PartName = "fifo"
-    """Order in which ready groups are handed out; `fifo` favours no length and no reward."""
+    """Groups between admission and use; none: (max_staleness + 1) * groups_per_step, twice that with overdue ones."""
+    selection: PartName | None = None
+    """Order in which ready groups are handed out; none: what the staleness policy needs, `fifo` or `fifo_ready`."""
 
 
 class WeightsConfig(Section):

@@ -21,11 +21,12 @@ import torch
 
 from asyncrl.algorithms import get_advantage
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure
+from asyncrl.errors import EnvironmentFailure, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
+from asyncrl.pipeline.certificate import Certificate, certify
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
-from asyncrl.pipeline.staleness import AdmissionLaw, Certificate, certify
+from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 from asyncrl.telemetry.timeline import Timeline
@@ -89,7 +90,7 @@ class Observer(Protocol):
 class Trainer(Protocol):
     """The calls the loop makes on the trainer's worker group."""
 
-    def update(self, batch: DataProtoFuture) -> Any: ...
+    def update(self, batch: DataProtoFuture, oldest_version: int | None = None) -> Any: ...
 
     def publish(self, version: int) -> Any: ...
 
@@ -111,6 +112,7 @@ class Driver:
         reward: adds ``scores`` [B] and tells them in its header; None when the environment's reward counts.
         reference: adds ``reference_log_probs``; None without a KL term.
         save_checkpoint: awaited between two steps, with this driver and the step that is done.
+        policy: what becomes of groups that take longer than the bound allows.
         staleness: tokens trained on, by staleness.
         outstanding: slots issued, neither trained on nor dropped yet.
     """
@@ -127,11 +129,14 @@ class Driver:
     reward: Score | None = None
     reference: Score | None = None
     save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
+    policy: StalenessPolicy = POLICIES["wait"]
     staleness: Counter[int] = field(default_factory=Counter)
     outstanding: set[int] = field(default_factory=set)
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _done: bool = False
     _failures_in_a_row: int = 0
+    _dropped_rows: int = 0
+    _dropped_tokens: int = 0
 
     async def run(self) -> None:
         """Train until ``plan.steps`` is reached.
@@ -179,6 +184,7 @@ class Driver:
             self.buffer.drop(slot, "environment_failed", tokens=failure.tokens_generated)
             return
         self._failures_in_a_row = 0
+        self.law.finished_group(slot)
         self.buffer.put(summary, rows)
         self._gauge()
 
@@ -197,7 +203,10 @@ class Driver:
             header = await rows.header()
         meta = header.meta_info
         summary = GroupSummary(**meta["summary"])
+        if summary.slot != slot:
+            raise InvalidDataError(f"the rollout of slot {slot} was answered with rows of slot {summary.slot}")
         self.accounts.drop("environment_failed", meta["wasted_tokens"])
+        self._dropped_tokens += meta["wasted_tokens"]
         if sample:
             self.observer.sampled(meta["sample"], step=self.law.version + 1, slot=slot)
         if self.reward is not None:
@@ -216,6 +225,8 @@ class Driver:
     def _dropped(self, group: DroppedGroup) -> None:
         """A group was given up, here or by the buffer: a later prompt takes its place."""
         self.accounts.drop(group.reason, group.tokens)
+        self._dropped_rows += self.plan.group_size
+        self._dropped_tokens += group.tokens
         self.outstanding.discard(group.slot)
         self.law.dropped(group.slot)
         self._admission_changed.set()
@@ -227,7 +238,7 @@ class Driver:
         publication: asyncio.Task[None] | None = None
         for step in range(self.law.version + 1, self.plan.steps + 1):
             with self.timeline.wait("train", "rollouts"):
-                groups = await self.buffer.select(self.plan.groups_per_step, weight_version=step - 1)
+                groups = await self._select(step)
             with self.timeline.span("train", f"step {step}", groups=len(groups)):
                 record = await self._update(step, groups)
             self.observer.stepped(record)
@@ -248,22 +259,47 @@ class Driver:
         self._done = True
         self._admission_changed.set()
 
+    async def _select(self, step: int) -> Sequence[SelectedGroup]:
+        """The next batch; one without a token that is young enough is given up for groups sampled from now on."""
+        oldest = self._oldest_version(step)
+        while True:
+            groups = await self.buffer.select(self.plan.groups_per_step, weight_version=step - 1)
+            counts = [group.summary.version_tokens for group in groups]
+            if oldest is None or any(each[version] and version >= oldest for each in counts for version in each):
+                return groups
+            for group in groups:
+                self.buffer.drop(group.summary.slot, "stale")
+
+    def _oldest_version(self, step: int) -> int | None:
+        return self.policy.oldest_version(step - 1, max_staleness=self.law.max_staleness)
+
     async def _update(self, step: int, groups: Sequence[SelectedGroup]) -> StepRecord:
         """One batch: concatenate the groups' rows where they lie, add advantages, update."""
         summaries = [group.summary for group in groups]
-        certificate = certify(summaries, trainer_version=step - 1)
+        certificate = certify(
+            summaries,
+            trainer_version=step - 1,
+            oldest_version=self._oldest_version(step),
+            dropped_rows=self._dropped_rows,
+            dropped_tokens=self._dropped_tokens,
+        )
+        self._dropped_rows = self._dropped_tokens = 0
         rewards = [reward for summary in summaries for reward in summary.rewards]
         owners = [summary.slot for summary in summaries for _ in summary.rewards]
         advantages = get_advantage(self.plan.advantage)(torch.tensor(rewards), torch.tensor(owners))
         columns = [*TRAINED_COLUMNS, *(["reference_log_probs"] if self.reference is not None else [])]
+        oldest = self._oldest_version(step) if certificate.masked_tokens else None
+        if oldest is not None:
+            columns.append("weight_versions")
         batch = DataProtoFuture.concat(
             [group.rows.select(columns, non_tensor_batch_keys=[], meta_info_keys=[]) for group in groups]
         )
         batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
-        (metrics, *_others) = await self.trainer.update(batch)
+        (metrics, *_others) = await self.trainer.update(batch, oldest)
         slots = [summary.slot for summary in summaries]
         self.buffer.release(slots)
         self.accounts.train(int(metrics["tokens_trained"]))
+        self.accounts.drop("masked", certificate.masked_tokens)
         self.outstanding.difference_update(slots)
         self.staleness.update(certificate.histogram)
         statistics = self.buffer.statistics()

@@ -30,21 +30,87 @@ Nothing left over. At most ``total_groups`` live slots ever exist, which is what
 most ``groups_per_step * (max_staleness + 1)`` of them are alive and not yet trained on (:attr:`AdmissionLaw.window`),
 which is the capacity a buffer needs.
 
-With a selection that does not follow slot order, counts, window and progress hold as said; the bound on staleness is
-then the buffer's, which drops what is too old (report those drops here too).
+That is the policy ``wait``. The others train on groups as they finish, the lowest slot first, so that nobody waits for
+the slow ones; then the law bounds how far generation runs ahead, and the bound on staleness is kept where a batch is
+trained on (:class:`StalenessPolicy`). Counts and progress hold as said, since the proofs do not ask which live slots a
+step takes. A group that has been out for more than ``overdue_after`` versions does not hold its place any longer: it
+will be trained on when it comes, and meanwhile another one keeps the trainer busy. At most a window of places is given
+away like this, so at most twice the window is ever alive: a generator that is merely overloaded cannot be overloaded
+further without end. ``docs/staleness.md`` derives what each policy costs, and measures it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
-from asyncrl.errors import InvalidDataError, WeightVersionError
-from asyncrl.interfaces import GroupSummary
+from asyncrl.errors import ConfigError, InvalidDataError, WeightVersionError
 
-__all__ = ["AdmissionLaw", "Certificate", "certify", "merge"]
+__all__ = ["POLICIES", "AdmissionLaw", "StalenessPolicy", "staleness_policy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessPolicy:
+    """What becomes of groups that take longer than the bound allows.
+
+    Attributes:
+        name: in configurations.
+        selection: order in which the buffer hands groups out, unless the configuration names another.
+        too_old: what is done with tokens past the bound when their group is trained on. ``none``: there are none, since
+            slow groups are waited for. ``drop``: their whole group is dropped. ``mask``: they are left out of the loss;
+            the rewards of their group count for its baseline as ever. ``correct``: they are trained on, with the weight
+            that their measured log-probs give them (``algorithm.behaviour_weight_cap``).
+        overdue: whether a group that is out for very long gives its place away.
+    """
+
+    name: str
+    selection: str
+    too_old: Literal["none", "drop", "mask", "correct"]
+    overdue: bool
+
+    @property
+    def keeps_groups(self) -> bool:
+        """True if the buffer must hand out groups that passed the bound: the bound is kept by token, or not at all."""
+        return self.too_old in ("mask", "correct")
+
+    def overdue_after(self, max_staleness: int) -> int | None:
+        """Versions after which a group gives its place away: two whole windows. None for never."""
+        return 2 * (max_staleness + 1) if self.overdue else None
+
+    def oldest_version(self, trainer_version: int, *, max_staleness: int) -> int | None:
+        """Lowest version whose tokens are trained on at ``trainer_version``; None if every token may be."""
+        return max(0, trainer_version - max_staleness) if self.too_old == "mask" else None
+
+
+POLICIES: Mapping[str, StalenessPolicy] = MappingProxyType(
+    {
+        policy.name: policy
+        for policy in (
+            StalenessPolicy(name="mask", selection="fifo_ready", too_old="mask", overdue=True),
+            StalenessPolicy(name="wait", selection="fifo", too_old="none", overdue=False),
+            StalenessPolicy(name="drop", selection="fifo_ready", too_old="drop", overdue=False),
+            StalenessPolicy(name="correct", selection="fifo_ready", too_old="correct", overdue=True),
+        )
+    }
+)
+"""The policies that a configuration can name."""
+
+
+def staleness_policy(name: str, *, max_staleness: int) -> StalenessPolicy:
+    """The policy called ``name``; ``wait`` for a bound of 0, where a step has nothing to do but wait.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in POLICIES:
+        raise ConfigError(
+            f"no staleness policy is called {name!r}", path="staleness.policy", remedy=f"one of {', '.join(POLICIES)}"
+        )
+    return POLICIES["wait" if max_staleness == 0 else name]
 
 
 class AdmissionLaw:
@@ -59,6 +125,7 @@ class AdmissionLaw:
         held: slots of an earlier run that wait to be trained on, with rows sampled under versions up to
             ``first_version``.
         again: slots of an earlier run whose rows are lost; they are issued again, under their numbers, before new ones.
+        overdue_after: versions after which a group that is still out gives its place away; None for never.
 
     >>> law = AdmissionLaw(2, max_staleness=1, total_groups=6)
     >>> [law.issue() for _ in range(4)], law.may_issue()
@@ -80,6 +147,7 @@ class AdmissionLaw:
         first_slot: int = 0,
         held: Iterable[int] = (),
         again: Iterable[int] = (),
+        overdue_after: int | None = None,
     ) -> None:
         if groups_per_step < 1:
             raise ValueError(f"groups_per_step must be at least 1, got {groups_per_step}")
@@ -91,6 +159,8 @@ class AdmissionLaw:
             )
         if first_version < 0 or first_slot < 0:
             raise ValueError(f"versions and slots begin at 0, got {first_version=}, {first_slot=}")
+        if overdue_after is not None and overdue_after < 1:
+            raise ValueError(f"overdue_after must be at least 1 version, got {overdue_after}")
         again_slots = sorted(again)
         outstanding = sorted([*held, *again_slots])
         if len(set(outstanding)) != len(outstanding):
@@ -102,6 +172,7 @@ class AdmissionLaw:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.total_groups = total_groups
+        self.overdue_after = overdue_after
         self.first_version = first_version
         self._version = first_version
         self._first_slot = first_slot
@@ -111,6 +182,8 @@ class AdmissionLaw:
         self._issued = 0
         self._dropped: set[int] = set()
         self._dropped_outstanding: list[int] = []
+        self._out: OrderedDict[int, int] = OrderedDict()  # by slot, the version it was issued under, oldest first
+        self._overdue: set[int] = set()
 
     @property
     def version(self) -> int:
@@ -135,7 +208,17 @@ class AdmissionLaw:
     @property
     def window(self) -> int:
         """Most groups that are ever alive and not yet trained on: the capacity a buffer needs."""
+        return self.lead * (1 if self.overdue_after is None else 2)
+
+    @property
+    def lead(self) -> int:
+        """Most groups that hold a place at once."""
         return self.groups_per_step * (self.max_staleness + 1)
+
+    @property
+    def overdue(self) -> int:
+        """Groups that are out and have given their place away."""
+        return len(self._overdue)
 
     @property
     def finished(self) -> bool:
@@ -156,9 +239,13 @@ class AdmissionLaw:
             raise InvalidDataError(f"no group may be issued: {self.explain()}")
         self._issued += 1
         if self._again:
-            return self._again.popleft()
-        self._next_slot += 1
-        return self._next_slot - 1
+            slot = self._again.popleft()
+        else:
+            slot = self._next_slot
+            self._next_slot += 1
+        if self.overdue_after is not None:
+            self._out[slot] = self._version
+        return slot
 
     def published(self, version: int) -> None:
         """Every engine that serves holds ``version`` now (steps may be skipped, versions never go back).
@@ -169,6 +256,14 @@ class AdmissionLaw:
         if version < self._version:
             raise WeightVersionError(f"weight versions only grow: {version} was published after {self._version}")
         self._version = version
+        while self._out and version - next(iter(self._out.values())) > (self.overdue_after or 0):
+            slot, _issued_under = self._out.popitem(last=False)
+            self._overdue.add(slot)
+
+    def finished_group(self, slot: int) -> None:
+        """The group is rolled out: it lies in the buffer now, and holds a place again if it had given its away."""
+        self._out.pop(slot, None)
+        self._overdue.discard(slot)
 
     def dropped(self, slot: int) -> None:
         """The group was not and will not be trained on. A later slot takes its place.
@@ -182,6 +277,7 @@ class AdmissionLaw:
         if slot in self._dropped:
             raise InvalidDataError(f"slot {slot} was dropped twice; its place must be given away only once")
         self._dropped.add(slot)
+        self.finished_group(slot)
         if outstanding:
             insort(self._dropped_outstanding, slot)
             if slot in self._again:
@@ -210,128 +306,5 @@ class AdmissionLaw:
             slot = self._again[0]
             rank = bisect_left(self._outstanding, slot) - bisect_left(self._dropped_outstanding, slot)
         else:
-            rank = self.live
+            rank = self.live - min(len(self._overdue), self.lead)
         return self.first_version + rank // self.groups_per_step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
-    """What a batch (or many, merged) was trained on, and what was thrown away on the way.
-
-    Attributes:
-        first_version: lowest trainer version among the batches.
-        last_version: highest one.
-        groups: groups trained on.
-        rows: rows trained on.
-        tokens: tokens the policy sampled for those rows.
-        histogram: tokens by staleness (trainer version minus sampling version), in growing order.
-        dropped_rows: rows issued but not trained on.
-        dropped_tokens: tokens sampled for those; an unfinished row counts as far as it came.
-    """
-
-    first_version: int
-    last_version: int
-    groups: int
-    rows: int
-    tokens: int
-    histogram: Mapping[int, int]
-    dropped_rows: int = 0
-    dropped_tokens: int = 0
-
-    @property
-    def maximum(self) -> int:
-        """Staleness of the oldest token; 0 without tokens."""
-        return max(self.histogram, default=0)
-
-    @property
-    def mean(self) -> float:
-        """Mean staleness of a token; 0 without tokens."""
-        total = sum(staleness * tokens for staleness, tokens in self.histogram.items())
-        return total / self.tokens if self.tokens else 0.0
-
-    @property
-    def mean_length_trained(self) -> float:
-        """Sampled tokens per row trained on; 0 without rows."""
-        return self.tokens / self.rows if self.rows else 0.0
-
-    @property
-    def mean_length_issued(self) -> float:
-        """Sampled tokens per row issued, dropped ones included. A lower bound if some were dropped unfinished."""
-        rows = self.rows + self.dropped_rows
-        return (self.tokens + self.dropped_tokens) / rows if rows else 0.0
-
-    @property
-    def length_ratio(self) -> float:
-        """Mean length trained over mean length issued: below 1, slow rows were thrown away. 1 without tokens."""
-        return self.mean_length_trained / self.mean_length_issued if self.mean_length_issued else 1.0
-
-    @property
-    def waste(self) -> float:
-        """Share of the sampled tokens that were thrown away, 0..1."""
-        total = self.tokens + self.dropped_tokens
-        return self.dropped_tokens / total if total else 0.0
-
-
-def certify(
-    summaries: Iterable[GroupSummary], *, trainer_version: int, dropped_rows: int = 0, dropped_tokens: int = 0
-) -> Certificate:
-    """Certificate of one batch: ``summaries`` are trained on by the step at ``trainer_version``.
-
-    ``dropped_rows`` and ``dropped_tokens`` count what was thrown away since the batch before.
-
-    Raises:
-        InvalidDataError: a summary's counts disagree, or it has tokens of a version the trainer has not made yet.
-    """
-    histogram: dict[int, int] = {}
-    groups = rows = tokens = 0
-    for summary in summaries:
-        if sum(summary.version_tokens.values()) != summary.tokens:
-            raise InvalidDataError(
-                f"group {summary.slot} has {summary.tokens} tokens, but its versions "
-                f"{dict(summary.version_tokens)} count {sum(summary.version_tokens.values())}"
-            )
-        for version, count in summary.version_tokens.items():
-            if not 0 <= version <= trainer_version:
-                raise InvalidDataError(
-                    f"group {summary.slot} has tokens of version {version}; the trainer is at {trainer_version}"
-                )
-            if count:
-                histogram[trainer_version - version] = histogram.get(trainer_version - version, 0) + count
-        groups += 1
-        rows += summary.rows
-        tokens += summary.tokens
-    return Certificate(
-        first_version=trainer_version,
-        last_version=trainer_version,
-        groups=groups,
-        rows=rows,
-        tokens=tokens,
-        histogram=dict(sorted(histogram.items())),
-        dropped_rows=dropped_rows,
-        dropped_tokens=dropped_tokens,
-    )
-
-
-def merge(certificates: Iterable[Certificate]) -> Certificate:
-    """One certificate for all of them.
-
-    Raises:
-        ValueError: there is none.
-    """
-    parts = list(certificates)
-    if not parts:
-        raise ValueError("merge needs at least one certificate")
-    histogram: dict[int, int] = {}
-    for part in parts:
-        for staleness, tokens in part.histogram.items():
-            histogram[staleness] = histogram.get(staleness, 0) + tokens
-    return Certificate(
-        first_version=min(part.first_version for part in parts),
-        last_version=max(part.last_version for part in parts),
-        groups=sum(part.groups for part in parts),
-        rows=sum(part.rows for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        histogram=dict(sorted(histogram.items())),
-        dropped_rows=sum(part.dropped_rows for part in parts),
-        dropped_tokens=sum(part.dropped_tokens for part in parts),
-    )

@@ -11,6 +11,7 @@ from asyncrl.data import DataProto
 from asyncrl.errors import WeightVersionError
 from asyncrl.interfaces import TrainingEngine, WeightTransport
 from asyncrl.parts import make_part
+from asyncrl.pipeline.masking import mask_older
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
@@ -73,9 +74,9 @@ class TrainerWorker(Worker):
         return self._held().supervise(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """One policy step: the weights of the next version."""
-        metrics = self._held().update(batch)
+    def update(self, batch: DataProto, oldest_version: int | None = None) -> dict[str, float]:
+        """One policy step: the weights of the next version. Tokens of versions below ``oldest_version`` are masked."""
+        metrics = self._held().update(batch if oldest_version is None else mask_older(batch, oldest_version))
         self._version += 1
         return metrics
 

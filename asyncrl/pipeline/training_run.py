@@ -166,6 +166,7 @@ class TrainingRun:
             reward=reward.score if reward is not None else None,
             reference=reference.reference_log_probs if reference is not None else None,
             save_checkpoint=self._save,
+            policy=config.staleness_policy,
         )
 
     async def _build_trainer(self, model: str, *, weight_version: int) -> None:
@@ -259,7 +260,12 @@ def _plan(config: Config) -> TrainingPlan:
 def _law(config: Config, resumed: DriverState | None) -> AdmissionLaw:
     groups = config.trainer.groups_per_step
     if resumed is None:
-        return AdmissionLaw(groups, max_staleness=config.max_staleness, total_groups=config.steps * groups)
+        return AdmissionLaw(
+            groups,
+            max_staleness=config.max_staleness,
+            total_groups=config.steps * groups,
+            overdue_after=config.staleness_policy.overdue_after(config.max_staleness),
+        )
     total_groups = (config.steps - resumed.step) * groups
     return AdmissionLaw(
         groups,
@@ -268,6 +274,7 @@ def _law(config: Config, resumed: DriverState | None) -> AdmissionLaw:
         first_version=resumed.step,
         first_slot=resumed.next_slot,
         again=sorted(resumed.outstanding)[:total_groups],  # fewer steps than planned before need fewer groups
+        overdue_after=config.staleness_policy.overdue_after(config.max_staleness),
     )
 
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import buffers.replay
 from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
-from asyncrl.pipeline.staleness import AdmissionLaw, certify
+from asyncrl.pipeline.certificate import certify
+from asyncrl.pipeline.staleness import AdmissionLaw
 from buffers.replay import AsyncReplayBuffer
 
 ROWS = object()

@@ -31,7 +31,9 @@ def test_the_smallest_configuration_is_complete():
 
 def test_the_buffer_holds_what_may_still_be_trained_on():
     assert config(max_staleness=0, trainer={"groups_per_step": 4}).capacity_groups == 4
-    assert config(max_staleness=3, trainer={"groups_per_step": 4}).capacity_groups == 16
+    assert config(max_staleness=3, trainer={"groups_per_step": 4}).capacity_groups == 32  # overdue ones too
+    waiting = config(max_staleness=3, trainer={"groups_per_step": 4}, staleness={"policy": "wait"})
+    assert waiting.capacity_groups == 16
     assert config(buffer={"capacity_groups": 100}).capacity_groups == 100
 
 
@@ -60,7 +62,7 @@ def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
 
 
 def test_derived_values_are_told_as_comments():
-    assert "# capacity_groups = 32, derived" in config().to_toml()
+    assert "# capacity_groups = 64, derived" in config().to_toml()
     assert "# capacity" not in config(buffer={"capacity_groups": 40}).to_toml()
 
 

@@ -74,6 +74,8 @@ ODD_VALUES = (
 
 
 def mutate(text: str, randomness: random.Random) -> bytes:
+    if "=" not in text:  # cut short before: nothing is left to mutate
+        return text.encode()
     lines = text.splitlines()
     kind = randomness.randrange(10)
     at = randomness.randrange(len(lines))

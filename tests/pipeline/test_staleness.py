@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import asyncrl.pipeline.staleness
 from asyncrl.errors import InvalidDataError, WeightVersionError
 from asyncrl.interfaces import GroupSummary
-from asyncrl.pipeline.staleness import AdmissionLaw, Certificate, certify, merge
+from asyncrl.pipeline.certificate import Certificate, certify, merge
+from asyncrl.pipeline.staleness import AdmissionLaw
 
 
 def issue_all(law: AdmissionLaw) -> list[int]:

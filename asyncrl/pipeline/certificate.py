@@ -1,0 +1,151 @@
+"""The certificate of a batch: how old its tokens were, what was masked, and what was thrown away on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from asyncrl.errors import InvalidDataError
+from asyncrl.interfaces import GroupSummary
+
+__all__ = ["Certificate", "certify", "merge"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What a batch (or many, merged) was trained on, and what was thrown away on the way.
+
+    Attributes:
+        first_version: lowest trainer version among the batches.
+        last_version: highest one.
+        groups: groups trained on.
+        rows: rows trained on.
+        tokens: tokens trained on.
+        histogram: those by staleness (trainer version minus sampling version), in growing order.
+        masked_tokens: further tokens of the same rows, too old to be trained on.
+        dropped_rows: rows issued but not trained on.
+        dropped_tokens: tokens sampled for those; an unfinished row counts as far as it came.
+    """
+
+    first_version: int
+    last_version: int
+    groups: int
+    rows: int
+    tokens: int
+    histogram: Mapping[int, int]
+    masked_tokens: int = 0
+    dropped_rows: int = 0
+    dropped_tokens: int = 0
+
+    @property
+    def maximum(self) -> int:
+        """Staleness of the oldest token; 0 without tokens."""
+        return max(self.histogram, default=0)
+
+    @property
+    def mean(self) -> float:
+        """Mean staleness of a token; 0 without tokens."""
+        total = sum(staleness * tokens for staleness, tokens in self.histogram.items())
+        return total / self.tokens if self.tokens else 0.0
+
+    @property
+    def mean_length_trained(self) -> float:
+        """Sampled tokens per row trained on, masked ones included; 0 without rows."""
+        return (self.tokens + self.masked_tokens) / self.rows if self.rows else 0.0
+
+    @property
+    def mean_length_issued(self) -> float:
+        """Sampled tokens per row issued, dropped ones included. A lower bound if some were dropped unfinished."""
+        rows = self.rows + self.dropped_rows
+        return (self.tokens + self.masked_tokens + self.dropped_tokens) / rows if rows else 0.0
+
+    @property
+    def length_ratio(self) -> float:
+        """Mean length trained over mean length issued: below 1, slow rows were thrown away. 1 without tokens."""
+        return self.mean_length_trained / self.mean_length_issued if self.mean_length_issued else 1.0
+
+    @property
+    def waste(self) -> float:
+        """Share of the sampled tokens that were not trained on, 0..1: masked, or dropped with their row."""
+        lost = self.masked_tokens + self.dropped_tokens
+        return lost / (self.tokens + lost) if lost else 0.0
+
+    @property
+    def masked_share(self) -> float:
+        """Share of the tokens of trained rows that were masked, 0..1."""
+        return self.masked_tokens / (self.tokens + self.masked_tokens) if self.masked_tokens else 0.0
+
+
+def certify(
+    summaries: Iterable[GroupSummary],
+    *,
+    trainer_version: int,
+    oldest_version: int | None = None,
+    dropped_rows: int = 0,
+    dropped_tokens: int = 0,
+) -> Certificate:
+    """Certificate of one batch: ``summaries`` are trained on by the step at ``trainer_version``.
+
+    Tokens of versions below ``oldest_version`` are masked. ``dropped_rows`` and ``dropped_tokens`` count what was
+    thrown away since the batch before.
+
+    Raises:
+        InvalidDataError: a summary's counts disagree, or it has tokens of a version the trainer has not made yet.
+    """
+    histogram: dict[int, int] = {}
+    groups = rows = tokens = masked = 0
+    for summary in summaries:
+        if sum(summary.version_tokens.values()) != summary.tokens:
+            raise InvalidDataError(
+                f"group {summary.slot} has {summary.tokens} tokens, but its versions "
+                f"{dict(summary.version_tokens)} count {sum(summary.version_tokens.values())}"
+            )
+        for version, count in summary.version_tokens.items():
+            if not 0 <= version <= trainer_version:
+                raise InvalidDataError(
+                    f"group {summary.slot} has tokens of version {version}; the trainer is at {trainer_version}"
+                )
+            if oldest_version is not None and version < oldest_version:
+                masked += count
+            elif count:
+                histogram[trainer_version - version] = histogram.get(trainer_version - version, 0) + count
+        groups += 1
+        rows += summary.rows
+        tokens += summary.tokens
+    return Certificate(
+        first_version=trainer_version,
+        last_version=trainer_version,
+        groups=groups,
+        rows=rows,
+        tokens=tokens - masked,
+        histogram=dict(sorted(histogram.items())),
+        masked_tokens=masked,
+        dropped_rows=dropped_rows,
+        dropped_tokens=dropped_tokens,
+    )
+
+
+def merge(certificates: Iterable[Certificate]) -> Certificate:
+    """One certificate for all of them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    parts = list(certificates)
+    if not parts:
+        raise ValueError("merge needs at least one certificate")
+    histogram: dict[int, int] = {}
+    for part in parts:
+        for staleness, tokens in part.histogram.items():
+            histogram[staleness] = histogram.get(staleness, 0) + tokens
+    return Certificate(
+        first_version=min(part.first_version for part in parts),
+        last_version=max(part.last_version for part in parts),
+        groups=sum(part.groups for part in parts),
+        rows=sum(part.rows for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        histogram=dict(sorted(histogram.items())),
+        masked_tokens=sum(part.masked_tokens for part in parts),
+        dropped_rows=sum(part.dropped_rows for part in parts),
+        dropped_tokens=sum(part.dropped_tokens for part in parts),
+    )

@@ -1,0 +1,1 @@
+"""The production loop on a virtual clock, with modelled engines, environments, trainer and faults."""

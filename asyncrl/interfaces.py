@@ -7,6 +7,7 @@ them and are found by name through packaging entry points:
     asyncrl.training_engines    TrainingEngine      updates the policy
     asyncrl.weight_transports   WeightTransport     carries weights from one to the other
     asyncrl.replay_buffers      ReplayBuffer        holds finished groups until they are trained on
+    asyncrl.ledgers             Ledger              keeps every prompt, and what was sampled for it, on the disk
     asyncrl.reward_models       RewardModel         turns rows into rewards
     asyncrl.environments        EnvironmentFactory  tasks, and the worlds they are solved in
     asyncrl.trackers            Tracker             receives metrics
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.data import DataProto, DataProtoFuture
+    from asyncrl.ledger import LedgerEvent, LedgerPosition, LedgerStatistics, Recovered
     from asyncrl.weights.manifest import WeightManifest
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "GenerationRequest",
     "GroupSummary",
     "KVCachePolicy",
+    "Ledger",
     "Message",
     "PauseMode",
     "ReplayBuffer",
@@ -594,6 +597,55 @@ class ReplayBuffer(Protocol):
         ...
 
     def statistics(self) -> ReplayBufferStatistics: ...
+
+
+class Ledger(Protocol):
+    """Keeps every prompt from issue to use on the disk, with the rows sampled for it. Its words: :mod:`asyncrl.ledger`.
+
+    ``append`` decides at once whether an event may happen, and never waits; events become durable in the order in which
+    they were appended. At every instant, and after every recovery: issued = consumed + dropped + failed + live.
+    """
+
+    @property
+    def recovered(self) -> Recovered | None:
+        """What a resumed ledger found; None of one that began here."""
+        ...
+
+    def append(self, event: LedgerEvent, *more: LedgerEvent, rows: bytes | None = None) -> bool:
+        """Let ``event`` happen, and ``more`` with it; ``rows`` come with a completed group (``rollout/record.py``).
+
+        Returns:
+            False if it came late or twice: then its result must not be used.
+
+        Raises:
+            InvalidDataError: the life of a prompt does not have it.
+            LedgerError: the ledger cannot be written.
+        """
+        ...
+
+    async def room(self) -> None:
+        """Wait while more waits to be written than should."""
+        ...
+
+    async def durable(self) -> LedgerPosition:
+        """Wait until everything appended so far is on the disk; where that is."""
+        ...
+
+    def attempt(self, slot: int) -> int:
+        """Number of the newest attempt at a live prompt; -1 before the first."""
+        ...
+
+    def query(
+        self, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
+    ) -> DataProto:
+        """Recorded trajectories for which the SQL condition ``where`` holds. Blocks."""
+        ...
+
+    def statistics(self) -> LedgerStatistics: ...
+
+    async def aclose(self) -> None:
+        """Write what is left and close the file. Idempotent."""
+        ...
 
 
 class Tracker(Protocol):

@@ -1,0 +1,431 @@
+"""The ledger of a run: every prompt from issue to use, on the disk, with the rows that were sampled for it.
+
+What may happen is decided in :mod:`buffers.ledger_state`, at once and in memory; a thread of
+:mod:`buffers.ledger_writer` brings it to the disk in groups; :mod:`buffers.ledger_file` finds out what a file still
+holds. Events become durable in the order in which they were appended, so whatever a crash leaves is a moment that
+really was.
+
+What a crash can take:
+
+    death of the process        events of the last ``commit_latency_s``; their prompts are dispatched again
+    death of the machine        the same with ``fsync = "commit"``; with ``"checkpoint"`` what came since the last
+                                checkpoint of the run, which is brought to the disk with the ledger
+    a damaged file              what comes after the damage; it is found out when the run is resumed, and told
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from asyncrl.data import DataProto
+from asyncrl.durable import DurableFiles
+from asyncrl.errors import InvalidDataError, LedgerError
+from asyncrl.interfaces import GroupSummary
+from asyncrl.ledger import (
+    Completed,
+    Consumed,
+    Dropped,
+    GivenUp,
+    Issued,
+    LedgerBase,
+    LedgerEvent,
+    LedgerPosition,
+    LedgerStatistics,
+    Lost,
+    Rebased,
+    RecordedGroup,
+    Recovered,
+    Resumed,
+    Reused,
+    Rewarded,
+)
+from asyncrl.rollout.record import RowRecord, decode_rows, read_trajectory
+from asyncrl.rollout.trajectory import trajectories_to_batch
+from buffers.ledger_file import Connect, Contents, Witness, open_file, read, read_rows, set_aside
+from buffers.ledger_schema import digest, encode_event
+from buffers.ledger_state import LedgerState, PromptState
+from buffers.ledger_writer import Entry, LedgerWriter, Rows
+
+__all__ = ["SQLiteLedger", "query"]
+
+_WAL_BYTES = 1 << 26
+
+
+class SQLiteLedger:
+    """Implements :class:`asyncrl.interfaces.Ledger` in one SQLite file. Used from one event loop.
+
+    Args:
+        path: the file; made if it is not there.
+        resume: None begins a ledger, and a file that is there already is refused; a checkpoint's
+            :class:`LedgerBase` goes on with it (:attr:`recovered` says what was found).
+        commit_latency_s: longest time an event waits for others to be committed with.
+        fsync: ``commit`` brings every commit to the disk (survives the machine), ``checkpoint`` leaves that to the
+            operating system until :meth:`durable` is awaited (survives the process).
+        queue_bytes: what may wait to be written before :meth:`room` waits.
+        threaded: False commits inside :meth:`append`.
+        connect: makes connections; ``sqlite3.connect``, or what stands in for it.
+        files: likewise for other files.
+
+    Raises:
+        LedgerError: the file cannot be made, or is of another kind.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume: LedgerBase | None = None,
+        commit_latency_s: float = 0.05,
+        fsync: Literal["commit", "checkpoint"] = "commit",
+        queue_bytes: int = _WAL_BYTES,
+        threaded: bool = True,
+        connect: Connect = sqlite3.connect,
+        files: DurableFiles | None = None,
+    ) -> None:
+        self._path = path
+        self._files = files or DurableFiles()
+        self._connect = connect
+        self._fsync = fsync
+        self._witness = Witness(path, files=self._files)
+        self._state = LedgerState()
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._recovered: Recovered | None = None
+        if resume is None and path.exists():
+            raise LedgerError(f"{path} is there already: a run begins with a ledger of its own")
+        contents = Contents((), (), ())
+        notes: tuple[str, ...] = ()
+        if resume is not None:
+            contents, notes = self._salvaged(resume)
+        else:
+            self._witness.create()
+        try:
+            self._connection = open_file(path, connect=connect, fsync=fsync)
+        except sqlite3.Error as error:
+            raise LedgerError(f"{path} cannot be opened: {error}") from error
+        self._writer = LedgerWriter(
+            self._connection,
+            self._witness,
+            position=contents.end,
+            commit_latency_s=commit_latency_s,
+            queue_bytes=queue_bytes,
+            on_commit=self._committed,
+            threaded=threaded,
+        )
+        if resume is not None:
+            try:
+                self._recovered = self._go_on(resume, contents, notes)
+            except BaseException:
+                self._writer.close()
+                raise
+
+    # -------------------------------------------------------------------------------------------------------- writing
+
+    def append(self, event: LedgerEvent, *more: LedgerEvent, rows: bytes | None = None) -> bool:
+        """Let ``event`` happen; it is on the disk a little later. Never waits.
+
+        Args:
+            event: what happened. The ``digest`` of :class:`Completed` is filled in from ``rows``.
+            more: what happened with it: a crash leaves all of these events or none.
+            rows: of a completed group, by :func:`asyncrl.rollout.record.encode_rows`.
+
+        Returns:
+            False if it came late or twice: then its result must not be used.
+
+        Raises:
+            InvalidDataError: the life of a prompt does not have it, or rows come with another event.
+            LedgerError: the ledger cannot be written.
+        """
+        self._writer.check()
+        attached: Rows | None = None
+        if rows is not None:
+            if not isinstance(event, Completed):
+                raise InvalidDataError(f"rows come with a completed group, not with {type(event).__name__}")
+            event = Completed(slot=event.slot, attempt=event.attempt, tokens=event.tokens, digest=digest(rows))
+            attached = Rows(event.slot, event.attempt, rows)
+        counts = self._state.apply(event)
+        entries = [Entry(encode_event(event), attached if counts else None)]
+        for other in more:
+            counts = self._state.apply(other) and counts
+            entries.append(Entry(encode_event(other)))
+        self._writer.submit(*entries)
+        return counts
+
+    async def room(self) -> None:
+        """Wait while more events wait to be written than should."""
+        await self._until(lambda: not self._writer.full)
+
+    async def durable(self) -> LedgerPosition:
+        """Wait until everything appended so far is committed (to the disk, with either ``fsync``); where that is."""
+        wanted = self._writer.submitted
+        if self._writer.position.sequence < wanted:
+            self._writer.hurry()
+            await self._until(lambda: self._writer.position.sequence >= wanted)
+        if self._fsync == "checkpoint":
+            wal = self._path.with_name(self._path.name + "-wal")
+            for path in (wal, self._path):
+                if path.exists():
+                    await asyncio.to_thread(self._files.sync, path)
+        return self._writer.position
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that a commit brings about."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self._waiters.add((loop, changed))
+        try:
+            while not condition():
+                self._writer.check()
+                await changed.wait()
+                changed.clear()
+            self._writer.check()
+        finally:
+            self._waiters.discard((loop, changed))
+
+    def _committed(self) -> None:
+        for loop, changed in tuple(self._waiters):
+            loop.call_soon_threadsafe(changed.set)
+
+    def close(self) -> None:
+        """Write what is left and close the file (blocks). Idempotent.
+
+        Raises:
+            LedgerError: something could not be written.
+        """
+        self._writer.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`, for an event loop."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def recovered(self) -> Recovered | None:
+        """What a resumed ledger found; None of one that began here."""
+        return self._recovered
+
+    @property
+    def position(self) -> LedgerPosition:
+        """The end of what is committed."""
+        return self._writer.position
+
+    @property
+    def commits(self) -> int:
+        """Transactions so far."""
+        return self._writer.commits
+
+    def attempt(self, slot: int) -> int:
+        """Number of the newest attempt at a live prompt; -1 before the first."""
+        return self._state.attempt(slot)
+
+    def statistics(self) -> LedgerStatistics:
+        """Counts in prompts."""
+        return self._state.statistics()
+
+    def query(
+        self, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
+    ) -> DataProto:
+        """As :func:`query`, with everything that is committed."""
+        return query(self._path, where, parameters, limit=limit)
+
+    # ------------------------------------------------------------------------------------------------------- recovery
+
+    def _salvaged(self, base: LedgerBase) -> tuple[Contents, tuple[str, ...]]:
+        """What can be trusted; a damaged file is set aside and its good part copied into a new one."""
+        path = self._path
+        if not path.exists():
+            self._witness.create()
+            lost = base.position.sequence > 0
+            return Contents((), (), ()), ((f"{path} is not there; the checkpoint alone counts",) if lost else ())
+        contents = read(path, witness=self._witness, connect=self._connect)
+        if not contents.problems and contents.reaches(base.position):
+            return contents, ()
+        problems = contents.problems or ("it is another run's, or was taken back to before the checkpoint",)
+        keeps = contents.reaches(base.position)
+        draft = path.with_name(path.name + ".salvage")
+        draft.unlink(missing_ok=True)
+        aside = set_aside(path, files=self._files)
+        self._witness.create()
+        if keeps:
+            self._copy(aside, draft, contents)
+            self._files.rename(draft, path)
+            self._witness.write(contents.end)
+        what = f"its first {len(contents.events)} events count" if keeps else "the checkpoint alone counts"
+        note = f"the ledger was damaged ({'; '.join(problems)}): {what}; the damaged file is {aside.name}"
+        return (contents if keeps else Contents((), (), ())), (note,)
+
+    def _copy(self, damaged: Path, draft: Path, contents: Contents) -> None:
+        """The good events and the rows that can be read, into a new file."""
+        witness = Witness(draft, files=self._files)
+        witness.create()
+        writer = LedgerWriter(
+            open_file(draft, connect=self._connect, fsync=self._fsync),
+            witness,
+            position=LedgerPosition(),
+            commit_latency_s=1.0,
+            queue_bytes=_WAL_BYTES,
+            on_commit=lambda: None,
+            threaded=False,
+        )
+        with closing(writer), closing(self._connect(damaged, isolation_level=None)) as source:
+            for event in contents.events:
+                rows = None
+                if isinstance(event, Completed) and event.digest:
+                    rows = read_rows(source, slot=event.slot, attempt=event.attempt, expected=event.digest)
+                attached = Rows(event.slot, event.attempt, rows) if isinstance(event, Completed) and rows else None
+                writer.submit(Entry(encode_event(event), attached))
+
+    def _go_on(self, base: LedgerBase, contents: Contents, notes: tuple[str, ...]) -> Recovered:
+        """Take up the run at ``base``: undo what it does not know, keep what was sampled."""
+        state = self._state.replay(contents.events)
+        if not contents.events and base.next_slot:
+            self._rebase(base)
+        past = _Past(contents.events)
+        batches = {step: batch for step, batch in past.batches().items() if step > base.step}
+        self.append(Resumed(base.step))
+        completed = [slot for slot, where in state.live().items() if where is PromptState.COMPLETED]
+        used = {slot for batch in batches.values() for slot in batch}
+        groups: dict[int, RecordedGroup] = {}
+        for slot in sorted({*completed, *used}):
+            if (group := self._group(past.completed[slot], past.rewards.get(slot))) is not None:
+                groups[slot] = group
+        # A batch is taken again whole or not at all, and only if all before it are: their weights made its rows.
+        whole: dict[int, tuple[int, ...]] = {}
+        for step in range(base.step + 1, max(batches, default=0) + 1):
+            if not all(slot in groups for slot in batches.get(step, (-1,))):
+                break
+            whole[step] = batches[step]
+        newest = base.step + len(whole)
+        for slot in completed:
+            why = "cannot be read"
+            if slot in groups and max(groups[slot].summary.version_tokens) > newest:
+                why = f"are of weights after version {newest}, which cannot be made again"
+                del groups[slot]
+            if slot not in groups:
+                self.append(Lost(slot=slot, attempt=past.completed[slot].attempt))
+                notes = (*notes, f"the rows of prompt {slot} {why}; it is rolled out again")
+        waiting = {slot: state.attempt(slot) + 1 for slot, where in state.live().items() if where is PromptState.ISSUED}
+        return Recovered(
+            next_slot=state.next_slot,
+            waiting=waiting,
+            batches=whole,
+            groups=groups,
+            dropped_tokens=past.dropped_tokens(after=base.position.sequence),
+            notes=notes,
+        )
+
+    def _rebase(self, base: LedgerBase) -> None:
+        live = base.outstanding
+        dropped = base.next_slot - base.consumed - len(live)
+        self.append(
+            Rebased(step=base.step, next_slot=base.next_slot, consumed=base.consumed, dropped=dropped, live=live),
+            *(Issued(slot) for slot in live),
+        )
+
+    def _group(self, completed: Completed, rewards: tuple[float, ...] | None) -> RecordedGroup | None:
+        """A completed group as it was, or None if its rows cannot be read."""
+        if not completed.digest:
+            return None
+        content = read_rows(self._connection, slot=completed.slot, attempt=completed.attempt, expected=completed.digest)
+        if content is None:
+            return None
+        rows = decode_rows(content, slot=completed.slot)
+        fields = dict(rows.meta_info["summary"])
+        if rewards is not None:
+            fields["rewards"] = rewards
+        return RecordedGroup(summary=GroupSummary(**fields), rows=rows, rewarded=rewards is not None)
+
+
+class _Past:
+    """What recorded events say of completed prompts and of batches."""
+
+    def __init__(self, events: tuple[LedgerEvent, ...]) -> None:
+        self._events = events
+        self.completed: dict[int, Completed] = {}
+        self.rewards: dict[int, tuple[float, ...]] = {}
+        replayed = LedgerState()
+        for event in events:
+            counts = replayed.apply(event)
+            if isinstance(event, Completed) and counts:
+                self.completed[event.slot] = event
+                self.rewards.pop(event.slot, None)
+            elif isinstance(event, Rewarded) and counts:
+                self.rewards[event.slot] = event.rewards
+
+    def batches(self) -> dict[int, tuple[int, ...]]:
+        """By step, what it trained on, in order; without steps that were undone."""
+        places: dict[int, dict[int, int]] = {}
+        for event in self._events:
+            if isinstance(event, Consumed | Reused):
+                places.setdefault(event.step, {})[event.position] = event.slot
+            elif isinstance(event, Resumed):
+                places = {step: batch for step, batch in places.items() if step <= event.step}
+        return {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
+
+    def dropped_tokens(self, *, after: int) -> dict[str, int]:
+        """Tokens given up by reason, counting events from number ``after`` on."""
+        tokens: dict[str, int] = {}
+        for event in self._events[after:]:
+            if isinstance(event, Dropped | GivenUp):
+                reason = event.reason if isinstance(event, Dropped) else event.failure
+                tokens[reason] = tokens.get(reason, 0) + event.tokens
+        return tokens
+
+
+def query(
+    path: Path, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
+) -> DataProto:
+    """Recorded trajectories as a batch: the trajectory columns of :mod:`asyncrl.interfaces`.
+
+    Further columns: ``attempt``, ``step`` (that trained on it, or -1) and ``position`` [B] int64, ``state`` (str). Rows
+    come in the order of prompt and row. The file may be another process's that is writing it.
+
+    Args:
+        path: a ledger's file.
+        where: an SQL condition on the view ``rows`` (``buffers/ledger_schema.py``), with ``:name`` for parameters.
+        parameters: by name.
+        limit: rows at most.
+
+    Raises:
+        LedgerError: there is no such file, or the condition is none.
+
+    >>> query(run / "ledger.sqlite", "reward > :least AND step = 3", {"least": 0.5})  # doctest: +SKIP
+    """
+    fields = RowRecord.__struct_fields__
+    condition = f"WHERE {where}" if where else ""
+    text = (
+        f"SELECT {', '.join(fields)}, slot, attempt, step, position, state FROM rows {condition} "  # noqa: S608
+        f"ORDER BY slot, row LIMIT {-1 if limit is None else int(limit)}"
+    )
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            lines = connection.execute(text, dict(parameters or {})).fetchall()
+    except sqlite3.Error as error:
+        raise LedgerError(f"{path} cannot be asked for {where!r}: {error}") from error
+    if not lines:
+        return DataProto()
+    records = [RowRecord(**dict(zip(fields, line[: len(fields)], strict=True))) for line in lines]
+    batch = trajectories_to_batch([read_trajectory(record) for record in records], slot=0).select(meta_info_keys=[])
+    extra = list(zip(*(line[len(fields) :] for line in lines), strict=True))
+    slots, attempts, steps, positions, states = extra
+    numbers = {"slot": slots, "attempt": attempts, "step": steps, "position": positions}
+    columns = {
+        name: torch.tensor([-1 if value is None else value for value in values], dtype=torch.int64)
+        for name, values in numbers.items()
+    }
+    columns["row"] = torch.tensor([record.row for record in records], dtype=torch.int64)
+    batch.pop(["slot", "row"])
+    return batch.union(DataProto.from_dict(tensors=columns, non_tensors={"state": np.array(states)}))

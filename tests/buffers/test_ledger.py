@@ -1,0 +1,340 @@
+"""The ledger on the disk: what was appended is there after any end, and damage is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+from blockbuster import blockbuster_ctx
+
+from asyncrl.durable import DurableFiles
+from asyncrl.errors import InvalidDataError, LedgerError
+from asyncrl.interfaces import Ledger
+from asyncrl.ledger import (
+    Committed,
+    Completed,
+    Consumed,
+    Dispatched,
+    Dropped,
+    Issued,
+    LedgerBase,
+    LedgerPosition,
+    Rewarded,
+)
+from asyncrl.rollout.record import decode_rows, encode_rows
+from asyncrl.rollout.trajectory import Trajectory, Turn
+from buffers.ledger import SQLiteLedger, query
+
+
+def rows_of(slot: int, *, rows: int = 2, version: int = 0) -> bytes:
+    """A group: row r of prompt s sampled the tokens s and r."""
+    return encode_rows(
+        [
+            Trajectory(
+                task={"number": slot},
+                token_ids=(1, slot, row),
+                loss_mask=(False, True, True),
+                behaviour_log_probs=(0.0, -0.5, -0.25),
+                weight_versions=(-1, version, version),
+                reward=float(row),
+                turns=(Turn(start=1, end=3, finish_reason="stop", message={"role": "assistant", "content": "x"}),),
+                finish_reason="done",
+            )
+            for row in range(rows)
+        ]
+    )
+
+
+def roll_out(ledger: SQLiteLedger, slot: int, *, version: int = 0, attempt: int = 0) -> None:
+    ledger.append(Dispatched(slot=slot, attempt=attempt, version=version))
+    ledger.append(Completed(slot=slot, attempt=attempt, tokens=4), rows=rows_of(slot, version=version))
+
+
+def tell_a_run(path: Path) -> tuple[LedgerBase, LedgerBase]:
+    """Two steps of two prompts, a checkpoint after each, a dropped prompt, one completed, one under way, one waiting.
+
+    Returns what the two checkpoints know.
+    """
+    with SQLiteLedger(path, threaded=False) as ledger:
+        for slot in range(8):
+            ledger.append(Issued(slot))
+        for slot in (0, 1, 2):
+            roll_out(ledger, slot)
+        ledger.append(Consumed(slot=0, step=1, position=0))
+        ledger.append(Consumed(slot=1, step=1, position=1))
+        first = LedgerBase(step=1, next_slot=8, consumed=2, outstanding=(2, 3, 4, 5, 6, 7), position=ledger.position)
+        ledger.append(Committed(1))
+        for slot in (3, 4):
+            roll_out(ledger, slot, version=1)
+        ledger.append(Rewarded(slot=3, rewards=(0.5, 0.75)))
+        ledger.append(Dropped(slot=4, reason="stale", tokens=4))
+        ledger.append(Consumed(slot=2, step=2, position=1))
+        ledger.append(Consumed(slot=3, step=2, position=0))
+        second = LedgerBase(step=2, next_slot=8, consumed=4, outstanding=(5, 6, 7), position=ledger.position)
+        ledger.append(Committed(2))
+        roll_out(ledger, 5, version=2)
+        ledger.append(Dispatched(slot=6, attempt=0, version=2))
+    return first, second
+
+
+def test_it_keeps_the_contract(tmp_path: Path):
+    with SQLiteLedger(tmp_path / "ledger.sqlite") as made:
+        ledger: Ledger = made
+        assert ledger.recovered is None
+        assert ledger.statistics().unaccounted == 0
+
+
+def test_a_resumed_run_finds_what_the_checkpoint_knew_and_what_came_after(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    _, second = tell_a_run(path)
+    with SQLiteLedger(path, resume=second) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert (found.next_slot, dict(found.waiting), dict(found.batches)) == (8, {6: 1, 7: 0}, {})
+        assert list(found.groups) == [5]
+        assert found.groups[5].rows == decode_rows(rows_of(5, version=2), slot=5)
+        assert found.groups[5].summary.rewards == (0.0, 1.0)
+        assert found.notes == ()
+        assert ledger.statistics().unaccounted == 0
+
+
+def test_steps_after_the_checkpoint_come_back_as_the_batches_they_were(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    first, _ = tell_a_run(path)
+    with SQLiteLedger(path, resume=first) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert dict(found.batches) == {2: (3, 2)}
+        assert list(found.groups) == [2, 3, 5]
+        assert found.groups[3].rewarded
+        assert found.groups[3].summary.rewards == (0.5, 0.75)
+        assert dict(found.dropped_tokens) == {"stale": 4}
+        ledger.append(Consumed(slot=3, step=2, position=0), Consumed(slot=2, step=2, position=1))
+        with pytest.raises(InvalidDataError, match="it was consumed"):
+            ledger.append(Consumed(slot=3, step=3, position=0))
+    with SQLiteLedger(path, resume=first) as ledger:  # killed again
+        assert ledger.statistics().lives == 3
+        assert ledger.recovered is not None
+        assert list(ledger.recovered.groups) == [2, 3, 5]
+        assert ledger.recovered.batches == {2: (3, 2)}
+
+
+async def test_events_are_durable_in_groups_and_nothing_blocks_the_loop(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=60.0)
+    with blockbuster_ctx():
+        for slot in range(200):
+            ledger.append(Issued(slot))
+            roll_out(ledger, slot)
+        end = await ledger.durable()
+        await ledger.room()
+    assert end.sequence == 600
+    assert ledger.commits < 10
+    with sqlite3.connect(path) as other:
+        assert other.execute("SELECT count(*) FROM events").fetchone() == (600,)
+    await ledger.aclose()
+
+
+async def test_a_full_queue_is_waited_for(tmp_path: Path):
+    ledger = await asyncio.to_thread(SQLiteLedger, tmp_path / "ledger.sqlite", queue_bytes=1000, commit_latency_s=60.0)
+    for slot in range(100):
+        ledger.append(Issued(slot))
+    async with asyncio.timeout(10):
+        await ledger.room()
+    await ledger.aclose()
+
+
+async def test_a_ledger_that_cannot_be_written_says_so(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=0.0)
+    with sqlite3.connect(path) as other:
+        other.execute("DROP VIEW turns")
+        other.execute("DROP VIEW rows")
+        other.execute("DROP TABLE trajectories")
+    ledger.append(Issued(0))
+    roll_out(ledger, 0)
+    with pytest.raises(LedgerError, match="no such table"):
+        await ledger.durable()
+    with pytest.raises(LedgerError, match="cannot be written"):
+        ledger.append(Issued(1))
+    with pytest.raises(LedgerError):
+        ledger.close()
+
+
+def test_rows_can_be_asked_for_with_sql_and_as_a_batch(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    tell_a_run(path)
+    with sqlite3.connect(path) as plain:
+        assert plain.execute("SELECT state, count(*) FROM prompts GROUP BY state ORDER BY state").fetchall() == [
+            ("committed", 4),
+            ("completed", 1),
+            ("dispatched", 1),
+            ("dropped", 1),
+            ("issued", 1),
+        ]
+        assert plain.execute("SELECT slot FROM batches WHERE step = 2 ORDER BY position").fetchall() == [(3,), (2,)]
+        assert plain.execute(
+            "SELECT json_extract(message, '$.content'), first_token FROM turns WHERE slot = 5 AND row = 1"
+        ).fetchall() == [("x", 1)]
+    batch = query(path, "reward > :least AND step = 1", {"least": 0.5})
+    assert batch.batch["slot"].tolist() == [0, 1]
+    assert batch.batch["row"].tolist() == [1, 1]
+    assert batch.batch["position"].tolist() == [0, 1]
+    assert torch.equal(batch.batch["input_ids"][1], torch.tensor([1, 1, 1]))
+    assert batch.non_tensor_batch["state"].tolist() == ["committed", "committed"]
+    assert len(query(path, "slot = 99")) == 0
+    assert len(query(path, limit=3)) == 3
+    with pytest.raises(LedgerError, match="no such column"):
+        query(path, "nonsense = 1")
+    with pytest.raises(LedgerError):
+        query(path, "1; DROP TABLE events")
+    with pytest.raises(LedgerError):
+        query(tmp_path / "absent.sqlite")
+
+
+def test_a_run_does_not_begin_in_anothers_ledger(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    tell_a_run(path)
+    with pytest.raises(LedgerError, match="there already"):
+        SQLiteLedger(path)
+
+
+def test_a_ledger_that_is_gone_leaves_the_checkpoint(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    _, second = tell_a_run(path)
+    path.unlink()
+    with SQLiteLedger(path, resume=second) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert (found.next_slot, dict(found.waiting), found.groups) == (8, {5: 0, 6: 0, 7: 0}, {})
+        assert "is not there" in found.notes[0]
+        counts = ledger.statistics()
+        assert (counts.issued, counts.consumed, counts.dropped, counts.live) == (8, 4, {"before": 1}, 3)
+
+
+def test_another_runs_ledger_is_not_taken(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    tell_a_run(path)
+    foreign = LedgerBase(
+        step=2, next_slot=8, consumed=4, outstanding=(5, 6, 7), position=LedgerPosition(sequence=9, checksum=1)
+    )
+    with SQLiteLedger(path, resume=foreign) as ledger:
+        assert ledger.recovered is not None
+        assert "another run" in ledger.recovered.notes[0]
+        assert ledger.recovered.groups == {}
+    assert query(tmp_path / "ledger.sqlite.damaged-1", "slot = 5").batch is not None
+
+
+def test_rows_that_were_changed_are_sampled_again(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    _, second = tell_a_run(path)
+    with sqlite3.connect(path) as other:
+        other.execute("UPDATE trajectories SET reward = 9 WHERE slot = 5 AND row = 0")
+    with SQLiteLedger(path, resume=second) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert found.groups == {}
+        assert dict(found.waiting) == {5: 1, 6: 1, 7: 0}
+        assert found.notes == ("the rows of prompt 5 cannot be read; it is rolled out again",)
+        roll_out(ledger, 5, attempt=1, version=2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE events SET body = replace(body, '\"slot\":2', '\"slot\":4') WHERE sequence = 13",
+        "DELETE FROM events WHERE sequence = 13",
+        "UPDATE events SET checksum = checksum + 1 WHERE sequence = 13",
+    ],
+)
+def test_a_changed_event_is_found_and_those_before_it_count(tmp_path: Path, damage: str):
+    path = tmp_path / "ledger.sqlite"
+    first, second = tell_a_run(path)
+    with sqlite3.connect(path) as other:
+        other.execute("DROP VIEW IF EXISTS rows")
+        other.execute(damage)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    with SQLiteLedger(path, resume=second) as ledger:  # the checkpoint relies on more than is left
+        assert ledger.recovered is not None
+        assert "13" in ledger.recovered.notes[0]
+        assert ledger.statistics().unaccounted == 0
+        assert dict(ledger.recovered.waiting) == {5: 0, 6: 0, 7: 0}
+    early = LedgerBase(step=0, next_slot=0, consumed=0, outstanding=())
+    with SQLiteLedger(tmp_path / "copy" / "ledger.sqlite", resume=early) as ledger:
+        assert ledger.recovered is not None
+        assert list(ledger.recovered.groups) == [0, 1]
+        assert "its first 12 events count" in ledger.recovered.notes[0]
+    assert first.position.sequence > 12
+
+
+class Hasty(DurableFiles):
+    """Waits for no disk: nothing here outlives this process."""
+
+    def write(self, path: Path, content: bytes) -> None:
+        path.write_bytes(content)
+
+    def sync(self, path: Path) -> None:
+        pass
+
+
+def damaged(path: Path, original: bytes, dice: random.Random) -> str:
+    """Cut the file or flip one of its bits; says what was done."""
+    if dice.random() < 0.3:
+        size = dice.randrange(len(original))
+        path.write_bytes(original[:size])
+        return f"cut to {size}"
+    place, bit = dice.randrange(len(original)), 1 << dice.randrange(8)
+    path.write_bytes(original[:place] + bytes([original[place] ^ bit]) + original[place + 1 :])
+    return f"bit {bit} of byte {place}"
+
+
+@pytest.mark.parametrize("times", [40, pytest.param(2500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_no_damage_passes_unnoticed(tmp_path: Path, times: int):
+    """Whatever is cut or flipped in any file of a ledger that was not closed: found out, or without any meaning."""
+    made, hurt = tmp_path / "made", tmp_path / "hurt"
+    made.mkdir()
+    ledger = SQLiteLedger(made / "ledger.sqlite", threaded=False)
+    for slot in range(6):
+        ledger.append(Issued(slot))
+        roll_out(ledger, slot)
+    whole = tmp_path / "whole"
+    shutil.copytree(made, whole)  # as a process that is killed leaves it: the log is not yet in the tables
+    closed = ledger.position
+    ledger.close()
+    base = LedgerBase(step=0, next_slot=0, consumed=0, outstanding=())
+    original = {file.name: file.read_bytes() for file in whole.iterdir() if not file.name.endswith("-shm")}
+    assert set(original) == {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-witness"}
+    dice, noticed, harmless = random.Random(0), 0, 0
+    for _ in range(times):
+        shutil.rmtree(hurt, ignore_errors=True)
+        hurt.mkdir()
+        for name, content in original.items():
+            (hurt / name).write_bytes(content)
+        name = dice.choice(sorted(original))
+        what = f"{name}: {damaged(hurt / name, original[name], dice)}"
+        try:
+            with SQLiteLedger(
+                hurt / "ledger.sqlite", resume=base, threaded=False, files=Hasty(), fsync="checkpoint"
+            ) as again:
+                found = again.recovered
+                assert found is not None
+                counts = again.statistics()
+        except LedgerError:
+            noticed += 1
+            continue
+        assert counts.unaccounted == 0, what
+        for slot, group in found.groups.items():
+            assert group.rows == decode_rows(rows_of(slot), slot=slot), what
+        if found.notes:
+            noticed += 1
+        else:
+            harmless += 1
+            assert sorted(found.groups) == list(range(6)), what
+    assert noticed + harmless == times
+    assert noticed > 0.5 * times
+    assert closed.sequence == 18

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.data.columns import Columns
 from asyncrl.data.meta_info import concat_meta_info, union_meta_info
 from asyncrl.data.nodes import (
     Block,
@@ -60,6 +61,8 @@ class Header:
     meta_info: dict[str, Any]
     size_bytes: int
     auto_padding: bool = False
+    has_batch: bool = True
+    """Whether it has a TensorDict, which has rows even without columns."""
 
     @staticmethod
     def of(data: DataProto) -> Header:
@@ -69,6 +72,7 @@ class Header:
             meta_info=dict(data.meta_info),
             size_bytes=data.size_bytes,
             auto_padding=data.is_padding_enabled(),
+            has_batch=data.batch is not None,
         )
 
     def resized(self, rows: int) -> Header:
@@ -85,7 +89,8 @@ class Header:
         """A batch of no rows with these columns' names and this ``meta_info``, to try a selection of columns on."""
         tensors = {each.name: torch.empty(0) for each in self.schema.columns if each.kind in ("tensor", "ragged")}
         arrays = {each.name: np.empty(0) for each in self.schema.columns if each.name not in tensors}
-        return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info=self.meta_info)
+        columns = Columns(tensors=tensors, arrays=arrays, rows=0)
+        return DataProto.from_columns(columns, meta_info=self.meta_info, has_batch=self.has_batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +132,7 @@ class Plan:
             meta_info=concat_meta_info([header.meta_info for header in headers]),
             size_bytes=sum(header.size_bytes for header in headers),
             auto_padding=any(header.auto_padding for header in headers),
+            has_batch=headers[0].has_batch,
         )
         return Plan(join([plan.node for plan in plans]), header)
 
@@ -183,9 +189,6 @@ class Plan:
         """
         rest = self.header.template()
         popped = self._selected(rest.pop(batch_keys, non_tensor_batch_keys, meta_info_keys))
-        if not popped.header.schema.columns:
-            # A batch without columns has no rows.
-            popped = Plan(Given(DataProto(), 0), popped.header.resized(0))
         return popped, self._selected(rest)
 
     def _selected(self, selected: DataProto) -> Plan:
@@ -199,7 +202,11 @@ class Plan:
             schema=Schema(columns=columns, rows=self.header.rows),
             meta_info=selected.meta_info,
             size_bytes=round(self.header.size_bytes * len(columns) / max(1, len(mine))),
+            has_batch=selected.batch is not None,
         )
+        if not columns and not header.has_batch:
+            # Without a column and without a TensorDict, a batch has no rows.
+            return Plan(Given(DataProto(), 0), header.resized(0))
         return Plan(self.node if len(columns) == len(mine) else Selected(self.node, tensors, arrays), header)
 
     def rename(self, old: Sequence[str], new: Sequence[str]) -> Plan:
@@ -218,7 +225,12 @@ class Plan:
         """What ``function`` gives for these rows; see :meth:`DataProtoFuture.then`."""
         header = self.header
         rows = RowFunction.tried(
-            function, header.schema, name=name, meta_info=header.meta_info, auto_padding=header.auto_padding
+            function,
+            header.schema,
+            name=name,
+            meta_info=header.meta_info,
+            auto_padding=header.auto_padding,
+            has_batch=header.has_batch,
         )
         header = Header(
             rows=header.rows,
@@ -226,6 +238,7 @@ class Plan:
             meta_info=dict(rows.gives_meta_info),
             size_bytes=header.size_bytes,
             auto_padding=rows.gives_auto_padding,
+            has_batch=rows.gives_batch,
         )
         return Plan(Mapped(self.node, rows), header)
 
@@ -253,6 +266,7 @@ class Plan:
             meta_info=union_meta_info(mine.meta_info, theirs.meta_info),
             size_bytes=mine.size_bytes + theirs.size_bytes,
             auto_padding=mine.auto_padding,
+            has_batch=mine.has_batch or any(each.kind in ("tensor", "ragged") for each in ordered),
         )
         return Plan(United(self.node, other.node, rows), header)
 

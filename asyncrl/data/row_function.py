@@ -23,7 +23,8 @@ class RowFunction:
 
     Attributes:
         name: for messages.
-        takes_meta_info: of the batch that it is applied to.
+        takes_meta_info, takes_auto_padding, takes_batch: of the batch that it is applied to; the last is whether that
+            has a TensorDict.
         gives: the columns, in order, and ``meta_info`` that it was seen to give for no rows, and keeps to.
     """
 
@@ -31,9 +32,11 @@ class RowFunction:
     name: str
     takes_meta_info: dict[str, Any]
     takes_auto_padding: bool
+    takes_batch: bool
     gives: Schema
     gives_meta_info: dict[str, Any]
     gives_auto_padding: bool
+    gives_batch: bool
 
     @staticmethod
     def tried(
@@ -43,6 +46,7 @@ class RowFunction:
         name: str,
         meta_info: dict[str, Any],
         auto_padding: bool,
+        has_batch: bool,
     ) -> RowFunction:
         """Apply ``function`` to a batch of these columns without rows, to learn what it gives.
 
@@ -50,7 +54,7 @@ class RowFunction:
             UserCodeError: it raised, or gave something else than a batch.
             SchemaError: it gave rows.
         """
-        given = _without_rows(schema, meta_info=meta_info, auto_padding=auto_padding)
+        given = _without_rows(schema, meta_info=meta_info, auto_padding=auto_padding, has_batch=has_batch)
         result = _applied(function, given, name, rows="no rows, to learn its columns")
         if len(result):
             raise SchemaError(f"{name} must give one row for each row, and gave {len(result)} for none")
@@ -59,9 +63,11 @@ class RowFunction:
             name=name,
             takes_meta_info=meta_info,
             takes_auto_padding=auto_padding,
+            takes_batch=has_batch,
             gives=result.schema.any_rows(),
             gives_meta_info=dict(result.meta_info),
             gives_auto_padding=result.is_padding_enabled(),
+            gives_batch=result.batch is not None,
         )
 
     def __call__(self, data: DataProto) -> DataProto:
@@ -72,7 +78,9 @@ class RowFunction:
             SchemaError: not one row for each row, or other columns or ``meta_info`` than it gave for no rows.
         """
         rows = len(data)
-        given = _given(data, meta_info=self.takes_meta_info, auto_padding=self.takes_auto_padding)
+        given = _given(
+            data, meta_info=self.takes_meta_info, auto_padding=self.takes_auto_padding, has_batch=self.takes_batch
+        )
         result = _applied(self.function, given, self.name, rows=f"{rows} rows")
         if len(result) != rows:
             raise SchemaError(f"{self.name} must give one row for each row, and gave {len(result)} for {rows}")
@@ -97,16 +105,15 @@ def _applied(function: Callable[[DataProto], DataProto], data: DataProto, name: 
     return result
 
 
-def _without_rows(schema: Schema, *, meta_info: dict[str, Any], auto_padding: bool) -> DataProto:
+def _without_rows(schema: Schema, *, meta_info: dict[str, Any], auto_padding: bool, has_batch: bool) -> DataProto:
     tensors = {each.name: _tensor(each) for each in schema.columns if each.kind in ("tensor", "ragged")}
     arrays = {each.name: _array(each) for each in schema.columns if each.name not in tensors}
     empty = DataProto.from_dict(tensors=tensors, non_tensors=arrays)
-    return _given(empty, meta_info=meta_info, auto_padding=auto_padding)
+    return _given(empty, meta_info=meta_info, auto_padding=auto_padding, has_batch=has_batch)
 
 
-def _given(data: DataProto, *, meta_info: dict[str, Any], auto_padding: bool) -> DataProto:
-    """With a TensorDict even if there are no tensors, so that functions see no rows as they see some."""
-    return DataProto.from_columns(data.columns(), meta_info=meta_info, has_batch=True, auto_padding=auto_padding)
+def _given(data: DataProto, *, meta_info: dict[str, Any], auto_padding: bool, has_batch: bool) -> DataProto:
+    return DataProto.from_columns(data.columns(), meta_info=meta_info, has_batch=has_batch, auto_padding=auto_padding)
 
 
 def _tensor(column: Column) -> torch.Tensor:

@@ -201,6 +201,11 @@ class AdmissionLaw:
         return self._next_slot
 
     @property
+    def again(self) -> tuple[int, ...]:
+        """Slots of an earlier run that are still to be issued again."""
+        return tuple(self._again)
+
+    @property
     def live(self) -> int:
         """Groups trained on since ``first_version``, or still to be: outstanding and new ones, without the dropped."""
         return len(self._outstanding) + self._next_slot - self._first_slot - len(self._dropped)

@@ -41,7 +41,7 @@ class _Replica:
 
     def rows(self) -> int:
         """Rollouts sent and not answered."""
-        self.running = [(future, rows) for future, rows in self.running if not future.done()]
+        self.running = [(future, rows) for future, rows in self.running if not future.outcome.complete]
         return sum(rows for _future, rows in self.running)
 
 

@@ -5,44 +5,36 @@
             ...
         await pool.publish(manifest)
 
-A replica is a :class:`~asyncrl.interfaces.RolloutEngine` made by a factory, so that it can be made again.
+A replica is a :class:`~asyncrl.interfaces.RolloutEngine` made by a factory, so that it can be made again. Who may
+begin is decided in :mod:`asyncrl.rollout.admission`, where in :mod:`asyncrl.rollout.routing`, who serves in
+:mod:`asyncrl.rollout.replica_health`, who holds which weights in :mod:`asyncrl.weights.publication`; here the decisions
+are carried out. When a replica dies, its requests go on elsewhere from the tokens they have: nothing is delivered
+twice, nothing is left out, and a seeded request says what it would have said.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Self, TypeAlias, cast
+from typing import Self
 
-from asyncrl.errors import EngineClosedError, ResourceError, WeightError
-from asyncrl.interfaces import (
-    GenerationChunk,
-    GenerationRequest,
-    KVCachePolicy,
-    PauseMode,
-    RolloutEngine,
-    WeightTransport,
-)
+from asyncrl.errors import EngineClosedError, EngineError, ResourceError, WeightError
+from asyncrl.interfaces import GenerationChunk, GenerationRequest, PauseMode, WeightTransport
+from asyncrl.rollout.dispatcher import Dispatcher
+from asyncrl.rollout.pool_options import PoolOptions
 from asyncrl.rollout.pool_status import PoolStatistics, ReplicaStatus
-from asyncrl.rollout.routing import ReplicaLoad, least_expected_work
+from asyncrl.rollout.replica import EngineFactory, Replica
+from asyncrl.rollout.weight_fetch import fetch_into
+from asyncrl.rollout.weight_updates import WeightUpdates
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.publication import Ended
 
-__all__ = ["EngineFactory", "ReplicaPool"]
-
-EngineFactory: TypeAlias = Callable[[], RolloutEngine]
+__all__ = ["EngineFactory", "PoolOptions", "ReplicaPool"]
 
 
-class _Replica:
-    def __init__(self, name: str, factory: EngineFactory) -> None:
-        self.name = name
-        self.factory = factory
-        self.engine = factory()
-        self.requests: set[str] = set()
-        self.draining = False
-        self.idle = asyncio.Event()
+class _Closed(Exception):
+    """Ends the pool's tasks."""
 
 
 class ReplicaPool:
@@ -51,7 +43,8 @@ class ReplicaPool:
     Args:
         replicas: factories of engines, by name.
         transport: where weights are pulled from for engines that do not fetch them themselves.
-        kv_cache: what running requests do with keys and values of older weights when new ones are committed.
+        weight_version: version that the factories' engines begin with.
+        options: see :class:`PoolOptions`.
     """
 
     def __init__(
@@ -59,16 +52,23 @@ class ReplicaPool:
         replicas: Mapping[str, EngineFactory],
         *,
         transport: WeightTransport | None = None,
-        kv_cache: KVCachePolicy = "keep",
+        weight_version: int = 0,
+        options: PoolOptions | None = None,
     ) -> None:
         self._factories = dict(replicas)
         self._transport = transport
-        self._kv_cache: KVCachePolicy = kv_cache
-        self._replicas: dict[str, _Replica] = {}
-        self._version = 0
-        self._paused = False
-        self._accepted = self._finished = self._aborted = self._failed = self._left = self._tokens = 0
-        self._closed = False
+        self._first_version = weight_version
+        self._options = options or PoolOptions()
+        self._replicas: dict[str, Replica] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._requests = Dispatcher(self._replicas, self._options)
+        self._stopped = False
+        self._tasks: asyncio.TaskGroup | None = None
+        self._updates: WeightUpdates | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    # ------------------------------------------------------------------------------------------------------- life
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -79,26 +79,75 @@ class ReplicaPool:
     ) -> None:
         await self.close()
 
-    @property
-    def weight_version(self) -> int:
-        """Version that the pool serves."""
-        return self._version
-
     async def start(self) -> None:
-        """Start every replica; returns when requests are served."""
-        for name, factory in self._factories.items():
-            self._replicas[name] = _Replica(name, factory)
-        await asyncio.gather(*(replica.engine.start() for replica in self._replicas.values()))
-        self._version = max((replica.engine.weight_version for replica in self._replicas.values()), default=0)
+        """Start every replica, all at once; returns when each serves or has failed to start.
+
+        Raises:
+            Exception: what the first replica failed with, if none serves. The pool is closed then.
+        """
+        if self._life is not None:
+            raise EngineError("the pool was started before")
+        opened = asyncio.Event()
+        self._life = asyncio.create_task(self._run(opened), name="replica pool")
+        await opened.wait()
+        try:
+            await asyncio.gather(*(self.add(name, factory) for name, factory in self._factories.items()))
+            await asyncio.gather(*(replica.settled.wait() for replica in self._replicas.values()))
+            if self._replicas and not any(replica.serves for replica in self._replicas.values()):
+                failures = [replica.failure for replica in self._replicas.values() if replica.failure is not None]
+                raise failures[0] if failures else ResourceError("no replica serves")
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """End what runs, close every engine. Idempotent."""
-        self._closed = True
-        await asyncio.gather(*(replica.engine.close() for replica in self._replicas.values()))
+        self._closing.set()
+        if self._life is not None:
+            await asyncio.wait([self._life])
+            if not self._life.cancelled() and (error := self._life.exception()) is not None:
+                raise error
 
-    async def generate(
+    async def _run(self, opened: asyncio.Event) -> None:
+        """Own every task of the pool. The first one to fail, which is a defect, ends all of them."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                self._updates = WeightUpdates(
+                    version=self._first_version,
+                    prepare=self._prepare,
+                    commit=self._commit,
+                    serve=lambda name, _version: self._replicas[name].verified(),
+                    fence=lambda name, reason: self._replicas[name].fenced(reason),
+                    tasks=tasks,
+                    deadline_s=self._options.weights_s,
+                    max_away=self._options.max_away,
+                )
+                self._requests.open(tasks)
+                opened.set()
+                await self._closing.wait()
+                self._requests.close()
+                await asyncio.gather(*(self._end(name) for name in list(self._lives)))
+                raise _Closed
+        except* _Closed:
+            pass
+        finally:
+            self._closing.set()
+            opened.set()
+            self._requests.close()
+
+    def _running(self) -> tuple[asyncio.TaskGroup, WeightUpdates]:
+        if self._closing.is_set():
+            raise EngineClosedError("the pool is closed")
+        if self._tasks is None or self._updates is None:
+            raise EngineError("the pool has not been started: await pool.start() first")
+        return self._tasks, self._updates
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    def generate(
         self, request: GenerationRequest, *, session: str | None = None, tenant: str = ""
-    ) -> AsyncGenerator[GenerationChunk, None]:
+    ) -> AsyncIterator[GenerationChunk]:
         """Stream one request from the replica that suits best; see :class:`asyncrl.interfaces.TokenGenerator`.
 
         Args:
@@ -108,142 +157,177 @@ class ReplicaPool:
 
         Raises:
             OverloadedError: the queue is full.
-            ResourceError: no replica serves, and none has come back in time.
+            DeadlineError: no replica serves, and none has come back in time.
+            EngineError: replica after replica failed at it.
         """
-        if self._closed:
-            raise EngineClosedError("the pool is closed")
-        replica = self._route()
-        self._accepted += 1
-        replica.requests.add(request.request_id)
-        reason = None
-        try:
-            async with aclosing(
-                cast(AsyncGenerator[GenerationChunk, None], replica.engine.generate(request))
-            ) as stream:
-                async for chunk in stream:
-                    self._tokens += len(chunk.token_ids)
-                    reason = chunk.finish_reason
-                    yield chunk
-        finally:
-            replica.requests.discard(request.request_id)
-            if not replica.requests:
-                replica.idle.set()
-            self._finished += reason in ("stop", "length")
-            self._aborted += reason == "abort"
-            self._left += reason is None
-
-    def _route(self) -> _Replica:
-        return self._replicas[
-            least_expected_work(
-                ReplicaLoad(name=name, rows=len(replica.requests), serving=not replica.draining)
-                for name, replica in self._replicas.items()
-            )
-        ]
+        return self._requests.generate(request, session=session, tenant=tenant)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ``abort``. False if it is unknown."""
-        for replica in self._replicas.values():
-            if request_id in replica.requests:
-                return await replica.engine.abort(request_id)
-        return False
+        """End a request with finish reason ``abort``; what it has generated is delivered. False if it is unknown."""
+        return await self._requests.abort(request_id)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop decoding on every replica, as :meth:`asyncrl.interfaces.RolloutEngine.pause`."""
-        self._paused = True
-        await asyncio.gather(*(replica.engine.pause(mode) for replica in self._replicas.values()))
+        """Stop decoding on every replica. New requests wait until :meth:`resume`.
+
+        ``keep`` freezes requests where they are, ``abort`` ends all that are held, ``drain`` lets those finish that
+        have begun; :meth:`resume`, another pause or :meth:`close` meanwhile end that wait.
+        """
+        self._running()
+        requests = self._requests
+        requests.pause(mode)
+        if mode == "abort":
+            await requests.abort_all()
+        elif mode == "drain":
+            await requests.drained()
+        if requests.paused is None:  # resumed meanwhile
+            return
+        self._stopped = True
+        await asyncio.gather(*(replica.pause("keep") for replica in self._replicas.values()))
 
     async def resume(self) -> None:
         """Go on. Idempotent."""
-        self._paused = False
-        await asyncio.gather(*(replica.engine.resume() for replica in self._replicas.values()))
+        self._running()
+        self._stopped = False
+        await asyncio.gather(*(replica.resume() for replica in self._replicas.values()))
+        self._requests.pause(None)
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    @property
+    def weight_version(self) -> int:
+        """Version that every serving replica holds, or is just getting."""
+        return self._first_version if self._updates is None else self._updates.version
+
+    @property
+    def needed_versions(self) -> frozenset[int]:
+        """Versions whose bytes must stay available: the current one, for replicas that join, and the one under way."""
+        return frozenset() if self._updates is None else self._updates.needed_versions
 
     async def publish(self, manifest: WeightManifest) -> Ended:
         """Bring a published version into every replica, in two phases; they go on generating meanwhile.
 
+        Every replica fetches and verifies it before the first one samples from it. One that fails is fenced: its
+        requests go on elsewhere, and it serves again when it holds the current version. The bytes have to stay
+        available for as long as :attr:`needed_versions` says.
+
         Raises:
             WeightVersionError: the version is not newer than the one served.
-            WeightError: no replica could take it, or another publication is running.
+            WeightError: every replica that served failed to take it, or another publication is running.
         """
-        if self._transport is None:
-            raise WeightError("the pool was made without a transport: it cannot fetch weights")
-        pulled = self._transport.pull(manifest)
-        tensors = await asyncio.to_thread(pulled.__enter__)
+        _, updates = self._running()
+        ended = await updates.publish(manifest)
+        if ended.fenced and not ended.committed:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
+            raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
+        return ended
+
+    async def _prepare(self, name: str, manifest: WeightManifest) -> None:
+        replica = self._replicas[name]
+        if replica.engine is None:
+            raise EngineError("it is gone")
+        number = replica.health.engine
+        replica.health.lease(number)
         try:
-            for replica in self._replicas.values():
-                await replica.engine.prepare_weights(tensors, version=manifest.version)
+            await fetch_into(replica.engine, manifest, transport=self._transport)
         finally:
-            del tensors
-            pulled.__exit__(None, None, None)
-        for replica in self._replicas.values():
-            await replica.engine.commit_weights(manifest.version, kv_cache=self._kv_cache)
-        self._version = manifest.version
-        return Ended(version=manifest.version, committed=tuple(self._replicas), fenced={})
+            replica.health.lease_over(number)
+
+    async def _commit(self, name: str, version: int) -> None:
+        replica = self._replicas[name]
+        if replica.engine is None:
+            raise EngineError("it is gone")
+        number = replica.health.engine
+        replica.health.lease(number)
+        try:
+            await replica.engine.commit_weights(version, kv_cache=self._options.kv_cache)
+        finally:
+            replica.health.lease_over(number)
+        if replica.engine is None or replica.engine.weight_version != version:
+            raise WeightError(f"it says that it committed version {version}, and does not hold it")
+        self._requests.tell()  # requests that have tokens of this version may go there now
+
+    # --------------------------------------------------------------------------------------------------- replicas
 
     async def add(self, name: str, factory: EngineFactory) -> None:
-        """Let a replica join; it serves when it holds the current version. Returns when it is known.
+        """Let a replica join. Returns at once; it serves when it holds the current version, verified.
 
         Raises:
             ResourceError: a replica of that name is there.
         """
+        tasks, updates = self._running()
         if name in self._replicas:
             raise ResourceError(f"replica {name} is there already; remove it first")
-        replica = _Replica(name, factory)
-        await replica.engine.start()
-        self._replicas[name] = replica
+        replica = self._replicas[name] = Replica(
+            name,
+            factory,
+            supervision=self._options.supervision,
+            joined=lambda name, version: updates.joined(name, holds=version),
+            left=updates.left,
+            retry=updates.retry,
+            changed=self._requests.tell,
+        )
+        replica.paused = self._stopped
+        self._lives[name] = tasks.create_task(replica.live(), name=f"replica {name}")
 
-    async def drain(self, name: str) -> None:
-        """Send the replica nothing more, and wait until it has finished what it has."""
+    async def drain(self, name: str, *, deadline_s: float | None = None) -> None:
+        """Send the replica nothing more, and wait until it has finished what it has.
+
+        What it has not finished after ``deadline_s`` goes on elsewhere.
+        """
         replica = self._known(name)
         replica.draining = True
-        if replica.requests:
-            replica.idle.clear()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await replica.idle.wait()
+        except TimeoutError:
+            replica.take_back(f"replica {name} is drained")
             await replica.idle.wait()
 
     async def remove(self, name: str) -> None:
-        """Take a replica out; its requests go on elsewhere."""
+        """Take a replica out and close its engine; its requests go on elsewhere."""
         replica = self._known(name)
-        await self.drain(name)
-        await replica.engine.close()
+        replica.draining = True
+        replica.take_back(f"replica {name} is removed")
+        await self._end(name)
         del self._replicas[name]
 
-    def _known(self, name: str) -> _Replica:
+    async def _end(self, name: str) -> None:
+        life = self._lives.pop(name, None)
+        if life is not None:
+            life.cancel()
+            await asyncio.wait([life])
+
+    def _known(self, name: str) -> Replica:
+        self._running()
         try:
             return self._replicas[name]
         except KeyError:
             raise ResourceError(f"no replica {name}; there are {', '.join(self._replicas) or 'none'}") from None
 
+    # ----------------------------------------------------------------------------------------------- observation
+
     def replicas(self) -> list[ReplicaStatus]:
         """Every replica, in the order in which they joined."""
-        return [
-            ReplicaStatus(
-                name=name,
-                state="draining" if replica.draining else "healthy",
-                serving=not replica.draining,
-                weight_version=replica.engine.weight_version,
-                requests=len(replica.requests),
-                expected_tokens=0,
-                restarts=0,
-                reason="",
-                engine=replica.engine.statistics(),
-            )
-            for name, replica in self._replicas.items()
-        ]
+        return [replica.status() for replica in self._replicas.values()]
 
     def statistics(self) -> PoolStatistics:
         """What the pool holds and has done."""
+        requests = self._requests
+        counters = requests.counters
+        replicas = tuple(self.replicas())
         return PoolStatistics(
-            weight_version=self._version,
-            paused=self._paused,
-            running=sum(len(replica.requests) for replica in self._replicas.values()),
-            waiting=0,
-            accepted=self._accepted,
-            finished=self._finished,
-            aborted=self._aborted,
-            failed=self._failed,
-            left=self._left,
-            refused=0,
-            migrations=0,
-            tokens=self._tokens,
-            restarts=0,
-            replicas=tuple(self.replicas()),
+            weight_version=self.weight_version,
+            paused=requests.paused is not None,
+            running=requests.running,
+            waiting=requests.waiting,
+            accepted=counters.accepted,
+            finished=counters.finished,
+            aborted=counters.aborted,
+            failed=counters.failed,
+            left=counters.left,
+            refused=counters.refused,
+            migrations=counters.migrations,
+            tokens=counters.tokens,
+            restarts=sum(replica.restarts for replica in replicas),
+            replicas=replicas,
         )

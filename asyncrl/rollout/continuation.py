@@ -1,0 +1,79 @@
+"""What a request has got so far, and how it goes on elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asyncrl.errors import EngineError
+from asyncrl.interfaces import GenerationChunk, GenerationRequest
+
+__all__ = ["Continuation"]
+
+
+class Continuation:
+    """A request over the engines that worked on it, one after the other.
+
+    Tokens are taken once, in order, each with its log-prob and version; :meth:`request` is what the next engine is
+    asked for: prompt and tokens so far, none of which it delivers again.
+
+    >>> from asyncrl.interfaces import SamplingParams
+    >>> asked = GenerationRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_new_tokens=3))
+    >>> state = Continuation(asked)
+    >>> _ = state.take(GenerationChunk(token_ids=(7,), log_probs=(-1.0,), weight_versions=(4,)))
+    >>> again = state.request()
+    >>> again.prompt_token_ids, again.continued_tokens, state.version
+    ((1, 7), 1, 4)
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._moves = 0
+        self.version = 0
+        """Version of the newest token: no engine with older weights may go on."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens taken."""
+        return len(self._tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self._request.sampling.max_new_tokens - self._request.continued_tokens - len(self._tokens)
+
+    def request(self) -> GenerationRequest:
+        """What to ask the next engine for, under an id of its own: the last engine may hold the old one still."""
+        asked = self._request
+        name = asked.request_id if not self._moves else f"{asked.request_id}~{self._moves}"
+        self._moves += 1
+        return replace(
+            asked,
+            request_id=name,
+            prompt_token_ids=(*asked.prompt_token_ids, *self._tokens),
+            continued_tokens=asked.continued_tokens + len(self._tokens),
+        )
+
+    def take(self, chunk: GenerationChunk) -> GenerationChunk:
+        """Take a chunk in.
+
+        Raises:
+            EngineError: it is not what an engine may say (a token without log-prob or version, a version that falls,
+                more tokens than were asked for). Nothing of it is taken.
+        """
+        versions = chunk.weight_versions
+        if not len(chunk.token_ids) == len(chunk.log_probs) == len(versions):
+            raise EngineError(
+                f"{len(chunk.token_ids)} tokens came with {len(chunk.log_probs)} log-probs and {len(versions)} versions"
+            )
+        if len(chunk.token_ids) > self.left:
+            raise EngineError(f"{len(chunk.token_ids)} tokens came where {self.left} were left to come")
+        if versions:
+            before = self.version
+            for version in versions:
+                if version < before:
+                    raise EngineError(f"a token of weight version {version} came after one of {before}")
+                before = version
+            self.version = before
+            self._tokens += chunk.token_ids
+        return chunk

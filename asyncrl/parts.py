@@ -26,10 +26,14 @@ PART_GROUPS = {
     "asyncrl.training_engines": "training engine",
     "asyncrl.weight_transports": "weight transport",
     "asyncrl.replay_buffers": "replay buffer",
+    "asyncrl.ledgers": "ledger",
     "asyncrl.reward_models": "reward model",
     "asyncrl.environments": "environment",
     "asyncrl.model_sources": "model source",
     "asyncrl.trackers": "tracker",
+    "asyncrl.advantages": "advantage",
+    "asyncrl.policy_losses": "policy loss",
+    "asyncrl.corrections": "correction",
 }
 """Entry-point groups that asyncrl reads, and what one of them is called."""
 
@@ -88,7 +92,15 @@ def load_part(group: str, name: str, *, path: str = "") -> Any:
     return part
 
 
-def make_part(group: str, name: str, *arguments: Any, options: Mapping[str, Any], path: str, **given: Any) -> Any:
+def make_part(
+    group: str,
+    name: str,
+    *arguments: Any,
+    options: Mapping[str, Any],
+    path: str,
+    table: str | None = None,
+    **given: Any,
+) -> Any:
     """Make a part: ``part(*arguments, **given, **options)``.
 
     Args:
@@ -97,6 +109,7 @@ def make_part(group: str, name: str, *arguments: Any, options: Mapping[str, Any]
         arguments: positional arguments of the part.
         options: keyword arguments that a user wrote.
         path: dotted key that named the part (``env.name``); its options stand beside it (``env.options``).
+        table: dotted key of the options, where they stand elsewhere.
         given: keyword arguments that the run itself decides.
 
     Raises:
@@ -104,7 +117,7 @@ def make_part(group: str, name: str, *arguments: Any, options: Mapping[str, Any]
             the part does not take.
     """
     part = load_part(group, name, path=path)
-    table = f"{path.rpartition('.')[0]}.options"
+    table = table or f"{path.rpartition('.')[0]}.options"
     parameters = signature(part).parameters.values()
     named = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     allowed = [each for each in named[len(arguments) :] if each not in given]

@@ -97,6 +97,7 @@ def check_outside(config: Config) -> None:
     Raises:
         ConfigError: the first that is missing.
     """
+    from asyncrl.config import check_algorithm
     from asyncrl.parts import check_part
 
     wanted = [
@@ -113,6 +114,7 @@ def check_outside(config: Config) -> None:
     wanted += [("asyncrl.trackers", name, "telemetry.trackers") for name in config.telemetry.trackers]
     for group, name, path in wanted:
         check_part(group, name, path=path)
+    check_algorithm(config)
     if config.sft.data is not None:
         _existing(config.sft.data, "sft.data")
     model = config.model.path

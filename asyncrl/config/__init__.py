@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from .algorithm import AlgorithmConfig, check_algorithm
 from .config import Config
 from .file import load_config
 from .overrides import apply_overrides, parse_overrides
 from .section import Schedule, Section
 from .sections import (
-    AlgorithmConfig,
     BufferConfig,
     CheckpointConfig,
     ClusterConfig,
     EnvConfig,
     EvalConfig,
+    LedgerConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "Config",
     "EnvConfig",
     "EvalConfig",
+    "LedgerConfig",
     "ModelConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "TrainerConfig",
     "WeightsConfig",
     "apply_overrides",
+    "check_algorithm",
     "load_config",
     "parse_overrides",
 ]

@@ -11,15 +11,16 @@ from pydantic_core import PydanticCustomError
 
 from asyncrl.pipeline.staleness import StalenessPolicy, staleness_policy
 
+from .algorithm import AlgorithmConfig
 from .problem import Problem, dotted, problems_of, raise_problems
 from .section import DEEPEST_TABLE, FilePath, Section
 from .sections import (
-    AlgorithmConfig,
     BufferConfig,
     CheckpointConfig,
     ClusterConfig,
     EnvConfig,
     EvalConfig,
+    LedgerConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -75,6 +76,8 @@ class Config(Section):
     """What becomes of rollouts that take longer than `max_staleness` allows."""
     buffer: BufferConfig = BufferConfig()
     """Where finished groups wait."""
+    ledger: LedgerConfig = LedgerConfig()
+    """What a killed run finds again."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights reach the servers."""
     eval: EvalConfig = EvalConfig()
@@ -122,8 +125,9 @@ class Config(Section):
         """The resolved configuration: every value, also the defaults. Reading it back gives an equal one."""
         tables = self.model_dump(mode="python", exclude_none=True)
         for section in tables.values():
-            if isinstance(section, dict) and section.get("options") == {}:
-                del section["options"]
+            if isinstance(section, dict):
+                for key in [key for key, value in section.items() if key.endswith("options") and value == {}]:
+                    del section[key]
         text = table_to_toml(tables)
         if self.buffer.capacity_groups is None:
             derived = f"# capacity_groups = {self.capacity_groups}, derived from max_staleness and groups_per_step\n"
@@ -146,13 +150,6 @@ class Config(Section):
                 "model.source" if both else "model",
                 "model.path and model.source exclude each other" if both else "needs one of path and source",
                 remedy='give one: path = "some/folder", or source = "scratch" (take one away with --model.source none)',
-            )
-        if self.steps > 0 and trainer.group_size < 2:
-            yield Problem(
-                "trainer.group_size",
-                "a group of one has no baseline: every advantage would be 0",
-                value="1",
-                remedy="use at least 2",
             )
         if self.steps > 0 and rollout.temperature == 0:
             yield Problem(

@@ -13,12 +13,12 @@ from pydantic import Field
 from .section import Cores, FilePath, LearningRate, PartName, Schedule, Section, Table, Texts, Threads
 
 __all__ = [
-    "AlgorithmConfig",
     "BufferConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "EnvConfig",
     "EvalConfig",
+    "LedgerConfig",
     "ModelConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -164,27 +164,6 @@ class TrainerConfig(Section):
     """Compute threads of one rank."""
 
 
-class AlgorithmConfig(Section):
-    """The maths of an update."""
-
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """`grpo` divides by the group's standard deviation, `dr_grpo` only subtracts its mean (arXiv:2503.20783)."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0, le=100)] = 0.28
-    """... and above at 1 + clip_high; wider than below, so unlikely tokens can gain (arXiv:2503.14476)."""
-    behaviour_weight_cap: Annotated[float, Field(gt=0, le=1e6)] = 2.0
-    """Cap of the importance weight from the behaviour to the proximal policy (arXiv:2505.24298): bounds variance."""
-    kl_coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight of the divergence from the reference policy; 0 loads no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Which per-token estimator; k3 is unbiased and never negative."""
-    entropy_coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight of the entropy bonus."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """Token losses to one number: over all tokens, per row and then over rows, or by a constant length."""
-
-
 class RewardConfig(Section):
     """Who says how good a trajectory was."""
 
@@ -211,6 +190,17 @@ class BufferConfig(Section):
     """Groups between admission and use; none: (max_staleness + 1) * groups_per_step, twice that with overdue ones."""
     selection: PartName | None = None
     """Order in which ready groups are handed out; none: what the staleness policy needs, `fifo` or `fifo_ready`."""
+
+
+class LedgerConfig(Section):
+    """The record of every prompt and of what was sampled for it, in the run's folder: a killed run goes on with it."""
+
+    kind: PartName | None = "sqlite"
+    """Ledger: an installed name, or `package.module:Ledger`; `none` keeps none, and a killed run samples again."""
+    fsync: Literal["commit", "checkpoint"] = "commit"
+    """When records are brought to the disk: `commit` outlives the machine, `checkpoint` only the process."""
+    commit_latency_s: Annotated[float, Field(ge=0, le=60)] = 0.05
+    """Longest time a record waits for others to be written with."""
 
 
 class WeightsConfig(Section):

@@ -14,7 +14,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from asyncrl.algorithms import PPO, PolicyObjective, TruncatedImportance
+from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
 from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, SamplingParams
 from asyncrl.parts import load_part, make_part
@@ -33,17 +33,9 @@ ROLES: tuple[Role, ...] = ("trainer", "rollout", "reward", "reference")
 
 def trainer_options(config: Config) -> dict[str, Any]:
     """Keyword arguments of the training engine for policy optimisation."""
-    trainer, algorithm = config.trainer, config.algorithm
+    trainer = config.trainer
     return {
-        "objective": PolicyObjective(
-            loss=PPO(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high),
-            correction=TruncatedImportance(cap=algorithm.behaviour_weight_cap),
-            kl_coefficient=algorithm.kl_coefficient,
-            kl_estimator=algorithm.kl_estimator,
-            entropy_coefficient=algorithm.entropy_coefficient,
-            aggregation=algorithm.aggregation,
-            fixed_length=config.rollout.max_tokens if algorithm.aggregation == "fixed_length" else None,
-        ),
+        "objective": config.algorithm.objective(longest=config.rollout.max_tokens),
         "lr": trainer.lr,
         "schedule": trainer.schedule if config.steps else "constant",  # without a step there is no last one to fall to
         "warmup_steps": trainer.warmup_steps,

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.algorithms import get_advantage
+from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
+from asyncrl.pipeline.canary import check_first_step
 from asyncrl.pipeline.certificate import Certificate, certify
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
@@ -42,7 +43,9 @@ class TrainingPlan:
         steps: training steps in all, those before a resume included.
         groups_per_step: groups (prompts) in a batch.
         group_size: rollouts of each prompt (G).
-        advantage: name in :mod:`asyncrl.algorithms`.
+        advantage: from rewards, groups and lengths to advantages.
+        optimizer_steps: of one update.
+        mismatch_limit: nats per token by which engine and trainer may differ on the first step; None asks nothing.
         seed: every prompt's, rollout's and turn's seed derives from it.
         eval_tasks: held-out tasks of an evaluation.
         eval_every: steps between evaluations beside training; 0 for none.
@@ -54,9 +57,11 @@ class TrainingPlan:
     steps: int
     groups_per_step: int
     group_size: int
-    advantage: str
+    advantage: AdvantageEstimator
     seed: int
     eval_tasks: int
+    optimizer_steps: int = 1
+    mismatch_limit: float | None = None
     eval_every: int = 0
     success_reward: float = 1.0
     checkpoint_every: int = 0
@@ -97,7 +102,7 @@ class Trainer(Protocol):
     def release(self, version: int) -> Any: ...
 
 
-TRAINED_COLUMNS = ("input_ids", "loss_mask", "behaviour_log_probs")
+TRAINED_COLUMNS = ("input_ids", "loss_mask", "behaviour_log_probs", "weight_versions")
 """What an update reads of a row; nothing else of it is sent to the trainer. Advantages are added here."""
 
 Score = Callable[[DataProtoFuture], DataProtoFuture]
@@ -286,16 +291,19 @@ class Driver:
         self._dropped_rows = self._dropped_tokens = 0
         rewards = [reward for summary in summaries for reward in summary.rewards]
         owners = [summary.slot for summary in summaries for _ in summary.rewards]
-        advantages = get_advantage(self.plan.advantage)(torch.tensor(rewards), torch.tensor(owners))
+        lengths = [length for summary in summaries for length in summary.lengths]
+        advantages = self.plan.advantage(
+            {"rewards": torch.tensor(rewards), "groups": torch.tensor(owners), "lengths": torch.tensor(lengths)}
+        )
         columns = [*TRAINED_COLUMNS, *(["reference_log_probs"] if self.reference is not None else [])]
         oldest = self._oldest_version(step) if certificate.masked_tokens else None
-        if oldest is not None:
-            columns.append("weight_versions")
         batch = DataProtoFuture.concat(
             [group.rows.select(columns, non_tensor_batch_keys=[], meta_info_keys=[]) for group in groups]
         )
         batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
         (metrics, *_others) = await self.trainer.update(batch, oldest)
+        if step == self.law.first_version + 1 and self.plan.mismatch_limit is not None:
+            check_first_step(metrics, limit=self.plan.mismatch_limit, one_step=self.plan.optimizer_steps == 1)
         slots = [summary.slot for summary in summaries]
         self.buffer.release(slots)
         self.accounts.train(int(metrics["tokens_trained"]))
@@ -310,7 +318,7 @@ class Driver:
             metrics=metrics,
             certificate=certificate,
             rewards=tuple(rewards),
-            lengths=tuple(length for summary in summaries for length in summary.lengths),
+            lengths=tuple(lengths),
             buffer_ready=statistics.ready,
             buffer_pending=statistics.pending,
         )

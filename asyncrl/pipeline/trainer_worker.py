@@ -11,6 +11,7 @@ from asyncrl.data import DataProto
 from asyncrl.errors import WeightVersionError
 from asyncrl.interfaces import TrainingEngine, WeightTransport
 from asyncrl.parts import make_part
+from asyncrl.pipeline.ages import with_ages
 from asyncrl.pipeline.masking import mask_older
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights.manifest import WeightManifest
@@ -76,7 +77,8 @@ class TrainerWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
     def update(self, batch: DataProto, oldest_version: int | None = None) -> dict[str, float]:
         """One policy step: the weights of the next version. Tokens of versions below ``oldest_version`` are masked."""
-        metrics = self._held().update(batch if oldest_version is None else mask_older(batch, oldest_version))
+        young = batch if oldest_version is None else mask_older(batch, oldest_version)
+        metrics = self._held().update(with_ages(young, version=self._version))
         self._version += 1
         return metrics
 

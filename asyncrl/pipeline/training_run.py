@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.chat import ChatRenderer
-from asyncrl.config import Config
+from asyncrl.config import Config, check_algorithm
 from asyncrl.interfaces import EnvironmentFactory
 from asyncrl.parts import make_part
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.assembly import ROLES, Assembly, Role, import_once, trainer_options, warm_start_options
+from asyncrl.pipeline.canary import MISMATCH_LIMITS
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
 from asyncrl.pipeline.driver import Driver, TrainingPlan
 from asyncrl.pipeline.recorder import Recorder
@@ -68,6 +69,8 @@ class TrainingRun:
     async def train(self) -> dict[str, Any]:
         """Run every phase; returns the summary that was written to ``summary.json``."""
         config = self._config
+        for objection in check_algorithm(config):
+            self._progress.note(f"unsound, and run as asked: {objection.key}: {objection.reason}")
         try:
             origin = await self._start()
             if config.sft.steps:
@@ -247,7 +250,9 @@ def _plan(config: Config) -> TrainingPlan:
         steps=config.steps,
         groups_per_step=config.trainer.groups_per_step,
         group_size=config.trainer.group_size,
-        advantage=config.algorithm.advantage,
+        advantage=config.algorithm.estimator(),
+        optimizer_steps=config.trainer.minibatches * config.trainer.epochs,
+        mismatch_limit=_mismatch_limit(config),
         seed=config.seed,
         eval_tasks=config.eval.tasks,
         eval_every=config.eval.every if config.eval.tasks else 0,
@@ -255,6 +260,14 @@ def _plan(config: Config) -> TrainingPlan:
         checkpoint_every=config.checkpoint.every,
         sample_trajectories=config.telemetry.trajectories_per_step,
     )
+
+
+def _mismatch_limit(config: Config) -> float | None:
+    """What the first step is held to; nothing where sampling was truncated, which changes log-probs by intent."""
+    if config.algorithm.mismatch_limit is not None:
+        return config.algorithm.mismatch_limit
+    truncated = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    return None if truncated else MISMATCH_LIMITS[config.model.dtype]
 
 
 def _law(config: Config, resumed: DriverState | None) -> AdmissionLaw:

@@ -71,7 +71,6 @@ def test_derived_values_are_told_as_comments():
     [
         ({"model": {"path": "/some/where"}}, "model.source", "exclude each other"),
         ({"model": {"source": None}}, "model", "needs one of path and source"),
-        ({"trainer": {"group_size": 1}}, "trainer.group_size", "baseline"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature", "greedy"),
         ({"trainer": {"minibatches": 3}}, "trainer.minibatches", "does not divide groups_per_step = 16"),
         ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens", "max_tokens = 1024"),
@@ -98,9 +97,9 @@ def test_a_run_without_training_may_be_greedy():
 
 
 def test_conflicts_are_told_together():
-    error = problem(trainer={"group_size": 1}, rollout={"temperature": 0.0}, buffer={"capacity_groups": 1})
+    error = problem(trainer={"minibatches": 3}, rollout={"temperature": 0.0}, buffer={"capacity_groups": 1})
     assert "3 problems" in str(error)
-    for path in ("trainer.group_size", "rollout.temperature", "buffer.capacity_groups"):
+    for path in ("trainer.minibatches", "rollout.temperature", "buffer.capacity_groups"):
         assert path in str(error)
 
 

@@ -50,7 +50,9 @@ gradient_checkpointing = false
 
 [algorithm]
 advantage = "dr_grpo"
-clip_high = 0.28
+correction = "mis"
+[algorithm.loss_options]
+clip_high = 0.3
 
 [buffer]
 selection = "fifo"

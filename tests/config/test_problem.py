@@ -47,7 +47,7 @@ def test_the_rule_the_value_and_what_is_allowed(tables, text):
         ({"lr": 0.1}, "did you mean sft.lr or trainer.lr?"),
         ({"trainer": {"temperature": 1}}, "did you mean rollout.temperature?"),
         ({"trainer": {"temprature": 1}}, "did you mean rollout.temperature?"),
-        ({"algorithm": {"advantage": "gpro"}}, 'did you mean "grpo"?'),
+        ({"algorithm": {"anchor": "proximall"}}, 'did you mean "proximal"?'),
         ({"model": {"source": "scratch", "dtype": "BFloat16"}}, 'did you mean "bfloat16"?'),
         ({"checkpoint": {"zzz": 1}}, "[checkpoint] has every, keep"),
     ],

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.agents.episode import run_episode
-from asyncrl.algorithms import get_advantage
+from asyncrl.algorithms import grpo_advantages
 from asyncrl.config import Config
 from asyncrl.data import DataProto
 from asyncrl.interfaces import SamplingParams
@@ -60,7 +60,7 @@ async def plain_loop(config: Config, model: str) -> tuple[list[list[float]], dic
             batches.append(trajectories_to_batch(trajectories, slot=slot).select(meta_info_keys=[]))
             rewards += [trajectory.reward for trajectory in trajectories]
             owners += [slot] * rows
-        advantages = get_advantage(config.algorithm.advantage)(torch.tensor(rewards), torch.tensor(owners))
+        advantages = grpo_advantages(torch.tensor(rewards), torch.tensor(owners))
         batch = DataProto.concat(batches).union(DataProto.from_dict(tensors={"advantages": advantages}))
         trainer.update(batch)
         await engine.prepare_weights(dict(trainer.named_tensors()), version=step + 1)

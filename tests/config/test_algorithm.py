@@ -1,0 +1,175 @@
+"""The algorithm of a run: parts by name, their options, and combinations that are refused with the reason."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.algorithms import DAPO, GSPO, NoCorrection, TruncatedImportance
+from asyncrl.cli.main import main
+from asyncrl.config import Config, check_algorithm
+from asyncrl.errors import ConfigError
+
+SMALLEST: dict[str, Any] = {
+    "name": "first",
+    "steps": 10,
+    "max_staleness": 2,
+    "model": {"source": "scratch"},
+    "env": {"name": "calculator"},
+}
+
+
+def config(*, max_staleness: int = 2, trainer: Any = (), **algorithm: Any) -> Config:
+    return Config.from_mapping(
+        {**SMALLEST, "max_staleness": max_staleness, "trainer": dict(trainer), "algorithm": algorithm}
+    )
+
+
+def refused(**settings: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        check_algorithm(config(**settings))
+    return caught.value
+
+
+def test_the_default_is_decoupled_ppo_with_clip_higher() -> None:
+    default = config().algorithm.objective(longest=7)
+    assert default.loss == DAPO(clip_low=0.2, clip_high=0.28)
+    assert default.correction == TruncatedImportance(cap=2.0)
+    assert default.anchor == "proximal"
+    assert config().algorithm.estimator().name == "grpo"
+    assert check_algorithm(config()) == ()
+
+
+def test_parts_are_named_and_take_options() -> None:
+    objective = config(
+        loss="gspo",
+        loss_options={"clip_high": 5e-4},
+        correction="none",
+        aggregation="fixed_length",
+        kl_coefficient=0.1,
+        kl_estimator="low_variance",
+    ).algorithm.objective(longest=64)
+    assert objective.loss == GSPO(clip_low=3e-4, clip_high=5e-4)
+    assert objective.correction == NoCorrection()
+    assert (objective.fixed_length, objective.kl_coefficient, objective.kl_estimator) == (64, 0.1, "low_variance")
+    estimator = config(advantage="pass_at_k", advantage_options={"k": 2}).algorithm.estimator()
+    assert (estimator.needs, estimator.options) == (("rewards", "groups"), {"k": 2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "words"),
+    [
+        ({"loss": "gpso"}, "algorithm.loss", "did you mean 'gspo'"),
+        ({"advantage": "grop"}, "algorithm.advantage", "did you mean 'grpo'"),
+        ({"correction": "tiss"}, "algorithm.correction", "did you mean 'tis'"),
+        ({"loss_options": {"clip_hihg": 1.0}}, "algorithm.loss_options.clip_hihg", "did you mean 'clip_high'"),
+        ({"loss_options": {"clip_low": 2.0}}, "clip_low", "at most 1"),
+        ({"loss_options": {"clip_low": "x"}}, "algorithm.loss_options", "cannot be made"),
+        ({"advantage_options": {"eps": 1.0}}, "algorithm.advantage_options.eps", "did you mean 'epsilon'"),
+        ({"correction_options": {"cap": 0.5}}, "cap", "at least 1"),
+        ({"loss": "asyncrl.algorithms:TokenLosses", "loss_options": {"loss": 1}}, "algorithm.loss", "no PolicyLoss"),
+        ({"correction": "asyncrl.algorithms:PPO"}, "algorithm.correction", "no Correction"),
+        ({"advantage": "asyncrl.algorithms.kl:LOG_RATIO_LIMIT"}, "algorithm.advantage", "no function"),
+        ({"advantage": "gae"}, "algorithm.advantage", "a critic's value of every token"),
+        ({"advantage": "remax"}, "algorithm.advantage", "greedy answer"),
+        ({"advantage": "gigpo"}, "algorithm.advantage", "turn_anchors"),
+        ({"trainer": {"group_size": 1}}, "trainer.group_size", "no baseline"),
+        ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "algorithm.advantage_options.k", "group_size = 8"),
+    ],
+)
+def test_what_cannot_be_used_is_told_with_its_key(settings: dict[str, Any], path: str, words: str) -> None:
+    error = refused(**settings)
+    assert error.path == path
+    assert words in str(error)
+    assert error.remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "words"),
+    [
+        ({"correction": "none"}, "algorithm.correction", "neither loss nor correction knows the policy that sampled"),
+        ({"correction": "none", "anchor": "interpolated"}, "algorithm.correction", "2 versions old"),
+        ({"anchor": "behaviour", "correction": "none"}, "algorithm.anchor", "plain PPO on stale data"),
+        ({"loss": "topr"}, "algorithm.correction", "count it twice"),
+        ({"loss": "m2po"}, "algorithm.correction", "count it twice"),
+        ({"anchor": "behaviour", "max_staleness": 1}, "algorithm.correction", "every weight is 1"),
+        ({"loss": "kl_cov"}, "algorithm.loss", "one optimizer step"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "algorithm.kl_estimator", "noise"),
+    ],
+)
+def test_what_goes_wrong_is_refused_with_the_reason_unless_asked_for(
+    settings: dict[str, Any], path: str, words: str
+) -> None:
+    error = refused(**settings)
+    assert error.path == path
+    assert words in str(error)
+    assert "algorithm.allow_unsound = true" in error.remedy
+    (told,) = check_algorithm(config(**settings, allow_unsound=True))
+    assert told.key == path
+    assert words in told.reason
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"correction": "none", "max_staleness": 0},
+        {"correction": "none", "anchor": "behaviour", "max_staleness": 1},
+        {"correction": "none", "loss": "topr"},
+        {"correction": "none", "loss": "m2po"},
+        {"anchor": "interpolated"},
+        {"correction": "mis"},
+        {"correction": "icepop"},
+        {"correction": "rejection"},
+        {"loss": "kl_cov", "trainer": {"minibatches": 2}},
+        {"loss": "kl_cov", "trainer": {"epochs": 2}},
+        {"kl_coefficient": 0.1, "kl_estimator": "k2"},
+        {"kl_estimator": "k1"},
+        {"advantage": "reinforce_plus_plus", "trainer": {"group_size": 1}},
+        {"advantage": "pass_at_k", "advantage_options": {"k": 8}},
+    ],
+    ids=str,
+)
+def test_what_is_sound_is_let_through(settings: dict[str, Any]) -> None:
+    assert check_algorithm(config(**settings)) == ()
+
+
+def test_correcting_past_the_bound_counts_as_any_age() -> None:
+    data = {**SMALLEST, "max_staleness": 1, "algorithm": {"anchor": "behaviour", "correction": "none"}}
+    assert check_algorithm(Config.from_mapping(data)) == ()
+    with pytest.raises(ConfigError, match="up to 10 versions old"):
+        check_algorithm(Config.from_mapping({**data, "staleness": {"policy": "correct"}}))
+
+
+def test_a_run_without_training_is_asked_nothing() -> None:
+    data = {**SMALLEST, "steps": 0, "algorithm": {"correction": "none"}}
+    assert check_algorithm(Config.from_mapping(data)) == ()
+
+
+def test_all_that_is_refused_is_told_together() -> None:
+    error = refused(correction="none", advantage="gae")
+    assert "2 problems" in str(error)
+
+
+def test_the_command_line_says_no_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(config(correction="none").to_toml())
+    assert main(["train", str(file), "--dry-run"]) == 2
+    assert "the gradient is that of other samples" in capsys.readouterr().err
+    assert main(["train", str(file), "--dry-run", "--algorithm.allow-unsound", "true"]) == 0
+
+
+def test_an_algorithm_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    custom = config(
+        advantage="custom_algorithm:sign_of_the_median",
+        advantage_options={"margin": 0.1},
+        loss="custom_algorithm:SquaredDistance",
+    )
+    try:
+        assert check_algorithm(custom) == ()
+        assert custom.algorithm.estimator().needs == ("rewards", "groups")
+    finally:
+        sys.modules.pop("custom_algorithm", None)

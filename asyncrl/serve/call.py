@@ -1,0 +1,330 @@
+"""One request on its way: who asks, for what, and how tokens come back to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, GenerationRequest, SamplingParams
+from asyncrl.rollout.prompts import derive_seed
+from asyncrl.serve.admission import Admission
+from asyncrl.serve.capture import GroupedSink
+from asyncrl.serve.failure import Refusal
+from asyncrl.serve.limits import Limits
+from asyncrl.serve.meters import Meters
+from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.served_pool import ServedPool
+from asyncrl.serve.sessions import Session, Sessions
+from asyncrl.serve.weight_door import WeightDoor
+
+__all__ = ["Call", "EventStream", "Face", "Plane", "Version", "version_spans"]
+
+Plane: TypeAlias = Literal["user", "control"]
+
+_T = TypeVar("_T")
+_json = msgspec.json.Encoder()
+
+
+@dataclass(slots=True, kw_only=True)
+class Face:
+    """What the server serves, shared by all requests.
+
+    Attributes:
+        pool: makes the tokens.
+        names: of the model; the first is told to clients, all are taken from them.
+        text: of the model; None serves token ids only.
+        limits: what a request may ask for.
+        admission: what is under way.
+        sessions: what is being captured.
+        capture: where rewarded sessions go; None keeps them until they are read and dropped.
+        meters: what happened.
+        weights: how new weights come in; None refuses them.
+        new_replica: makes the engine of a replica that an operator adds; None refuses that.
+        running: choices of the requests under way, by request id.
+        ready: whether requests would be served.
+    """
+
+    pool: ServedPool
+    names: tuple[str, ...]
+    text: ModelText | None = None
+    limits: Limits = field(default_factory=Limits)
+    admission: Admission
+    sessions: Sessions
+    capture: GroupedSink | None = None
+    meters: Meters
+    weights: WeightDoor | None = None
+    new_replica: Callable[[], Any] | None = None  # Any: a RolloutEngine, whatever its class
+    running: dict[str, int] = field(default_factory=dict)
+    ready: bool = False
+
+    def model_text(self) -> ModelText:
+        """The model's text.
+
+        Raises:
+            Refusal: this server knows token ids only.
+        """
+        if self.text is None:
+            raise Refusal(501, "this server has no tokenizer: use /generate with token ids")
+        return self.text
+
+    def chat_text(self) -> ModelText:
+        """Likewise, with a usable chat template."""
+        text = self.model_text()
+        try:
+            text.renderer  # noqa: B018 - asks whether there is one
+        except ConfigError as error:
+            raise Refusal(501, f"this model serves no chats: {error}") from error
+        return text
+
+    def check_model(self, name: str) -> None:
+        """Whether this model is served.
+
+        Raises:
+            Refusal: it is another one.
+        """
+        if name not in self.names:
+            raise Refusal(404, f"the model {name[:100]!r} is not served here; this one is: {self.names[0]!r}")
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Tokens ``start <= t < end`` of the answer were sampled under ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+def version_spans(versions: Sequence[int], *, offset: int = 0) -> list[Version]:
+    """Runs of equal versions, in order; token 0 is number ``offset`` of the answer."""
+    if versions and versions.count(versions[0]) == len(versions):  # nearly always
+        return [Version(versions[0], offset, offset + len(versions))]
+    spans: list[Version] = []
+    start = 0
+    for end in range(1, len(versions) + 1):
+        if end == len(versions) or versions[end] != versions[start]:
+            spans.append(Version(versions[start], offset + start, offset + end))
+            start = end
+    return spans
+
+
+class Call:
+    """A request whose sender, size and form are checked already.
+
+    Attributes:
+        face: what is served.
+        request: aiohttp's view of it.
+        id: of the request; goes to the client and into logs, and names the generations of it.
+        holder: whose key it came with; empty where none is needed.
+        body: decoded into the route's request type; None if that has none.
+    """
+
+    __slots__ = ("_session", "body", "face", "holder", "id", "open_events", "request")
+
+    def __init__(self, face: Face, request: web.Request, *, id: str, holder: str, body: Any) -> None:  # noqa: A002
+        self.face = face
+        self.request = request
+        self.id = id
+        self.holder = holder
+        self.body = body  # Any: the route's request type
+        self.open_events: EventStream | None = None
+        self._session: Session | None = None
+
+    def body_as(self, kind: type[_T]) -> _T:
+        """The body, which the route table says is a ``kind``."""
+        assert isinstance(self.body, kind)
+        return self.body
+
+    # ------------------------------------------------------------------------------------------------- sessions
+
+    def session_name(self) -> str:
+        """From the path (``/sessions/NAME/...``) or the header ``X-Session-ID``; empty without one.
+
+        Raises:
+            Refusal: it is longer than 128 characters or has other ones than letters, digits and ``._:-``.
+        """
+        name: str = self.request.match_info.get("session", "") or self.request.headers.get("X-Session-ID", "")
+        if name and not (len(name) <= 128 and name.isascii() and name.translate(_NO_PUNCTUATION).isalnum()):
+            raise Refusal(400, "a session's name has 1 to 128 letters, digits and ._:-")
+        return name
+
+    def session(self) -> Session | None:
+        """The session that this request belongs to, made if need be."""
+        if self._session is None and (name := self.session_name()):
+            self._session = self.face.sessions.use(name, self.holder)
+        return self._session
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    def requests(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, *, choices: int, first: int = 0
+    ) -> list[GenerationRequest]:
+        """One request of the pool per choice. A seed gives each choice one of its own, the first the seed itself."""
+        self.face.running[self.id] = first + choices
+        made = []
+        for index in range(choices):
+            mine = sampling
+            if index and sampling.seed is not None:
+                mine = replace(sampling, seed=derive_seed(sampling.seed, index))
+            made.append(
+                GenerationRequest(request_id=f"{self.id}-{first + index}", prompt_token_ids=prompt, sampling=mine)
+            )
+        return made
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """The chunks of one choice. Leaving early aborts it in the engine."""
+        face = self.face
+        begin = face.meters.clock()
+        first = True
+        session = self._session
+        if session is not None:
+            session.requests += 1
+        try:
+            with face.admission.enter(self.holder):
+                face.meters.prompt_tokens += len(request.prompt_token_ids)
+                async with aclosing(
+                    face.pool.generate(
+                        request, session=session.name if session is not None else None, tenant=self.holder
+                    )
+                ) as chunks:
+                    async for chunk in chunks:
+                        if first:
+                            face.meters.first_token(face.meters.clock() - begin)
+                            first = False
+                        face.meters.sampled_tokens += len(chunk.token_ids)
+                        yield chunk
+        finally:
+            if session is not None:
+                session.requests -= 1
+
+    async def collect(self, request: GenerationRequest) -> Generation:
+        """One whole choice."""
+        token_ids: list[int] = []
+        log_probs: list[float] = []
+        versions: list[int] = []
+        reason: FinishReason | None = None
+        async with aclosing(self.stream(request)) as chunks:
+            async for chunk in chunks:
+                token_ids += chunk.token_ids
+                log_probs += chunk.log_probs
+                versions += chunk.weight_versions
+                reason = chunk.finish_reason
+        if reason is None:
+            raise EngineError(f"request {request.request_id!r} ended without a finish reason")
+        return Generation(
+            token_ids=tuple(token_ids),
+            log_probs=tuple(log_probs),
+            weight_versions=tuple(versions),
+            finish_reason=reason,
+        )
+
+    async def collect_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """All choices, side by side; the first failure ends them all."""
+        if len(requests) == 1:
+            return [await self.collect(requests[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.collect(request)) for request in requests]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        return [task.result() for task in tasks]
+
+    async def stream_all(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        """Chunks of all choices as they come, each with its choice's number."""
+        if len(requests) == 1:
+            async with aclosing(self.stream(requests[0])) as chunks:
+                async for chunk in chunks:
+                    yield 0, chunk
+            return
+        ready: asyncio.Queue[tuple[int, GenerationChunk] | BaseException | None] = asyncio.Queue(2 * len(requests))
+
+        async def produce(index: int) -> None:
+            try:
+                async with aclosing(self.stream(requests[index])) as chunks:
+                    async for chunk in chunks:
+                        await ready.put((index, chunk))
+                await ready.put(None)
+            except Exception as error:  # noqa: BLE001 - handed to the consumer
+                await ready.put(error)
+
+        tasks = [asyncio.create_task(produce(index)) for index in range(len(requests))]  # owned by this generator
+        try:
+            left = len(tasks)
+            while left:
+                got = await ready.get()
+                if got is None:
+                    left -= 1
+                elif isinstance(got, BaseException):
+                    raise got
+                else:
+                    yield got
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------- answers
+
+    def answer(self, content: Any, *, status: int = 200) -> web.Response:
+        """A JSON answer. Any: whatever msgspec encodes."""
+        headers = {"Content-Type": "application/json", "X-Request-ID": self.id, "X-Content-Type-Options": "nosniff"}
+        return web.Response(body=_json.encode(content), status=status, headers=headers)
+
+    def events(self) -> EventStream:
+        """A stream of server-sent events; nothing is sent before its first."""
+        self.open_events = EventStream(self)
+        return self.open_events
+
+
+class EventStream:
+    """Server-sent events to one client, who has ``write_timeout_s`` to take each."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._timeout_s = call.face.limits.write_timeout_s
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-store",
+                "X-Request-ID": call.id,
+                "X-Content-Type-Options": "nosniff",
+            }
+        )
+
+    @property
+    def begun(self) -> bool:
+        return self.response.prepared
+
+    async def send(self, content: Any, *, event: str = "") -> None:
+        """One event. Any: whatever msgspec encodes."""
+        head = f"event: {event}\n".encode() if event else b""
+        await self.send_bytes(b"%sdata: %s\n\n" % (head, _json.encode(content)))
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Bytes that are an event already."""
+        async with asyncio.timeout(self._timeout_s):
+            if not self.response.prepared:
+                await self.response.prepare(self._call.request)
+            await self.response.write(data)
+
+    async def end(self) -> web.StreamResponse:
+        """No more events."""
+        async with asyncio.timeout(self._timeout_s):
+            await self.response.write_eof()
+        return self.response
+
+
+_NO_PUNCTUATION = str.maketrans("", "", "._:-")
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,273 @@
+"""What every request passes: where it comes from, whose it is, its size and form; and how it is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.serve.call import Call, Face, Plane
+from asyncrl.serve.failure import Dialect, Refusal, error_body, refusal_of
+from asyncrl.serve.keys import KeyRing
+from asyncrl.serve.limits import json_problem
+from asyncrl.serve.routes import Caller, Route, verdict
+
+__all__ = ["Doorway", "Gate"]
+
+_log = logging.getLogger(__name__)
+
+_json = msgspec.json.Encoder()
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doorway:
+    """One plane's way in.
+
+    Attributes:
+        plane: what is served there.
+        users: keys that open the user plane; None where it needs none.
+        operators: keys that open the control plane; None on a Unix socket, which its file's mode guards.
+        hosts: names that a ``Host`` header may carry; None takes any.
+        origins: web pages that may call; others, and so all by default, are refused.
+    """
+
+    plane: Plane
+    users: KeyRing | None = None
+    operators: KeyRing | None = None
+    hosts: frozenset[str] | None = None
+    origins: frozenset[str] = frozenset()
+
+    @property
+    def keyless(self) -> bool:
+        """Whether no key is needed."""
+        return (self.users if self.plane == "user" else self.operators) is None
+
+    def caller(self, presented: str) -> tuple[Caller, str]:
+        """Who presents this key (empty for none), and the holder's name."""
+        if not presented:
+            return "nobody", ""
+        found: tuple[Caller, str] = "stranger", ""
+        if self.users is not None and (holder := self.users.holder_of(presented)) is not None:
+            found = "user", holder
+        if self.operators is not None and (holder := self.operators.holder_of(presented)) is not None:
+            found = "operator", holder
+        return found
+
+
+class Gate:
+    """Makes aiohttp handlers of routes."""
+
+    def __init__(self, face: Face, doorway: Doorway) -> None:
+        self._face = face
+        self._door = doorway
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()
+
+    def handler(self, route: Route) -> Handler:
+        """Serve ``route``."""
+        decoder: msgspec.json.Decoder[object] | None = None
+        if route.request is not None:
+            decoder = msgspec.json.Decoder(route.request)
+        face, limits = self._face, self._face.limits
+        clock = face.meters.clock
+        time_s = limits.request_timeout_s if route.timed else None
+        label = f"{route.method} {route.path}"
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            begin = clock()
+            call: Call | None = None
+            call_id = f"{self._prefix}{next(self._numbers):x}"
+            status = 499
+            try:
+                try:
+                    holder = self._admit(request, route)
+                    call_id = self._id_of(request, call_id)
+                    body = await self._body(request, route, decoder) if decoder is not None else None
+                    call = Call(face, request, id=call_id, holder=holder, body=body)
+                    async with asyncio.timeout(time_s):
+                        response = await route.handler(call)
+                except Refusal as refusal:
+                    response = await self._refuse(request, call, refusal, call_id, route.dialect)
+                except AsyncRLError as error:
+                    response = await self._refuse(request, call, self._told(error, call_id), call_id, route.dialect)
+                except TimeoutError:
+                    response = await self._refuse(
+                        request, call, Refusal(504, "it took too long"), call_id, route.dialect
+                    )
+                except (asyncio.CancelledError, ConnectionError, web.HTTPException):
+                    raise
+                except Exception as error:  # noqa: BLE001 - the last one to see it: logged with its id
+                    response = await self._refuse(request, call, self._bug(error, call_id), call_id, route.dialect)
+                status = response.status
+                return response
+            finally:
+                if call is not None:
+                    face.running.pop(call_id, None)
+                face.meters.request(label, status, clock() - begin)
+
+        return handle
+
+    def fallback(self, routes: Sequence[Route]) -> Handler:
+        """Answer what no route does: 405 where another method would do, else 404."""
+        patterns = [
+            (re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(route.path))), route.method) for route in routes
+        ]
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            call_id = f"{self._prefix}{next(self._numbers):x}"
+            dialect: Dialect = "anthropic" if "/v1/messages" in request.path else "openai"
+            try:
+                self._check_origin(request)
+                allow = tuple(sorted({method for pattern, method in patterns if pattern.fullmatch(request.path)}))
+                if allow:
+                    raise Refusal(405, f"this needs {' or '.join(allow)}", allow=allow)
+                raise Refusal(404, "there is nothing under this address")
+            except Refusal as refusal:
+                self._face.meters.request("none", refusal.status, 0.0)
+                return await self._refuse(request, None, refusal, call_id, dialect)
+
+        return handle
+
+    async def expect(self, request: web.Request) -> web.StreamResponse | None:
+        """A client asks whether it may send its body (``Expect: 100-continue``)."""
+        if (request.content_length or 0) > self._face.limits.body_size_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._face.limits.body_size_bytes)
+        if request.headers.get("Expect", "").lower() != "100-continue":
+            raise web.HTTPExpectationFailed
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+        return None
+
+    # -------------------------------------------------------------------------------------------------- admission
+
+    def _admit(self, request: web.Request, route: Route) -> str:
+        """Whose request it is.
+
+        Raises:
+            Refusal: it may not be made, whoever's it is or because of that.
+        """
+        self._check_origin(request)
+        door = self._door
+        if door.keyless:
+            return "" if door.plane == "user" else "operator"
+        headers = request.headers
+        given = headers.get("Authorization", "")
+        presented = given[7:].strip() if given[:7].lower() == "bearer " else headers.get("x-api-key", "")
+        caller, holder = door.caller(presented)
+        status = verdict(route, plane=door.plane, caller=caller, keyless=False)
+        if status == 401:
+            raise Refusal(401, "a key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+        if status != 200:
+            raise Refusal(status, "this key does not open this")
+        return holder
+
+    def _check_origin(self, request: web.Request) -> None:
+        headers = request.headers
+        door = self._door
+        if door.hosts is not None:
+            host = headers.get("Host", "")
+            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+            if name.lower() not in door.hosts:
+                raise Refusal(403, f"Host {host[:80]!r} is not this server's name; allow it with --allowed-host")
+        origin = headers.get("Origin")
+        if origin is not None and origin not in door.origins:
+            raise Refusal(403, f"web pages of {origin[:80]!r} may not call; allow them with --allowed-origin")
+
+    def _id_of(self, request: web.Request, made: str) -> str:
+        asked = request.headers.get("X-Request-ID")
+        if asked is None:
+            return made
+        if not _REQUEST_ID.fullmatch(asked):
+            raise Refusal(400, "X-Request-ID has 1 to 64 letters, digits and ._-")
+        if asked in self._face.running:
+            raise Refusal(409, f"request {asked} is under way: ids are unique")
+        return asked
+
+    # ------------------------------------------------------------------------------------------------------- body
+
+    async def _body(self, request: web.Request, route: Route, decoder: msgspec.json.Decoder[object]) -> object:
+        limits = self._face.limits
+        length = request.content_length
+        if length is not None and length > limits.body_size_bytes:
+            raise Refusal(413, f"the body has {length} bytes; at most {limits.body_size_bytes} are taken")
+        if not request.body_exists and not route.body_needed:
+            assert route.request is not None
+            return route.request()
+        headers = request.headers
+        if request.content_type != "application/json":
+            raise Refusal(415, "the body must be JSON: Content-Type: application/json")
+        if headers.get("Content-Encoding", "identity") != "identity":
+            raise Refusal(415, "compressed bodies are not taken")
+        try:
+            if request.content.is_eof():
+                body = await request.read()
+            else:
+                async with asyncio.timeout(limits.body_timeout_s):
+                    body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes") from None
+        except TimeoutError:
+            raise Refusal(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+        except web.RequestPayloadError:
+            raise Refusal(400, "the body is not what its headers say") from None
+        if problem := json_problem(body, limits):
+            raise Refusal(400, problem)
+        if not body and not route.body_needed:
+            body = b"{}"
+        try:
+            return decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise Refusal(400, str(error)[:500]) from None
+        except RecursionError:
+            raise Refusal(400, "nested too deep") from None
+
+    # ---------------------------------------------------------------------------------------------------- endings
+
+    async def _refuse(
+        self, request: web.Request, call: Call | None, refusal: Refusal, call_id: str, dialect: Dialect
+    ) -> web.StreamResponse:
+        """Tell the client: as an answer, or as the last event of a stream that has begun."""
+        body = _json.encode(error_body(refusal, request_id=call_id, dialect=dialect))
+        if call is not None and (events := call.open_events) is not None and events.begun:
+            if refusal.status == 504 and request.transport is not None:
+                request.transport.abort()  # whoever does not read would not read this either
+            else:
+                name = b"event: error\n" if dialect == "anthropic" else b""
+                await events.send_bytes(b"%sdata: %s\n\n" % (name, body))
+                await events.end()
+            return events.response
+        headers = {"Content-Type": "application/json", "X-Request-ID": call_id, "X-Content-Type-Options": "nosniff"}
+        if refusal.retry_after_s:
+            headers["Retry-After"] = str(math.ceil(refusal.retry_after_s))
+        if refusal.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if refusal.allow:
+            headers["Allow"] = ", ".join(refusal.allow)
+        response = web.Response(body=body, status=refusal.status, headers=headers)
+        if refusal.status in (408, 413):  # the rest of the body is not waited for
+            response.force_close()
+        return response
+
+    def _told(self, error: AsyncRLError, call_id: str) -> Refusal:
+        refusal = refusal_of(error)
+        if refusal is None:
+            return self._bug(error, call_id)
+        if refusal.status >= 500:
+            _log.warning("request %s: %s: %s", call_id, type(error).__name__, error)
+        return refusal
+
+    def _bug(self, error: Exception, call_id: str) -> Refusal:
+        _log.error("request %s failed", call_id, exc_info=error)
+        return Refusal(500, f"the server failed; its log tells why under {call_id}")

@@ -1,0 +1,95 @@
+"""What a request may ask for. Everything here is checked before any work is done for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+from asyncrl.errors import ConfigError
+
+__all__ = ["Limits", "json_problem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of the server; a request past one of them is refused by name.
+
+    Attributes:
+        body_size_bytes: of a request.
+        header_size_bytes: of the request line, and of each header.
+        headers: how many of them.
+        json_depth: objects and arrays inside each other.
+        json_containers: objects and arrays altogether (each costs far more memory than its two bytes).
+        choices: ``n``.
+        new_tokens: ``max_tokens`` of one choice.
+        default_new_tokens: where a request names none.
+        stop_strings: stop strings, and stop tokens.
+        stop_length: characters of a stop string.
+        messages: of a conversation.
+        tools: declared by a request.
+        prompts: of one /v1/completions request.
+        concurrent_requests: choices being generated, for everybody.
+        concurrent_requests_per_key: likewise, for one key.
+        connections: open at a time; further ones are closed at once.
+        body_timeout_s: for a body to arrive.
+        idle_timeout_s: for the next request, its headers included, on a connection.
+        write_timeout_s: for a client to take what was sent.
+        request_timeout_s: for a generation from its beginning to its end.
+        sessions: held at a time.
+        session_tokens: of one session, all of its branches together.
+        captured_tokens: of all sessions together.
+        session_idle_s: until a session that nobody uses is given up.
+    """
+
+    body_size_bytes: int = 8 << 20
+    header_size_bytes: int = 8 << 10
+    headers: int = 64
+    json_depth: int = 32
+    json_containers: int = 100_000
+    choices: int = 64
+    new_tokens: int = 131_072
+    default_new_tokens: int = 2048
+    stop_strings: int = 16
+    stop_length: int = 256
+    messages: int = 4096
+    tools: int = 128
+    prompts: int = 256
+    concurrent_requests: int = 4096
+    concurrent_requests_per_key: int = 1024
+    connections: int = 8192
+    body_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
+    write_timeout_s: float = 30.0
+    request_timeout_s: float = 3600.0
+    sessions: int = 65_536
+    session_tokens: int = 1 << 20
+    captured_tokens: int = 1 << 26
+    session_idle_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) <= 0:
+                raise ConfigError(f"{each.name} must be positive, got {getattr(self, each.name)}", path=each.name)
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def json_problem(body: bytes, limits: Limits) -> str:
+    """Why ``body`` is not worth parsing; empty if it is.
+
+    Brackets within strings do not count. Bodies with few brackets, nearly all, are told by two counts.
+    """
+    if body.count(b"[") + body.count(b"{") <= limits.json_depth:
+        return ""
+    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+    opened = brackets.count(b"[") + brackets.count(b"{")
+    if opened > limits.json_containers:
+        return f"{opened} arrays and objects; at most {limits.json_containers} are taken"
+    depth = 0
+    for bracket in brackets:
+        depth += 1 if bracket in b"[{" else -1
+        if depth > limits.json_depth:
+            return f"nested deeper than {limits.json_depth} arrays and objects"
+    return ""

@@ -1,0 +1,100 @@
+"""The token-native face: ids in; ids, log-probs and weight versions out."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Annotated, Literal
+
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from asyncrl.interfaces import GenerationRequest
+from asyncrl.serve.call import Call, Version, version_spans
+from asyncrl.serve.choice import Choice
+from asyncrl.serve.openai_schema import Count, Probability, Seed, Temperature, Text, TokenId
+from asyncrl.serve.sampling import sampling_params
+
+__all__ = ["GenerateAnswer", "GenerateRequest", "generate"]
+
+
+class GenerateRequest(Struct, kw_only=True):
+    """POST /generate. ``stop`` strings need a model with a tokenizer."""
+
+    prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    max_new_tokens: Count | None = None
+    temperature: Temperature = 1.0
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    stop: list[Text] = []
+    stop_token_ids: list[TokenId] = []
+    seed: Seed | None = None
+    stream: bool = False
+
+
+class GenerateAnswer(Struct, kw_only=True):
+    """All of the answer, or as an event the next part of it; ``weight_versions`` count from its first token.
+
+    ``log_probs`` are of the distribution sampled from: after temperature, top-p and top-k.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[Version]
+    finish_reason: Literal["stop", "length", "abort"] | None
+
+
+async def generate(call: Call) -> web.StreamResponse:
+    """Sample a continuation of the prompt, whole or as a stream."""
+    body = call.body_as(GenerateRequest)
+    sampling = sampling_params(
+        call.face.limits,
+        max_tokens=body.max_new_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        seed=body.seed,
+    )
+    session = call.session()
+    prompt = tuple(body.prompt_token_ids)
+    place = session.token_prompt(prompt) if session is not None else None
+    (request,) = call.requests(prompt, sampling, choices=1)
+    choice = Choice(lambda ids: "", special_ids=frozenset())
+    if body.stream:
+        answer: web.StreamResponse = await _stream(call, request, choice)
+    else:
+        generation = await call.collect(request)
+        choice.feed_all(generation)
+        answer = call.answer(
+            GenerateAnswer(
+                request_id=call.id,
+                token_ids=choice.token_ids,
+                log_probs=choice.log_probs,
+                weight_versions=version_spans(choice.versions),
+                finish_reason=choice.finish_reason,
+            )
+        )
+    if session is not None and place is not None and choice.finish_reason != "abort" and choice.token_ids:
+        text = call.face.text.decode(choice.token_ids) if call.face.text is not None else ""
+        call.face.sessions.add(session, place, choice.generation, {"role": "assistant", "content": text})
+    return answer
+
+
+async def _stream(call: Call, request: GenerationRequest, choice: Choice) -> web.StreamResponse:
+    events = call.events()
+    async with aclosing(call.stream(request)) as chunks:
+        async for chunk in chunks:
+            begin = len(choice.token_ids)
+            choice.feed(chunk)
+            await events.send(
+                GenerateAnswer(
+                    request_id=call.id,
+                    token_ids=list(chunk.token_ids),
+                    log_probs=list(chunk.log_probs),
+                    weight_versions=version_spans(chunk.weight_versions, offset=begin),
+                    finish_reason=chunk.finish_reason,
+                )
+            )
+    return await events.end()

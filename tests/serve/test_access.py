@@ -1,0 +1,143 @@
+"""Who may call what: every route of the table, on every plane, with every credential."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.serve.keys import KeyRing
+from asyncrl.serve.routes import ROUTES, routes_of, verdict
+from asyncrl.serve.server import Binding
+
+USER_KEY, OPERATOR_KEY = "user-key-0123456789", "operator-key-0123456789"
+CREDENTIALS = {"nobody": "", "stranger": "x" * 20, "user": USER_KEY, "operator": OPERATOR_KEY}
+
+
+def keys():
+    return KeyRing({"alice": USER_KEY}), KeyRing({"olga": OPERATOR_KEY})
+
+
+def expected(route, plane, caller):
+    """The rule once more, in other words than the code's."""
+    if plane == "user" and route.plane == "control":
+        return 404
+    if route.access == "anyone":
+        return 200
+    opens = {"user": "user", "control": "operator"}[plane]
+    if caller == opens:
+        return 200
+    return 403 if plane == "control" and caller == "user" else 401
+
+
+async def test_each_route_answers_each_credential_as_declared(serve):
+    users, operators = keys()
+    async with serve(users=users, operators=operators, control_port=0) as served:
+        planes = {"user": served.server.url, "control": served.server.control_url}
+        for plane, url in planes.items():
+            for route in ROUTES:
+                for caller, key in CREDENTIALS.items():
+                    for header in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}) if key else ({},):
+                        path = route.path.replace("{session}", "s")
+                        async with served.client.request(
+                            route.method, url + path, headers=header, data=b"no json"
+                        ) as answer:
+                            got = answer.status
+                            await answer.read()
+                        want = expected(route, plane, caller)
+                        assert verdict(route, plane=plane, caller=caller, keyless=False) == want
+                        where = (route.method, route.path, plane, caller, got)
+                        if want == 200:  # let in: what is said inside is another matter
+                            assert got not in (401, 403), where
+                        else:
+                            assert got == want, where
+        probes = [request.prompt_token_ids for request in served.engines[0].requests]
+        assert probes == [(0,)] * 4, "only those who may have the deep probe generated anything"
+
+
+async def test_without_keys_loopback_is_open_and_the_control_plane_is_not_on_it(serve):
+    async with serve() as served:
+        await served.get("/livez")
+        await served.get("/v1/models")
+        for route in ROUTES:
+            if route.plane == "control":
+                async with served.client.request(route.method, served.url + route.path, json={}) as answer:
+                    assert answer.status == (
+                        404 if route.path not in {each.path for each in routes_of("user")} else 405
+                    )
+        path = served.server.control_socket
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert (await served.control("GET", "/pool"))["pool"]["weight_version"] == 0
+        assert await served.control("GET", "/v1/models")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_an_open_door_to_others_is_refused(host):
+    with pytest.raises(ConfigError, match="no key is set"):
+        Binding(host=host)
+    Binding(host=host, users=keys()[0])
+
+
+def test_a_control_port_needs_its_own_key():
+    with pytest.raises(ConfigError, match="key of its own"):
+        Binding(control_port=9000, users=keys()[0])
+
+
+async def test_hosts_and_origins(serve):
+    async with serve(hosts=("pool.local",), origins=("https://lab.example",)) as served:
+
+        async def status(**headers):
+            async with served.client.get(f"{served.url}/v1/models", headers=headers) as answer:
+                return answer.status
+
+        assert await status() == 200
+        assert await status(Host="localhost") == 200
+        assert await status(Host="pool.local:1234") == 200
+        assert await status(Host="rebound.example:8000") == 403
+        assert await status(Host="") == 403
+        assert await status(Origin="https://evil.example") == 403
+        assert await status(Origin="https://lab.example") == 200
+
+
+async def test_sessions_belong_to_their_keys(serve):
+    users = KeyRing({"alice": USER_KEY, "bob": OPERATOR_KEY})
+    async with serve(users=users) as served:
+        mine, other = ({"x-api-key": key} for key in (USER_KEY, OPERATOR_KEY))
+        body = {"prompt_token_ids": [5]}
+        await served.post("/sessions/s/generate", body, headers=mine)
+        await served.get("/sessions/s", headers=mine)
+        await served.get("/sessions/s", headers=other, status=404)
+        await served.post("/sessions/s/reward", {"reward": 1.0}, headers=other, status=404)
+
+
+def test_keys_are_read_and_never_shown(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\nalice = {USER_KEY}\n{OPERATOR_KEY}  # without a name\n")
+    ring = KeyRing.from_file(file)
+    assert ring.holder_of(USER_KEY) == "alice"
+    assert ring.holder_of(OPERATOR_KEY) == "key-3"
+    assert ring.holder_of(USER_KEY[:-1]) is None
+    assert ring.holder_of("") is None
+    assert USER_KEY not in repr(ring) + str(vars(ring))
+    for wrong in ("", "short\n", f"a = {USER_KEY}\na = {OPERATOR_KEY}\n", "key with spaces 0123456789\n"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError) as told:
+            KeyRing.from_file(file)
+        assert USER_KEY not in str(told.value)
+    monkeypatch.setenv("ASYNCRL_TEST_KEY", USER_KEY)
+    assert KeyRing.from_environment("ASYNCRL_TEST_KEY").holder_of(USER_KEY) == "environment"
+    assert KeyRing.from_environment("ASYNCRL_NO_KEY") is None
+
+
+async def test_a_key_is_not_in_the_log(serve, caplog):
+    async with serve(users=keys()[0]) as served:
+        async with served.client.get(f"{served.url}/v1/models", headers={"x-api-key": "w" * 30}) as answer:
+            assert answer.status == 401
+            assert "w" * 30 not in await answer.text() + caplog.text
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        writer.write(f"GET / HTTP/1.1\r\nHost: localhost\r\nx-api-key: {'w' * 30}\x00\r\n\r\n".encode())
+        assert b" 400 " in await reader.read(65_536)
+        writer.close()
+        assert "w" * 30 not in caplog.text

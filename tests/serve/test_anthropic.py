@@ -1,0 +1,82 @@
+"""Anthropic's dialect over a script."""
+
+from __future__ import annotations
+
+import json
+
+BODY = {"model": "tiny", "max_tokens": 500, "messages": [{"role": "user", "content": "say it again please"}]}
+CALL = 'sum:<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
+TOOLS = [{"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}]
+
+
+def events(lines):
+    named = [line[7:] for line in lines if line.startswith("event: ")]
+    contents = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert named == [content["type"] for content in contents]
+    return contents
+
+
+async def test_a_message(serve, text):
+    async with serve(lambda prompt: "it again<|end|>") as served:
+        answer = await served.post("/v1/messages", {**BODY, "system": [{"type": "text", "text": "be short"}]})
+        assert answer["content"] == [{"type": "text", "text": "it again"}]
+        assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "end_turn")
+        messages = [{"role": "system", "content": "be short"}, *BODY["messages"]]
+        assert list(served.engines[0].requests[0].prompt_token_ids) == text.renderer.prompt(messages)
+        assert answer["usage"]["input_tokens"] == len(text.renderer.prompt(messages))
+        counted = await served.post(
+            "/v1/messages/count_tokens", {"model": "tiny", "system": "be short", "messages": BODY["messages"]}
+        )
+        assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+
+
+async def test_tools_come_and_go_in_a_session(serve):
+    async with serve(lambda prompt: CALL) as served:
+        body = {**BODY, "tools": TOOLS}
+        answer = await served.post("/sessions/s/v1/messages", body)
+        assert answer["stop_reason"] == "tool_use"
+        said, use = answer["content"]
+        assert said == {"type": "text", "text": "sum:"}
+        assert (use["name"], use["input"]) == ("add", {"a": 1})
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "3"}
+        body["messages"] = [
+            *BODY["messages"],
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": [result, {"type": "text", "text": "go on"}]},
+        ]
+        await served.post("/sessions/s/v1/messages", body)
+        assert (await served.get("/sessions/s"))["branches"] == 1
+        first, second = served.engines[0].requests
+        assert second.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
+
+
+async def test_a_stream(serve):
+    async with serve(lambda prompt: CALL) as served:
+        told = events(await served.events("/v1/messages", {**BODY, "tools": TOOLS, "stream": True}))
+        assert [event["type"] for event in told if not event["type"].endswith("delta")] == [
+            "message_start",
+            "content_block_start",
+            "content_block_stop",
+            "content_block_start",
+            "content_block_stop",
+            "message_stop",
+        ]
+        deltas = [event["delta"] for event in told if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("text", "") for delta in deltas) == "sum:"
+        assert json.loads("".join(delta.get("partial_json", "") for delta in deltas)) == {"a": 1}
+        [end] = [event for event in told if event["type"] == "message_delta"]
+        assert end["delta"]["stop_reason"] == "tool_use"
+        assert end["usage"]["output_tokens"] > 0
+
+
+async def test_stop_sequences_and_errors(serve):
+    async with serve(lambda prompt: "it again, gladly") as served:
+        answer = await served.post("/v1/messages", {**BODY, "stop_sequences": ["again"]})
+        assert answer["content"] == [{"type": "text", "text": "it "}]
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "again")
+        refused = await served.post("/v1/messages", {**BODY, "model": "other"}, status=404)
+        assert refused["type"] == "error"
+        assert refused["error"]["type"] == "not_found_error"
+        assert refused["request_id"]
+        image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+        await served.post("/v1/messages", {**BODY, "messages": [{"role": "user", "content": [image]}]}, status=400)

@@ -1,0 +1,161 @@
+"""The control plane: what an operator, a trainer and a probe may do."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.serve.weight_door import WeightDoor
+from asyncrl.weights.manifest import WeightManifest
+from engines.weights.shared_memory import SharedMemoryTransport
+
+GENERATE = {"prompt_token_ids": [5, 6]}
+
+
+@pytest.fixture
+def transport(tmp_path):
+    made = SharedMemoryTransport(namespace="serve-test", directory=str(tmp_path))
+    yield made
+    made.close()
+
+
+def with_weights(served, transport):
+    served.face.pool._transport = transport
+    assert isinstance(served.face.pool, ReplicaPool)
+    served.face.weights = WeightDoor(served.face.pool, transport)
+
+
+async def test_pause_and_resume(serve):
+    async with serve() as served:
+        await served.control("POST", "/pause")
+        waiting = asyncio.create_task(served.post("/generate", GENERATE))
+        while not served.engines[0].statistics().waiting:
+            await asyncio.sleep(0)
+        assert (await served.control("GET", "/pool"))["pool"]["paused"] is True
+        await served.control("POST", "/resume")
+        assert (await waiting)["token_ids"] == [7, 8, 9]
+        await served.control("POST", "/pause?mode=wait")
+        await served.control("POST", "/pause?mode=later", status=400)
+        await served.control("POST", "/pause", {"mode": "later"}, status=400)
+        assert (await served.get("/health", status=503))["error"] == "paused"
+
+
+async def test_new_weights_from_a_folder_under_load(serve, transport, tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    async with serve(lambda prompt: [7] * 200, token_s=0.001) as served:
+        with_weights(served, transport)
+        running = asyncio.create_task(served.post("/generate", GENERATE))
+        while not served.engines[0].requests:
+            await asyncio.sleep(0)
+        status = await served.control("POST", "/weights", {"action": "swap", "folder": str(tmp_path)})
+        assert status == {"version": 1, "prepared": None, "replicas": {"r0": 1}}
+        answer = await running
+        versions = answer["weight_versions"]
+        assert [(span["version"], span["end"]) for span in versions][-1] == (1, 200)
+        assert versions[0]["start"] == 0
+        refused = await served.control(
+            "POST", "/weights", {"action": "swap", "folder": str(tmp_path), "version": 1}, status=409
+        )
+        assert "not newer" in refused["error"]["message"]
+        await served.control("POST", "/weights", {"action": "commit", "version": 5}, status=409)
+        await served.control("POST", "/weights", {"action": "swap", "folder": str(tmp_path / "no")}, status=409)
+        await served.control("POST", "/weights", {"action": "prepare"}, status=400)
+
+
+async def test_a_trainer_that_speaks_vllms_calls(serve, transport):
+    async with serve() as served:
+        with_weights(served, transport)
+        assert await served.control("GET", "/get_world_size") == {"world_size": 1}
+        nccl = {"init_info": {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2}}
+        await served.control("POST", "/init_weight_transfer_engine", nccl, status=501)
+        await served.control("POST", "/init_weight_transfer_engine", {"init_info": {"backend": "manifest"}})
+        manifest = transport.publish([("w", torch.ones(2))], version=3)
+        await served.control("POST", "/finish_weight_update", status=409)
+        await served.control("POST", "/pause?mode=keep")
+        await served.control("POST", "/start_weight_update", {"is_checkpoint_format": True})
+        packed = base64.b64encode(manifest.encode()).decode()
+        await served.control("POST", "/update_weights", {"update_info": {"manifest": packed}})
+        assert (await served.control("GET", "/weights"))["prepared"] == 3
+        await served.control("POST", "/finish_weight_update")
+        await served.control("POST", "/resume")
+        assert (await served.post("/generate", GENERATE))["weight_versions"] == [{"version": 3, "start": 0, "end": 3}]
+        await served.control("POST", "/update_weights", {"update_info": {"manifest": "!"}}, status=400)
+        assert WeightManifest.decode(base64.b64decode(packed)).version == 3
+
+
+async def test_abort_by_the_id_of_a_request(serve):
+    async with serve(lambda prompt: [7] * 10_000, token_s=0.001) as served:
+        headers = {"X-Request-ID": "mine"}
+        running = asyncio.create_task(served.post("/generate", GENERATE, headers=headers))
+        while not served.engines[0].statistics().running:
+            await asyncio.sleep(0)
+        await served.post("/generate", GENERATE, headers=headers, status=409)
+        assert await served.control("POST", "/abort", {"request_id": "mine"}) == {"aborted": 1}
+        answer = await running
+        assert answer["finish_reason"] == "abort"
+        assert await served.control("POST", "/abort", {"request_id": "mine"}) == {"aborted": 0}
+
+
+async def test_replicas_join_and_leave(serve):
+    async with serve() as served:
+        told = await served.control("POST", "/replicas", {"name": "second"}, status=201)
+        assert [replica["name"] for replica in told["replicas"]] == ["r0", "second"]
+        await served.control("POST", "/replicas", {"name": "second"}, status=409)
+        told = await served.control("POST", "/replicas/drain", {"name": "r0"})
+        assert [replica["name"] for replica in told["replicas"]] == ["second"]
+        await served.control("POST", "/replicas/drain", {"name": "r0"}, status=404)
+        assert (await served.post("/generate", GENERATE))["finish_reason"] == "stop"
+
+
+async def test_probes_and_numbers(serve):
+    async with serve() as served:
+        assert await served.get("/livez") == {"status": "ok"}
+        assert await served.get("/readyz") == {"status": "ok"}
+        report = await served.get("/health")
+        assert (report["healthy"], report["serving"], report["rendering"]["incremental"]) == (True, 1, True)
+        await served.post("/generate", GENERATE)
+        async with served.client.get(f"{served.url}/metrics") as answer:
+            text = await answer.text()
+        assert 'asyncrl_requests_total{route="POST /generate",status="200"} 1.0' in text
+        assert "asyncrl_sampled_tokens_total 4.0" in text
+        assert 'asyncrl_replica_weight_version{replica="r0"} 0.0' in text
+
+
+async def test_drain_lets_what_runs_finish_and_takes_no_more(serve):
+    async with serve(lambda prompt: [7] * 30, token_s=0.005) as served:
+        running = asyncio.create_task(served.post("/generate", GENERATE))
+        while not served.engines[0].requests:
+            await asyncio.sleep(0)
+        draining = asyncio.create_task(served.server.drain())
+        await asyncio.sleep(0)
+        await served.post("/generate", GENERATE, status=503)
+        await served.get("/readyz", status=503)
+        await served.get("/livez")
+        assert len((await running)["token_ids"]) == 30
+        await asyncio.wait_for(draining, 5)
+
+
+async def test_the_document_is_whole(serve):
+    async with serve() as served:
+        document = await served.get("/openapi.json")
+        paths = document["paths"]
+        assert "/pause" not in paths
+        assert set(paths["/v1/chat/completions"]["post"]["responses"]) >= {"200", "400", "401", "429", "503"}
+        text = json.dumps(document)
+        for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
+            assert name in document["components"]["schemas"]
+
+
+async def test_a_streamed_generation_counts_its_versions_on(serve):
+    async with serve(lambda prompt: [7, 8, 9, 10]) as served:
+        lines = await served.events("/generate", {**GENERATE, "stream": True})
+        told = [json.loads(line[6:]) for line in lines]
+        assert [token for event in told for token in event["token_ids"]] == [7, 8, 9, 10]
+        assert [event["weight_versions"][0]["start"] for event in told] == [0, 1, 2, 3]
+        assert told[-1]["finish_reason"] == "stop"

@@ -1,0 +1,177 @@
+"""What is refused before any work, how failures are told, and what hostile clients cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from asyncrl.serve.limits import Limits, json_problem
+
+GENERATE = {"prompt_token_ids": [5, 6]}
+
+
+async def raw(served, data, *, timeout_s=5.0):
+    """What a server answers to these very bytes, until it closes or falls silent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.read(65_536), timeout_s)
+    finally:
+        writer.close()
+
+
+def post(body, *headers, path="/generate"):
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+async def test_bodies_are_measured_before_they_are_read(serve):
+    async with serve(limits=Limits(body_size_bytes=1000)) as served:
+        huge = post(b"", "Content-Length: 629145600").replace(b"Content-Length: 0\r\n", b"")
+        begin = asyncio.get_running_loop().time()
+        assert b" 413 " in await raw(served, huge)
+        assert asyncio.get_running_loop().time() - begin < 0.5
+        expecting = huge.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+        assert b" 413 " in await raw(served, expecting)
+        chunked = post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+        assert b" 413 " in await raw(served, chunked + b"400\r\n" + b"[" * 1024 + b"\r\n" + b"400\r\n")
+        await served.post("/generate", {"prompt_token_ids": [5] * 2000}, status=413)
+        await served.post("/generate", GENERATE)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"stop":' + b"[" * 50 + b"]" * 50 + b"}", b"[[],[]" * 60_000]
+)
+async def test_deep_json_is_refused_at_once(serve, body):
+    async with serve() as served:
+        begin = asyncio.get_running_loop().time()
+        assert b" 400 " in await raw(served, post(body))
+        assert asyncio.get_running_loop().time() - begin < 0.5
+        await served.post("/generate", GENERATE)
+
+
+def test_brackets_in_strings_do_not_count():
+    limits = Limits(json_depth=2, json_containers=5)
+    assert json_problem(json.dumps({"a": "[[[[" * 9, "b": ['"[{[', "\\"]}).encode(), limits) == ""
+    assert "nested deeper than 2" in json_problem(b"[[[]]]", limits)
+    assert "6 arrays" in json_problem(b"[[],[],[],[],[]]", limits)
+    assert json_problem(b"[" + b"]" * 50, limits) == ""
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"Content-Type": "text/plain"}, b"{}", 415),
+        ({"Content-Encoding": "gzip"}, b"{}", 415),
+        ({}, b"", 400),
+        ({}, b"{", 400),
+        ({}, b"\xff\xfe", 400),
+        ({}, b'{"prompt_token_ids": [1.5]}', 400),
+        ({}, b'{"prompt_token_ids": [-1]}', 400),
+        ({}, b'{"prompt_token_ids": [1e400]}', 400),
+        ({}, b'{"prompt_token_ids": ' + b"9" * 10_000 + b"}", 400),
+        ({}, b'{"prompt_token_ids": [5], "stop": ["\\ud800"]}', 400),
+        ({"X-Request-ID": "a b"}, json.dumps(GENERATE).encode(), 400),
+        ({"X-Session-ID": "a/b"}, json.dumps(GENERATE).encode(), 400),
+    ],
+)
+async def test_wrong_forms(serve, headers, body, status):
+    async with serve() as served:
+        given = {"Content-Type": "application/json", **headers}
+        async with served.client.post(f"{served.url}/generate", data=body, headers=given) as answer:
+            told = await answer.json()
+            assert answer.status == status, told
+            assert told["error"]["id"] == answer.headers["X-Request-ID"] or "X-Request-ID" in headers
+
+
+async def test_other_methods_and_addresses(serve):
+    async with serve() as served:
+        async with served.client.get(f"{served.url}/generate") as answer:
+            assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+        async with served.client.options(f"{served.url}/sessions/x") as answer:
+            assert (answer.status, answer.headers["Allow"]) == (405, "DELETE, GET")
+        await served.get("/nothing", status=404)
+
+
+async def test_a_full_server_says_when_to_come_back(serve):
+    limits = Limits(concurrent_requests_per_key=1, concurrent_requests=1)
+    async with serve(lambda prompt: [7] * 1000, token_s=0.01, limits=limits) as served:
+        first = asyncio.create_task(served.post("/generate", GENERATE))
+        while not served.engines[0].requests:
+            await asyncio.sleep(0)
+        async with served.client.post(f"{served.url}/generate", json=GENERATE) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await asyncio.wait_for(served.face.admission.idle(), 5)  # who leaves is aborted
+        assert served.face.pool.statistics().left == 1
+        assert not served.engines[0].statistics().running
+
+
+async def test_an_engine_that_fails_is_told_without_its_traceback(serve, caplog):
+    def broken(prompt):
+        raise RuntimeError("secret of the engine")
+
+    async with serve(broken) as served:
+        told = await served.post("/generate", GENERATE, status=500)
+        assert "secret" not in json.dumps(told)
+        assert told["error"]["id"] in told["error"]["message"]
+        assert told["error"]["id"] in caplog.text
+        lines = await served.post("/generate", {**GENERATE, "stream": True}, status=500)
+        assert "error" in lines
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event(serve):
+    async with serve(lambda prompt: [7] * 50, token_s=0.01) as served:
+        async with served.client.post(f"{served.url}/generate", json={**GENERATE, "stream": True}) as answer:
+            await answer.content.readline()
+            await served.engines[0].close()
+            rest = await answer.content.read()
+        assert b'"error"' in rest
+        assert b"Traceback" not in rest
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(serve):
+    async with serve(limits=Limits(body_timeout_s=0.05, idle_timeout_s=0.2)) as served:
+        assert b" 408 " in await raw(served, post(b"{", "X: y").replace(b"Content-Length: 1", b"Content-Length: 9"))
+        assert await raw(served, b"POST /generate HTTP/1.1\r\nHost: lo") == b""  # closed without a word
+        await served.post("/generate", GENERATE)
+
+
+async def test_connections_are_bounded(serve):
+    async with serve(limits=Limits(connections=3)) as served:
+        port = int(served.url.rpartition(":")[2])
+        open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        assert b" 503 " in await raw(served, post(b"{}"))
+        for _, writer in open_ones:
+            writer.close()
+        for _, writer in open_ones:
+            await writer.wait_closed()
+        while served.client:  # the server learns of it a moment later
+            answer = await raw(served, post(json.dumps(GENERATE).encode(), "Connection: close"))
+            if b" 503 " not in answer:
+                break
+        assert b" 200 " in answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00" * 100 + b"\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 500 + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 20_000 + b"\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\nzz\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+async def test_bytes_that_are_no_http_are_answered_or_dropped(serve, data):
+    async with serve(limits=Limits(idle_timeout_s=0.2)) as served:
+        answer = await raw(served, data)
+        assert answer == b"" or answer.split()[1].startswith(b"4"), answer
+        await served.post("/generate", GENERATE)

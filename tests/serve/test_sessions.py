@@ -1,0 +1,163 @@
+"""Capture: an agent that knows nothing of training leaves token-exact, versioned trajectories."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.data import DataProto
+from asyncrl.serve.limits import Limits
+
+
+def ask(*messages):
+    return {"model": "tiny", "messages": list(messages)}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+async def test_a_later_turn_begins_with_exactly_the_ids_sampled_before(serve, text):
+    encode = text.renderer.tokenizer.encode
+    odd = [token for letter in "again" for token in encode(letter, add_special_tokens=False)]
+    whole = encode("again", add_special_tokens=False)
+    assert odd != whole  # the model spells it otherwise than the tokenizer
+    end = text.renderer.end_of_turn_id
+    async with serve(lambda prompt: [*odd, end]) as served:
+        headers = {"X-Session-ID": "chat-7"}
+        messages = [user("say it")]
+        for _ in range(3):
+            answer = await served.post("/v1/chat/completions", ask(*messages), headers=headers)
+            messages += [answer["choices"][0]["message"], user("again")]
+        first, second, third = (request.prompt_token_ids for request in served.engines[0].requests)
+        assert second[: len(first) + len(odd) + 1] == (*first, *odd, end)
+        assert third[: len(second) + len(odd) + 1] == (*second, *odd, end)
+        appended = text.renderer.extend([user("say it")], [end], [user("again")])
+        assert list(second[len(first) + len(odd) + 1 :]) == appended
+        status = await served.get("/sessions/chat-7")
+        assert (status["turns"], status["branches"]) == (3, 1)
+
+
+async def test_a_reward_makes_a_file_of_trajectory_columns(serve, text):
+    async with serve(lambda prompt: "it<|end|>") as served:
+        url = "/sessions/task-1/v1/chat/completions"
+        answer = await served.post(url, ask(user("say it")))
+        engine = served.engines[0]
+        await engine.prepare_weights({}, version=4)
+        await engine.commit_weights(4)
+        await served.post(url, ask(user("say it"), answer["choices"][0]["message"], user("again")))
+        [branch] = (await served.get("/sessions/task-1/trajectories"))["trajectories"]
+        kept = await served.post("/sessions/task-1/reward", {"reward": 0.5, "info": {"task": 3}})
+        assert kept["kept"] == "00000000.asyncrl"
+        rows = DataProto.load_from_disk(served.folder / "00000000.asyncrl")
+        assert rows.batch["input_ids"][0].tolist() == branch["input_ids"]
+        versions = rows.batch["weight_versions"][0].tolist()
+        assert versions == branch["weight_versions"]
+        said = len(text.renderer.tokenizer.encode("it<|end|>", add_special_tokens=False))
+        assert [version for version in versions if version >= 0] == [0] * said + [4] * said
+        assert rows.batch["loss_mask"][0].tolist() == [version >= 0 for version in versions]
+        assert rows.batch["rewards"].tolist() == [0.5]
+        assert rows.non_tensor_batch["info"][0] == {"task": 3}
+        await served.get("/sessions/task-1", status=404)
+
+
+async def test_branches_share_a_turn_that_is_trained_once(serve):
+    async with serve(lambda prompt: "it<|end|>") as served:
+        url = "/sessions/s/v1/chat/completions"
+        answer = await served.post(url, ask(user("say it")))
+        said = answer["choices"][0]["message"]
+        await served.post(url, ask(user("say it"), said, user("again")))
+        await served.post(url, ask(user("say it"), said, user("please")))
+        await served.post(url, ask(user("another")))
+        branches = (await served.get("/sessions/s/trajectories"))["trajectories"]
+        per_turn = sum(branches[2]["loss_mask"])
+        assert [sum(branch["loss_mask"]) for branch in branches] == [2 * per_turn, per_turn, per_turn]
+        status = await served.get("/sessions/s")
+        assert status["tokens"] < sum(len(branch["input_ids"]) for branch in branches)
+
+
+async def test_groups_are_handed_on_together(serve):
+    async with serve(lambda prompt: "it<|end|>") as served:
+        for number in (0, 1):
+            await served.post(f"/sessions/s{number}/v1/chat/completions", ask(user("say it")))
+            kept = await served.post(
+                f"/sessions/s{number}/reward", {"reward": float(number), "group": "g", "group_size": 2}
+            )
+        assert kept["kept"] == "00000000.asyncrl"
+        rows = DataProto.load_from_disk(served.folder / "00000000.asyncrl")
+        assert rows.batch["rewards"].tolist() == [0.0, 1.0]
+        assert rows.batch["row"].tolist() == [0, 1]
+
+
+async def test_tool_calls_and_streams_are_recognised_when_they_come_back(serve, text):
+    call = 'sum:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    async with serve(lambda prompt: call) as served:
+        url = "/sessions/s/v1/chat/completions"
+        answer = await served.post(url, {**ask(user("say it")), "tools": tools})
+        said = answer["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
+        await served.post(url, {**ask(user("say it"), said, result), "tools": tools})
+        status = await served.get("/sessions/s")
+        assert (status["turns"], status["branches"]) == (2, 1)
+
+
+async def test_tokens_go_on_from_tokens(serve):
+    async with serve(lambda prompt: [prompt[-1] + 1, prompt[-1] + 2]) as served:
+        await served.post("/sessions/t/generate", {"prompt_token_ids": [5, 6]})
+        await served.post("/sessions/t/generate", {"prompt_token_ids": [5, 6, 7, 8, 20]})
+        await served.post("/sessions/t/generate", {"prompt_token_ids": [5, 6, 9]})
+        branches = (await served.get("/sessions/t/trajectories"))["trajectories"]
+        assert [branch["input_ids"] for branch in branches] == [[5, 6, 7, 8, 20, 21, 22], [5, 6, 9, 10, 11]]
+        assert branches[0]["loss_mask"] == [False, False, True, True, False, True, True]
+
+
+async def test_sessions_have_bounds(serve):
+    limits = Limits(sessions=1, session_tokens=4)
+    async with serve(limits=limits) as served:
+        await served.post("/sessions/a/generate", {"prompt_token_ids": [5, 6]})
+        refused = await served.post("/sessions/b/generate", {"prompt_token_ids": [5, 6]}, status=503)
+        assert "1 sessions are held" in refused["error"]["message"]
+        await served.post("/sessions/a/generate", {"prompt_token_ids": [5, 6]}, status=409)
+        async with served.client.delete(f"{served.url}/sessions/a") as answer:
+            assert (await answer.json())["tokens"] == 5
+        await served.post("/sessions/b/generate", {"prompt_token_ids": [5, 6]})
+        await served.post("/sessions/c/reward", {"reward": 1.0}, status=404)
+        await served.post("/sessions/b/reward", {"reward": "x"}, status=400)
+        await served.post("/sessions/ü/generate", {"prompt_token_ids": [5, 6]}, status=400)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_the_scratch_template_is_rendered_incrementally(text, used):
+    history = [user("a"), {"role": "assistant", "content": "b"}] * (used + 2) + [user("c")]
+    assert text.report.incremental
+    assert text.extend(history, [], [user("d")], ()) == text.renderer.extend(history, [], [user("d")])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(st.text(alphabet="ab\u00e9\u2713 <tol_ca>", max_size=6), max_size=8),
+    stops=st.lists(st.text(alphabet="ab\u2713", min_size=1, max_size=3), max_size=2),
+    cuts=st.lists(st.integers(1, 3), min_size=1, max_size=20),
+)
+def test_pieces_of_a_stream_are_the_whole_text(tokenizer, pieces, stops, cuts):
+    from asyncrl.serve.text_stream import TextStream
+
+    def decode(ids):
+        return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    whole = "".join(pieces)
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    stream = TextStream(decode, stop=stops, hold="<to")
+    given_out, at = [], 0
+    for cut in cuts * (len(ids) + 1):
+        given_out.append(stream.feed(ids[at : at + cut]))
+        at += cut
+        if at >= len(ids):
+            break
+    given_out.append(stream.finish())
+    ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    expected = whole[: min(ends, default=len(whole))]
+    assert "".join(given_out) + stream.held == expected
+    assert "<to" not in "".join(given_out)

@@ -513,10 +513,11 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedGroup:
-    """A group handed out by the buffer: its summary, and its rows where they lie."""
+    """A group handed out by the buffer: its summary, its rows where they lie, how many steps trained on it before."""
 
     summary: GroupSummary
     rows: DataProto | DataProtoFuture
+    uses: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,11 +67,15 @@ class TurnAppended(msgspec.Struct, frozen=True, tag="turn", kw_only=True):
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed", kw_only=True):
-    """All rollouts of the attempt are here. ``digest`` is that of their rows as recorded, 0 where none were given."""
+    """All rollouts of the attempt are here, with ``tokens``; ``wasted`` more went into rows that had to be begun again.
+
+    ``digest`` is that of the rows as recorded, 0 where none were given.
+    """
 
     slot: int
     attempt: int
     tokens: int
+    wasted: int = 0
     digest: int = 0
 
 
@@ -161,6 +165,7 @@ class Rebased(msgspec.Struct, frozen=True, tag="rebased", kw_only=True):
     consumed: int
     dropped: int
     live: tuple[int, ...]
+    dropped_tokens: dict[str, int] = {}
 
 
 LedgerEvent: TypeAlias = (
@@ -197,6 +202,7 @@ class LedgerBase(msgspec.Struct, frozen=True, kw_only=True):
         next_slot: number of the first prompt never issued.
         consumed: prompts trained on.
         outstanding: prompts issued, neither trained on nor dropped.
+        dropped_tokens: tokens given up, by reason.
         position: the ledger's end when the checkpoint was made.
     """
 
@@ -204,6 +210,7 @@ class LedgerBase(msgspec.Struct, frozen=True, kw_only=True):
     next_slot: int
     consumed: int
     outstanding: tuple[int, ...]
+    dropped_tokens: dict[str, int] = {}
     position: LedgerPosition = LedgerPosition()
 
 
@@ -252,7 +259,7 @@ class RecordedGroup:
         summary: as it was when the group was completed, with a reward model's rewards if it was rewarded.
         rows: the trajectory columns of :mod:`asyncrl.interfaces`.
         rewarded: whether a reward model had scored it.
-        uses: steps that trained on it, up to the checkpoint.
+        uses: 0 for one that no step up to the checkpoint trained on.
     """
 
     summary: GroupSummary
@@ -269,8 +276,8 @@ class Recovered:
         next_slot: number of the first prompt never issued.
         waiting: prompts to be dispatched again, in slot order, with the number of the attempt to come.
         batches: by step after the checkpoint: the prompts it had consumed, in order. They are consumed again so.
-        groups: by slot, every prompt that is completed.
-        dropped_tokens: tokens given up after the checkpoint, by reason.
+        groups: by slot, every prompt that is completed, and those of ``batches`` that were used before.
+        dropped_tokens: tokens given up so far, by reason.
         notes: damage that was found, and what was done about it, in words; empty as a rule.
     """
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 import torch
 
@@ -148,7 +150,7 @@ class SQLiteLedger:
         if rows is not None:
             if not isinstance(event, Completed):
                 raise InvalidDataError(f"rows come with a completed group, not with {type(event).__name__}")
-            event = Completed(slot=event.slot, attempt=event.attempt, tokens=event.tokens, digest=digest(rows))
+            event = msgspec.structs.replace(event, digest=digest(rows))
             attached = Rows(event.slot, event.attempt, rows)
         counts = self._state.apply(event)
         entries = [Entry(encode_event(event), attached if counts else None)]
@@ -251,10 +253,10 @@ class SQLiteLedger:
             lost = base.position.sequence > 0
             return Contents((), (), ()), ((f"{path} is not there; the checkpoint alone counts",) if lost else ())
         contents = read(path, witness=self._witness, connect=self._connect)
-        if not contents.problems and contents.reaches(base.position):
+        keeps = contents.reaches(base.position) and (base.position.sequence > 0 or base.step == 0)
+        if not contents.problems and keeps:
             return contents, ()
-        problems = contents.problems or ("it is another run's, or was taken back to before the checkpoint",)
-        keeps = contents.reaches(base.position)
+        problems = contents.problems or ("the checkpoint does not belong to it",)
         draft = path.with_name(path.name + ".salvage")
         draft.unlink(missing_ok=True)
         aside = set_aside(path, files=self._files)
@@ -296,11 +298,12 @@ class SQLiteLedger:
         past = _Past(contents.events)
         batches = {step: batch for step, batch in past.batches().items() if step > base.step}
         self.append(Resumed(base.step))
-        completed = [slot for slot, where in state.live().items() if where is PromptState.COMPLETED]
+        completed = {slot for slot, where in state.live().items() if where is PromptState.COMPLETED}
         used = {slot for batch in batches.values() for slot in batch}
         groups: dict[int, RecordedGroup] = {}
-        for slot in sorted({*completed, *used}):
-            if (group := self._group(past.completed[slot], past.rewards.get(slot))) is not None:
+        for slot in sorted(completed | used):
+            uses = int(slot not in completed)
+            if (group := self._group(past.completed[slot], past.rewards.get(slot), uses=uses)) is not None:
                 groups[slot] = group
         # A batch is taken again whole or not at all, and only if all before it are: their weights made its rows.
         whole: dict[int, tuple[int, ...]] = {}
@@ -309,7 +312,7 @@ class SQLiteLedger:
                 break
             whole[step] = batches[step]
         newest = base.step + len(whole)
-        for slot in completed:
+        for slot in sorted(completed):
             why = "cannot be read"
             if slot in groups and max(groups[slot].summary.version_tokens) > newest:
                 why = f"are of weights after version {newest}, which cannot be made again"
@@ -323,7 +326,7 @@ class SQLiteLedger:
             waiting=waiting,
             batches=whole,
             groups=groups,
-            dropped_tokens=past.dropped_tokens(after=base.position.sequence),
+            dropped_tokens=past.dropped_tokens() or base.dropped_tokens,
             notes=notes,
         )
 
@@ -331,11 +334,18 @@ class SQLiteLedger:
         live = base.outstanding
         dropped = base.next_slot - base.consumed - len(live)
         self.append(
-            Rebased(step=base.step, next_slot=base.next_slot, consumed=base.consumed, dropped=dropped, live=live),
+            Rebased(
+                step=base.step,
+                next_slot=base.next_slot,
+                consumed=base.consumed,
+                dropped=dropped,
+                live=live,
+                dropped_tokens=base.dropped_tokens,
+            ),
             *(Issued(slot) for slot in live),
         )
 
-    def _group(self, completed: Completed, rewards: tuple[float, ...] | None) -> RecordedGroup | None:
+    def _group(self, completed: Completed, rewards: tuple[float, ...] | None, *, uses: int) -> RecordedGroup | None:
         """A completed group as it was, or None if its rows cannot be read."""
         if not completed.digest:
             return None
@@ -346,7 +356,7 @@ class SQLiteLedger:
         fields = dict(rows.meta_info["summary"])
         if rewards is not None:
             fields["rewards"] = rewards
-        return RecordedGroup(summary=GroupSummary(**fields), rows=rows, rewarded=rewards is not None)
+        return RecordedGroup(summary=GroupSummary(**fields), rows=rows, rewarded=rewards is not None, uses=uses)
 
 
 class _Past:
@@ -375,14 +385,19 @@ class _Past:
                 places = {step: batch for step, batch in places.items() if step <= event.step}
         return {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
 
-    def dropped_tokens(self, *, after: int) -> dict[str, int]:
-        """Tokens given up by reason, counting events from number ``after`` on."""
-        tokens: dict[str, int] = {}
-        for event in self._events[after:]:
-            if isinstance(event, Dropped | GivenUp):
-                reason = event.reason if isinstance(event, Dropped) else event.failure
-                tokens[reason] = tokens.get(reason, 0) + event.tokens
-        return tokens
+    def dropped_tokens(self) -> dict[str, int]:
+        """Tokens given up, by reason."""
+        tokens: Counter[str] = Counter()
+        for event in self._events:
+            if isinstance(event, Rebased):
+                tokens.update(event.dropped_tokens)
+            elif isinstance(event, Completed):
+                tokens["environment_failed"] += event.wasted
+            elif isinstance(event, Dropped):
+                tokens[event.reason] += event.tokens
+            elif isinstance(event, GivenUp):
+                tokens[event.failure] += event.tokens
+        return {reason: count for reason, count in tokens.items() if count}
 
 
 def query(

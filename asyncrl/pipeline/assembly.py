@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
-from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, SamplingParams
+from asyncrl.interfaces import EnvironmentFactory, Ledger, ReplayBuffer, SamplingParams
+from asyncrl.ledger import LedgerBase
 from asyncrl.parts import load_part, make_part
 from asyncrl.pipeline.reward_worker import RewardWorker
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
@@ -93,15 +94,17 @@ class Assembly:
     Args:
         config: the run.
         log_folder: where worker processes write what they print.
+        meter_folder: where rollout workers keep their token counts, so that these outlive them; None for nowhere.
 
     Attributes:
         environments: tasks and demonstrations, for the driver's own use.
         trainer, pool, reward, reference: worker groups; the last two only where the configuration asks for them.
     """
 
-    def __init__(self, config: Config, *, log_folder: Path) -> None:
+    def __init__(self, config: Config, *, log_folder: Path, meter_folder: Path | None = None) -> None:
         self.config = config
         self._log_folder = log_folder
+        self._meter_folder = meter_folder
         self._stack = AsyncExitStack()
         self.environments: EnvironmentFactory = make_environments(config)
         self.trainer: Any  # a worker group: its methods are the worker's, bound at run time
@@ -132,15 +135,33 @@ class Assembly:
                 replicas, kv_cache=self.config.weights.kv_cache, rollout_deadline_s=self.config.rollout.deadline_s
             )
 
-    def make_buffer(self) -> ReplayBuffer:
-        """A replay buffer for this run."""
+    def make_ledger(self, path: Path, *, resume: LedgerBase | None) -> Ledger | None:
+        """The ledger of this run, in the file ``path``; ``resume`` goes on with it. None where none is kept. Blocks."""
+        config = self.config.ledger
+        if config.kind is None:
+            return None
+        ledger: Ledger = make_part(
+            "asyncrl.ledgers",
+            config.kind,
+            path,
+            options={},
+            path="ledger.kind",
+            resume=resume,
+            fsync=config.fsync,
+            commit_latency_s=config.commit_latency_s,
+        )
+        self._stack.push_async_callback(ledger.aclose)
+        return ledger
+
+    def make_buffer(self, *, at_least_groups: int = 0) -> ReplayBuffer:
+        """A replay buffer for this run, with room for what an earlier life has left."""
         config = self.config
         buffer: ReplayBuffer = make_part(
             "asyncrl.replay_buffers",
             config.buffer.kind,
             options={},
             path="buffer.kind",
-            capacity=config.capacity_groups,
+            capacity=max(config.capacity_groups, at_least_groups),
             # Where the bound is kept by token, no group is too old: none of a run can be older than its steps.
             max_staleness=config.steps if config.staleness_policy.keeps_groups else config.max_staleness,
             selection=config.buffer.selection or config.staleness_policy.selection,
@@ -186,7 +207,7 @@ class Assembly:
             _Request("trainer", "trainer", TrainerWorker, spec, trainer.world_size, trainer.num_cpus, trainer.num_gpus)
         ]
         rollout = config.rollout
-        rollout_spec = _rollout_spec(config, transport)
+        rollout_spec = _rollout_spec(config, transport, self._meter_folder)
         requests += [
             _Request(
                 "rollout", f"rollout-{replica}", RolloutWorker, rollout_spec, 1, rollout.num_cpus, rollout.num_gpus
@@ -229,7 +250,7 @@ def _environment_options(config: Config) -> dict[str, Any]:
     return {**seeded, **config.env.options}
 
 
-def _rollout_spec(config: Config, transport: TransportSpec) -> RolloutSpec:
+def _rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | None) -> RolloutSpec:
     rollout = config.rollout
     return RolloutSpec(
         engine=rollout.engine,
@@ -237,6 +258,7 @@ def _rollout_spec(config: Config, transport: TransportSpec) -> RolloutSpec:
         engine_options=dict(rollout.options),
         environment=config.env.name,
         environment_options=_environment_options(config),
+        meter_folder=meter_folder.absolute() if meter_folder is not None else None,
         transport=transport,
         sampling=SamplingParams(
             max_new_tokens=rollout.max_new_tokens,

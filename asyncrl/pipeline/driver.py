@@ -27,6 +27,7 @@ from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.canary import check_first_step
 from asyncrl.pipeline.certificate import Certificate, certify
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
+from asyncrl.pipeline.journal import Journal, selected
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
@@ -117,6 +118,8 @@ class Driver:
         reward: adds ``scores`` [B] and tells them in its header; None when the environment's reward counts.
         reference: adds ``reference_log_probs``; None without a KL term.
         save_checkpoint: awaited between two steps, with this driver and the step that is done.
+        journal: keeps the ledger told, and says what a resumed run finds there.
+        evaluate_first: whether a resumed run owes the evaluation of the step it goes on from.
         policy: what becomes of groups that take longer than the bound allows.
         staleness: tokens trained on, by staleness.
         outstanding: slots issued, neither trained on nor dropped yet.
@@ -135,11 +138,15 @@ class Driver:
     reference: Score | None = None
     save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
     policy: StalenessPolicy = POLICIES["wait"]
+    journal: Journal = field(default_factory=Journal)
+    evaluate_first: bool = False
     staleness: Counter[int] = field(default_factory=Counter)
     outstanding: set[int] = field(default_factory=set)
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _done: bool = False
     _failures_in_a_row: int = 0
+    _recovered_tokens: int = 0
+    _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     _dropped_rows: int = 0
     _dropped_tokens: int = 0
 
@@ -151,6 +158,7 @@ class Driver:
         """
         self.buffer.on_drop(self._dropped)
         async with asyncio.TaskGroup() as stages:
+            await self._recover(stages)
             stages.create_task(self._issue(stages), name="issue")
             stages.create_task(self._train(stages), name="train")
 
@@ -159,7 +167,21 @@ class Driver:
 
         ``in_flight`` is what episodes that still run have sampled; groups in the buffer are added to it.
         """
-        return self.accounts.balance(generated=generated, in_flight=in_flight + self.buffer.statistics().ready_tokens)
+        in_flight += self.buffer.statistics().ready_tokens + self._recovered_tokens
+        return self.accounts.balance(generated=generated, in_flight=in_flight)
+
+    async def _recover(self, stages: asyncio.TaskGroup) -> None:
+        """Take up what the ledger has kept: recorded groups go into the buffer, and places are held for the others."""
+        found = self.journal.recovered
+        again = {slot for step, batch in found.batches.items() if step <= self.plan.steps for slot in batch}
+        for slot in sorted(self.outstanding - again):
+            await self.buffer.admit(slot)
+            if slot in found.groups:
+                stages.create_task(self._restore(slot), name=f"group {slot}")
+        # What becomes a batch again as it was does not pass through the buffer.
+        self._recovered_tokens = sum(found.groups[slot].summary.tokens for slot in self.outstanding & again)
+        if self.evaluate_first:
+            self._evaluate_beside(stages, self.law.first_version, after=None)
 
     # ------------------------------------------------------------------------------------------ prompts and rollouts
 
@@ -174,8 +196,10 @@ class Driver:
                 return
             slot = self.law.issue()
             self.outstanding.add(slot)
-            with self.timeline.wait("issue", "room in the buffer"):
-                await self.buffer.admit(slot)
+            self.journal.issued(slot)
+            if slot not in self.journal.recovered.waiting:  # their places are held
+                with self.timeline.wait("issue", "room in the buffer"):
+                    await self.buffer.admit(slot)
             stages.create_task(self._group(slot), name=f"group {slot}")
 
     async def _group(self, slot: int) -> None:
@@ -202,7 +226,9 @@ class Driver:
             seeds=[derive_seed(plan.seed, "train", slot, row) for row in range(plan.group_size)],
             purpose="train",
             sample=sample,
+            record=self.journal.ledger is not None,
         )
+        attempt = await self.journal.dispatched(slot, version=self.law.version)
         with self.timeline.span("rollout", f"group {slot}"):
             rows = self.pool.rollout(prompts)
             header = await rows.header()
@@ -210,16 +236,28 @@ class Driver:
         summary = GroupSummary(**meta["summary"])
         if summary.slot != slot:
             raise InvalidDataError(f"the rollout of slot {slot} was answered with rows of slot {summary.slot}")
+        self.journal.completed(
+            slot, attempt=attempt, tokens=summary.tokens, wasted=meta["wasted_tokens"], rows=meta.get("record")
+        )
+        rows = rows.select(meta_info_keys=["summary"])
         self.accounts.drop("environment_failed", meta["wasted_tokens"])
         self._dropped_tokens += meta["wasted_tokens"]
         if sample:
             self.observer.sampled(meta["sample"], step=self.law.version + 1, slot=slot)
-        if self.reward is not None:
+        return await self._score(rows, summary, rewarded=False)
+
+    async def _score(
+        self, rows: DataProtoFuture, summary: GroupSummary, *, rewarded: bool
+    ) -> tuple[DataProtoFuture, GroupSummary]:
+        """What other stages add to a group: rewards, unless it has them, and the reference's log-probs."""
+        slot = summary.slot
+        if self.reward is not None and not rewarded:
             with self.timeline.span("reward", f"group {slot}"):
                 scores = self.reward(rows)
                 rewards = (await scores.header()).meta_info["scores"]
             rows = rows.union(scores)
             summary = replace(summary, rewards=tuple(rewards))
+            self.journal.rewarded(slot, rewards)
         if self.reference is not None:
             with self.timeline.span("reference", f"group {slot}"):
                 reference = self.reference(rows)
@@ -227,8 +265,22 @@ class Driver:
             rows = rows.union(reference)
         return rows, summary
 
+    async def _restore(self, slot: int) -> None:
+        """Put a group that the ledger has kept into the buffer."""
+        group = await self._recorded(slot)
+        self.law.finished_group(slot)
+        self.buffer.put(group.summary, group.rows)
+
+    async def _recorded(self, slot: int) -> SelectedGroup:
+        kept = self.journal.recovered.groups[slot]
+        group = selected(kept)
+        assert isinstance(group.rows, DataProtoFuture)
+        rows, summary = await self._score(group.rows, group.summary, rewarded=kept.rewarded)
+        return replace(group, rows=rows, summary=summary)
+
     def _dropped(self, group: DroppedGroup) -> None:
         """A group was given up, here or by the buffer: a later prompt takes its place."""
+        self.journal.dropped(group)
         self.accounts.drop(group.reason, group.tokens)
         self._dropped_rows += self.plan.group_size
         self._dropped_tokens += group.tokens
@@ -256,9 +308,12 @@ class Driver:
             if self.plan.checkpoint_every and step % self.plan.checkpoint_every == 0 and self.save_checkpoint:
                 with self.timeline.span("checkpoint", f"step {step}"):
                     await publication
+                    if self._evaluations:  # their scores belong into it, and their weights are gone afterwards
+                        await asyncio.wait(self._evaluations)
                     await self.save_checkpoint(self, step)
+                    self.journal.committed(step)
             if self.plan.eval_every and step % self.plan.eval_every == 0 and step < self.plan.steps:
-                stages.create_task(self._evaluate(step, after=publication), name=f"evaluate {step}")
+                self._evaluate_beside(stages, step, after=publication)
         if publication is not None:
             await publication
         self._done = True
@@ -267,6 +322,8 @@ class Driver:
     async def _select(self, step: int) -> Sequence[SelectedGroup]:
         """The next batch; one without a token that is young enough is given up for groups sampled from now on."""
         oldest = self._oldest_version(step)
+        if step in self.journal.recovered.batches:
+            return await asyncio.gather(*(self._recorded(slot) for slot in self.journal.recovered.batches[step]))
         while True:
             groups = await self.buffer.select(self.plan.groups_per_step, weight_version=step - 1)
             counts = [group.summary.version_tokens for group in groups]
@@ -305,7 +362,11 @@ class Driver:
         if step == self.law.first_version + 1 and self.plan.mismatch_limit is not None:
             check_first_step(metrics, limit=self.plan.mismatch_limit, one_step=self.plan.optimizer_steps == 1)
         slots = [summary.slot for summary in summaries]
-        self.buffer.release(slots)
+        self.journal.consumed(step, groups)
+        if step in self.journal.recovered.batches:
+            self._recovered_tokens -= sum(group.summary.tokens for group in groups if not group.uses)
+        else:
+            self.buffer.release(slots)
         self.accounts.train(int(metrics["tokens_trained"]))
         self.accounts.drop("masked", certificate.masked_tokens)
         self.outstanding.difference_update(slots)
@@ -332,9 +393,15 @@ class Driver:
         self.law.published(version)
         self._admission_changed.set()
 
-    async def _evaluate(self, step: int, *, after: asyncio.Task[None]) -> None:
+    def _evaluate_beside(self, stages: asyncio.TaskGroup, step: int, *, after: asyncio.Task[None] | None) -> None:
+        evaluation = stages.create_task(self._evaluate(step, after=after), name=f"evaluate {step}")
+        self._evaluations.add(evaluation)
+        evaluation.add_done_callback(self._evaluations.discard)
+
+    async def _evaluate(self, step: int, *, after: asyncio.Task[None] | None) -> None:
         """Score the held-out tasks beside training, from the moment this step's weights serve."""
-        await asyncio.wait([after])
+        if after is not None:
+            await asyncio.wait([after])
         self.observer.evaluated(await self.evaluate(), step=step)
 
     async def evaluate(self) -> EvaluationResult:

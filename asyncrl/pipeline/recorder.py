@@ -31,6 +31,13 @@ class Recorder:
         self._tracker = tracker
         self._stepped_s = time.monotonic()
         self.history: dict[str, Any] = history or {"evaluations": [], "rewards": []}
+        # A score that came after its step's checkpoint stands in the metrics alone.
+        known = {record["step"] for record in self.history["evaluations"]}
+        for line in run.metrics() if run.resumed else ():
+            if "eval/success" in line and line["step"] not in known:
+                known.add(line["step"])
+                score = {"step": line["step"], "success": line["eval/success"], "reward": line["eval/reward_mean"]}
+                self.history["evaluations"].append(score)
 
     def supervised(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step of the warm start is done."""

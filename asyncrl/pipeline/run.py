@@ -59,7 +59,6 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
                 path="model",
                 remedy="begin a new run",
             )
-        run.rewind(done)
     return _in_run(config, run, lambda training: training.train(), checkpoint=checkpoint)
 
 

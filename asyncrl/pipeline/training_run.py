@@ -19,14 +19,22 @@ from asyncrl.agents.chat import ChatRenderer
 from asyncrl.config import Config, check_algorithm
 from asyncrl.interfaces import EnvironmentFactory
 from asyncrl.parts import make_part
-from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
+from asyncrl.pipeline.accounts import TokenBalance
 from asyncrl.pipeline.assembly import ROLES, Assembly, Role, import_once, trainer_options, warm_start_options
 from asyncrl.pipeline.canary import MISMATCH_LIMITS
-from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
+from asyncrl.pipeline.checkpoint import Checkpoints, read_driver_state
 from asyncrl.pipeline.driver import Driver, TrainingPlan
+from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.recorder import Recorder
-from asyncrl.pipeline.staleness import AdmissionLaw
+from asyncrl.pipeline.resumption import (
+    admission_law,
+    driver_state,
+    ledger_base,
+    resumed_accounts,
+    still_outstanding,
+)
 from asyncrl.pipeline.warm_start import demonstrations, file_conversations, supervise
+from asyncrl.rollout.metering import metered_tokens
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.timeline import Timeline
@@ -58,13 +66,14 @@ class TrainingRun:
         self._trackers = open_trackers(
             config.telemetry.trackers, run.path, name=config.name, config=config.model_dump(mode="json")
         )
-        history = self._resumed.history if self._resumed is not None else None
-        self._recorder = Recorder(run, progress, self._trackers, history=history)
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
         self._timeline = timeline
         self._phases_s: dict[str, float] = {}
-        self._assembly = Assembly(config, log_folder=run.logs)
+        self._assembly = Assembly(config, log_folder=run.logs, meter_folder=run.meters)
         self._buffer = self._assembly.make_buffer()  # here, so that a wrong option is told before minutes of work
+        self._journal = Journal()
+        self._generated_before = 0
+        self._recorder: Recorder  # made when the lines of what is done again are gone
 
     async def train(self) -> dict[str, Any]:
         """Run every phase; returns the summary that was written to ``summary.json``."""
@@ -72,13 +81,17 @@ class TrainingRun:
         for objection in check_algorithm(config):
             self._progress.note(f"unsound, and run as asked: {objection.key}: {objection.reason}")
         try:
+            await asyncio.to_thread(self._take_up)
             origin = await self._start()
             if config.sft.steps:
                 resumed = self._checkpoint is not None
                 origin = str(self._warm_start_folder) if resumed else await self.warm_start(origin)
             model = str(self._checkpoint / "model") if self._checkpoint is not None else origin
             driver = await self._serve(model, origin=origin)
-            if config.eval.tasks and config.eval.first and self._resumed is None:
+            if config.checkpoint.every and self._resumed is None:
+                await self._save(driver, 0)  # from here on, whatever is killed can be resumed
+            scored = {record["step"] for record in self._recorder.history["evaluations"]}
+            if config.eval.tasks and config.eval.first and driver.law.version == 0 and 0 not in scored:
                 with self._phase("score before"):
                     self._recorder.evaluated(await driver.evaluate(), step=0)
             with self._phase("train"):
@@ -89,11 +102,31 @@ class TrainingRun:
                     self._recorder.evaluated(await driver.evaluate(), step=config.steps)
             with self._phase("save"):
                 await self._save(driver, config.steps)
+                self._journal.committed(config.steps)
             summary = await self._summary(driver)
             self._run.write_summary(summary)
             return summary
         finally:
             await self._close()
+
+    def _take_up(self, *, training: bool = True) -> None:
+        """Open the ledger, and go back to the checkpoint where there is one."""
+        run, resumed = self._run, self._resumed
+        base = ledger_base(resumed) if resumed is not None else None
+        if training:
+            self._journal = Journal(self._assembly.make_ledger(run.ledger_path, resume=base))
+        found = self._journal.recovered
+        for note in found.notes:
+            self._progress.note(note)
+        history = None
+        if resumed is not None:
+            history = resumed.history
+            kept = range(found.next_slot) if found.next_slot else None
+            run.rewind(resumed.step, kept=None if kept is None else {*kept} - found.waiting.keys())
+            self._checkpoints.rewind(resumed.step)
+            # Counts that did not reach this machine's disk are those of the checkpoint, at least.
+            self._generated_before = max(resumed.generated, metered_tokens(run.meters, "train"))
+        self._recorder = Recorder(run, self._progress, self._trackers, history=history)
 
     async def _start(self, roles: Sequence[Role] = ROLES) -> str:
         """Start the workers of ``roles``, and make the model meanwhile; returns where it is."""
@@ -131,6 +164,7 @@ class TrainingRun:
     async def supervise_only(self) -> dict[str, Any]:
         """The warm start alone (``asyncrl sft``); returns where the model is and how the last step went."""
         try:
+            self._take_up(training=False)
             model = await self._start(roles=("trainer",))
             folder = await self.warm_start(model)
             summary = {"model": folder, "steps": self._config.sft.steps, "phases_s": self._phases_s}
@@ -155,16 +189,33 @@ class TrainingRun:
                 *([assembly.reward.start(model)] if assembly.reward else []),
             )
         reward, reference = assembly.reward, assembly.reference
+        plan, found = _plan(config), self._journal.recovered
+        held, again = still_outstanding(
+            self._resumed, found, total_groups=(config.steps - step) * config.trainer.groups_per_step
+        )
+        if self._resumed is not None:
+            self._buffer = assembly.make_buffer(at_least_groups=len(held) + len(again))
+        scored = {record["step"] for record in self._recorder.history["evaluations"]}
         return Driver(
-            plan=_plan(config),
+            plan=plan,
             trainer=assembly.trainer,
             pool=assembly.pool,
             buffer=self._buffer,
-            law=_law(config, self._resumed),
+            law=admission_law(
+                self._resumed,
+                steps=config.steps,
+                groups_per_step=config.trainer.groups_per_step,
+                max_staleness=config.max_staleness,
+                policy=config.staleness_policy,
+                found=found,
+            ),
+            journal=self._journal,
+            outstanding={*held, *(again if found.next_slot else ())},
+            evaluate_first=bool(step and plan.eval_every and step % plan.eval_every == 0 and step not in scored),
             environments=assembly.environments,
             timeline=self._timeline,
             observer=self._recorder,
-            accounts=_accounts(self._resumed),
+            accounts=resumed_accounts(self._resumed, found=found, generated=self._generated_before),
             staleness=Counter(self._resumed.staleness if self._resumed is not None else {}),
             reward=reward.score if reward is not None else None,
             reference=reference.reference_log_probs if reference is not None else None,
@@ -179,23 +230,15 @@ class TrainingRun:
 
     async def _save(self, driver: Driver, step: int) -> None:
         balance = await self._balance(driver)
-        state = DriverState(
-            step=step,
-            next_slot=driver.law.next_slot,
-            outstanding=tuple(sorted(driver.outstanding)),
-            generated=balance.generated,
-            trained=balance.trained,
-            dropped=dict(balance.dropped),
-            staleness=dict(driver.staleness),
-            history=self._recorder.history,
-        )
+        ledger = self._journal.ledger
+        position = await ledger.durable() if ledger is not None else None
+        state = driver_state(driver, balance, step=step, history=self._recorder.history, position=position)
         await self._checkpoints.save(self._assembly.trainer, state, step=step)
 
     async def _balance(self, driver: Driver) -> TokenBalance:
         """The token equation now. Exact when nothing is being generated, as at the end of a run."""
         counts = await self._assembly.pool.token_counts()
-        before = self._resumed.generated if self._resumed is not None else 0
-        return driver.balance(generated=before + counts.delivered, in_flight=counts.in_flight)
+        return driver.balance(generated=self._generated_before + counts.delivered, in_flight=counts.in_flight)
 
     async def _summary(self, driver: Driver) -> dict[str, Any]:
         balance = await self._balance(driver)
@@ -268,36 +311,6 @@ def _mismatch_limit(config: Config) -> float | None:
         return config.algorithm.mismatch_limit
     truncated = config.rollout.top_p < 1 or config.rollout.top_k > 0
     return None if truncated else MISMATCH_LIMITS[config.model.dtype]
-
-
-def _law(config: Config, resumed: DriverState | None) -> AdmissionLaw:
-    groups = config.trainer.groups_per_step
-    if resumed is None:
-        return AdmissionLaw(
-            groups,
-            max_staleness=config.max_staleness,
-            total_groups=config.steps * groups,
-            overdue_after=config.staleness_policy.overdue_after(config.max_staleness),
-        )
-    total_groups = (config.steps - resumed.step) * groups
-    return AdmissionLaw(
-        groups,
-        max_staleness=config.max_staleness,
-        total_groups=total_groups,
-        first_version=resumed.step,
-        first_slot=resumed.next_slot,
-        again=sorted(resumed.outstanding)[:total_groups],  # fewer steps than planned before need fewer groups
-        overdue_after=config.staleness_policy.overdue_after(config.max_staleness),
-    )
-
-
-def _accounts(resumed: DriverState | None) -> TokenAccounts:
-    """Carry on the counts; what was sampled and neither trained on nor dropped by then is lost and told so."""
-    if resumed is None:
-        return TokenAccounts()
-    lost = resumed.generated - resumed.trained - sum(resumed.dropped.values())
-    dropped = {**resumed.dropped, "interrupted": resumed.dropped.get("interrupted", 0) + lost}
-    return TokenAccounts(trained=resumed.trained, dropped=dropped)
 
 
 def model_folder(config: Config, run: RunDirectory, environments: EnvironmentFactory) -> str:

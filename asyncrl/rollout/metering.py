@@ -1,15 +1,26 @@
-"""Counting tokens where they come out of the engine, apart from what becomes of them afterwards."""
+"""Counting tokens where they come out of the engine, apart from what becomes of them afterwards.
+
+A meter may keep its counts in a file that is mapped into memory: they outlive the process that counts, however it ends.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import secrets
+import struct
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, TokenGenerator
 
-__all__ = ["MeteredEngine", "TokenAccount", "TokenMeter"]
+__all__ = ["MeteredEngine", "TokenAccount", "TokenMeter", "metered_tokens"]
+
+_PURPOSES = ("train", "eval")
+_COUNTS = struct.Struct("<qq")
 
 
 @dataclass(slots=True)
@@ -25,9 +36,19 @@ class TokenMeter:
 
     The sum over what was trained on, dropped and is in flight must equal ``delivered``: the meter is the independent
     side of that equation.
+
+    Args:
+        folder: where a file of this meter's own is made; None keeps counts in memory only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file: mmap.mmap | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{os.getpid()}-{secrets.token_hex(4)}.tokens").open("x+b") as file:
+                file.write(bytes(_COUNTS.size))
+                file.flush()
+                self._file = mmap.mmap(file.fileno(), _COUNTS.size)
         self._delivered: Counter[str] = Counter()
         self._accounts: dict[int, TokenAccount] = {}
         self._next = 0
@@ -48,6 +69,8 @@ class TokenMeter:
         """Add tokens that were just delivered."""
         account.tokens += tokens
         self._delivered[account.purpose] += tokens
+        if self._file is not None:
+            _COUNTS.pack_into(self._file, 0, *(self._delivered[purpose] for purpose in _PURPOSES))
 
     def delivered(self, purpose: str) -> int:
         """Tokens delivered for this purpose since the start."""
@@ -56,6 +79,12 @@ class TokenMeter:
     def in_flight(self, purpose: str) -> int:
         """Tokens delivered to accounts of this purpose that are still open."""
         return sum(account.tokens for account in self._accounts.values() if account.purpose == purpose)
+
+
+def metered_tokens(folder: Path, purpose: str) -> int:
+    """Tokens that all meters with a file in ``folder`` have counted, living or dead."""
+    place = _PURPOSES.index(purpose)
+    return sum(int(_COUNTS.unpack(file.read_bytes())[place]) for file in folder.glob("*.tokens"))
 
 
 class MeteredEngine:

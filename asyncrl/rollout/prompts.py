@@ -25,12 +25,13 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def prompt_rows(
-    tasks: Sequence[Task], *, slot: int, seeds: Sequence[int], purpose: str, sample: bool = False
+    tasks: Sequence[Task], *, slot: int, seeds: Sequence[int], purpose: str, sample: bool = False, record: bool = False
 ) -> DataProto:
     """Rows [B] for :meth:`RolloutWorker.rollout`, all of one slot, numbered 0..B-1.
 
     Columns: ``slot`` and ``row`` [B] int64, ``seed`` [B] int64, non-tensor ``task``. ``purpose`` names the account the
-    tokens are counted to; with ``sample`` the answer's header carries row 0 as readable text.
+    tokens are counted to; with ``sample`` the answer's header carries row 0 as readable text, with ``record`` all rows
+    as bytes (:mod:`asyncrl.rollout.record`).
     """
     rows = len(tasks)
     task_column = np.empty(rows, dtype=object)
@@ -43,5 +44,5 @@ def prompt_rows(
             "seed": torch.tensor(list(seeds), dtype=torch.int64),
         },
         non_tensors={"task": task_column},
-        meta_info={"purpose": purpose, "sample": sample},
+        meta_info={"purpose": purpose, "sample": sample, "record": record},
     )

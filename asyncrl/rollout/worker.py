@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.chat import ChatRenderer
@@ -23,6 +24,7 @@ from asyncrl.interfaces import (
 from asyncrl.parts import make_part
 from asyncrl.rollout.metering import MeteredEngine, TokenMeter
 from asyncrl.rollout.prompts import derive_seed
+from asyncrl.rollout.record import encode_rows
 from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
 from asyncrl.weights.manifest import WeightManifest
@@ -54,7 +56,8 @@ class EpisodeLimits:
 class RolloutSpec:
     """Everything a replica is made from; picklable. Part names are entry points or dotted paths.
 
-    ``engine_given`` are the engine's keyword arguments that the run decides, ``engine_options`` the user's.
+    ``engine_given`` are the engine's keyword arguments that the run decides, ``engine_options`` the user's. Token
+    counts are kept in ``meter_folder``, where there is one, so that they outlive the process.
     """
 
     engine: str
@@ -65,6 +68,7 @@ class RolloutSpec:
     engine_given: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     environment_options: Mapping[str, Any] = field(default_factory=dict)
+    meter_folder: Path | None = None
 
 
 class RolloutWorker(Worker):
@@ -73,7 +77,7 @@ class RolloutWorker(Worker):
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._meter = TokenMeter()
+        self._meter = TokenMeter(spec.meter_folder)
         self._engine: RolloutEngine | None = None
         self._renderer: ChatRenderer | None = None
         self._environments: EnvironmentFactory = make_part(
@@ -132,6 +136,8 @@ class RolloutWorker(Worker):
         batch = trajectories_to_batch(trajectories, slot=slot)
         wasted = account.tokens - batch.meta_info["summary"]["tokens"]
         batch.meta_info["wasted_tokens"] = wasted
+        if prompts.meta_info.get("record"):
+            batch.meta_info["record"] = encode_rows(trajectories)
         if prompts.meta_info.get("sample"):
             batch.meta_info["sample"] = self._readable(trajectories[0], tasks[0])
         return batch

@@ -4,6 +4,8 @@ runs/first-20260102-030405/
     config.toml          the resolved configuration
     metrics.jsonl        one object per line: step, time_s, version, and the metrics
     trajectories.jsonl   conversations to read
+    ledger.sqlite        every prompt, and what was sampled for it (SQL: buffers/ledger_schema.py)
+    meters/              tokens sampled, counted by each rollout worker
     timeline.json        Chrome trace: https://ui.perfetto.dev
     summary.json         how it ended
     logs/driver.log
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -115,6 +117,14 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def ledger_path(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def meters(self) -> Path:
+        return self.path / "meters"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -158,16 +168,24 @@ class RunDirectory:
         """The lines of ``metrics.jsonl`` that are on disk."""
         return read_json_lines(self.metrics_path)
 
-    def rewind(self, step: int) -> int:
-        """Forget lines of steps after ``step``: they will be done again. Returns how many metrics lines went."""
+    def rewind(self, step: int, *, kept: Container[int] | None = None) -> int:
+        """Forget lines of what will be done again. Returns how many metrics lines went.
+
+        Args:
+            step: metrics of later steps go.
+            kept: slots whose trajectories stay, since they are not rolled out again; None goes by ``step`` there too.
+        """
         self._metrics.close()
         self._trajectories.close()
 
         def keep(record: dict[str, Any]) -> bool:
             return not isinstance(record.get("step"), int) or record["step"] <= step
 
+        def stays(record: dict[str, Any]) -> bool:
+            return keep(record) if kept is None else record.get("slot", -1) in kept
+
         gone = rewrite_json_lines(self.metrics_path, keep)
-        rewrite_json_lines(self.trajectories_path, keep)
+        rewrite_json_lines(self.trajectories_path, stays)
         self._metrics = JsonLines(self.metrics_path)
         self._trajectories = JsonLines(self.trajectories_path)
         return gone

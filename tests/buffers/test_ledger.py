@@ -225,7 +225,7 @@ def test_another_runs_ledger_is_not_taken(tmp_path: Path):
     )
     with SQLiteLedger(path, resume=foreign) as ledger:
         assert ledger.recovered is not None
-        assert "another run" in ledger.recovered.notes[0]
+        assert "does not belong to it" in ledger.recovered.notes[0]
         assert ledger.recovered.groups == {}
     assert query(tmp_path / "ledger.sqlite.damaged-1", "slot = 5").batch is not None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import GroupSummary
 
-__all__ = ["Certificate", "certify", "merge"]
+__all__ = ["Certificate", "certify", "check_summary", "merge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,26 @@ class Certificate:
     def masked_share(self) -> float:
         """Share of the tokens of trained rows that were masked, 0..1."""
         return self.masked_tokens / (self.tokens + self.masked_tokens) if self.masked_tokens else 0.0
+
+
+def check_summary(summary: GroupSummary, *, slot: int) -> None:
+    """Refuse what a rollout says of itself if it is not of this slot, or contradicts itself.
+
+    Raises:
+        InvalidDataError: saying what disagrees.
+    """
+    if summary.slot != slot:
+        raise InvalidDataError(f"the rollout of slot {slot} was answered with rows of slot {summary.slot}")
+    by_version, by_row = sum(summary.version_tokens.values()), sum(summary.lengths)
+    if not by_version == by_row == summary.tokens:
+        raise InvalidDataError(
+            f"group {slot} has {summary.tokens} tokens, but its versions {dict(summary.version_tokens)} count "
+            f"{by_version} and its rows {by_row}"
+        )
+    if not summary.rows == len(summary.rewards) == len(summary.lengths):
+        raise InvalidDataError(
+            f"group {slot} has {summary.rows} rows, {len(summary.rewards)} rewards and {len(summary.lengths)} lengths"
+        )
 
 
 def certify(

@@ -21,11 +21,11 @@ import torch
 
 from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, InvalidDataError
+from asyncrl.errors import EnvironmentFailure
 from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.canary import check_first_step
-from asyncrl.pipeline.certificate import Certificate, certify
+from asyncrl.pipeline.certificate import Certificate, certify, check_summary
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
 from asyncrl.pipeline.journal import Journal, selected
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
@@ -234,8 +234,7 @@ class Driver:
             header = await rows.header()
         meta = header.meta_info
         summary = GroupSummary(**meta["summary"])
-        if summary.slot != slot:
-            raise InvalidDataError(f"the rollout of slot {slot} was answered with rows of slot {summary.slot}")
+        check_summary(summary, slot=slot)
         self.journal.completed(
             slot, attempt=attempt, tokens=summary.tokens, wasted=meta["wasted_tokens"], rows=meta.get("record")
         )

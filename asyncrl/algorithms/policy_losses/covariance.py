@@ -107,5 +107,5 @@ class KLCov(PolicyLoss):
     def __call__(self, tokens: PolicyTokens) -> TokenLosses:
         """See :class:`PolicyLoss`; ``held_back`` is 1 for the tokens that are held."""
         held_back = tokens.prepared["held_back"]
-        penalty = self.coefficient * held_back * tokens.log_ratio.abs()
+        penalty = torch.where(held_back > 0, self.coefficient * tokens.log_ratio.abs(), 0.0)
         return TokenLosses(loss=penalty - tokens.ratio * tokens.advantages, metrics={"held_back": held_back})

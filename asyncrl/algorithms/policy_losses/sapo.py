@@ -37,7 +37,8 @@ class SAPO(PolicyLoss):
     def __call__(self, tokens: PolicyTokens) -> TokenLosses:
         """See :class:`PolicyLoss`; ``gate`` is the gradient's share of that of r A."""
         advantages = tokens.advantages
-        temperature = torch.where(advantages > 0, self.positive_temperature, self.negative_temperature)
+        negative = torch.full_like(advantages, self.negative_temperature)
+        temperature = torch.where(advantages > 0, self.positive_temperature, negative)
         sigmoid = torch.sigmoid(temperature * (tokens.ratio - 1.0))
         gate = 4.0 * sigmoid * (1.0 - sigmoid)
         return TokenLosses(loss=-advantages * sigmoid * 4.0 / temperature, metrics={"gate": gate.detach()})

@@ -22,13 +22,25 @@ from asyncrl.data.plan import Block, Header, Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, InfrastructureError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.host import Call, Failed, Reply, WorkerHost
-from asyncrl.single_controller.ray_resource_pool import RayResourcePool
+from asyncrl.single_controller.ray_resource_pool import (
+    RayResourcePool,
+    SubRayResourcePool,
+    merge_resource_pool,
+    split_resource_pool,
+)
 from asyncrl.single_controller.ray_store import RayBlock, RayValue, first_line
 from asyncrl.single_controller.replies import Submission
 from asyncrl.single_controller.worker import WorkerContext
 from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
-__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup"]
+__all__ = [
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "SubRayResourcePool",
+    "merge_resource_pool",
+    "split_resource_pool",
+]
 
 INLINE_BYTES = 64 * 1024
 """Batches and arrays up to this size travel inside the call; larger ones through the object store, once."""
@@ -250,18 +262,19 @@ class RayWorkerGroup(WorkerGroup):
         waits = [asyncio.to_thread(group.wait, pool.placement_timeout_s) for group in groups]
         if not all(await asyncio.gather(*waits)):
             raise await asyncio.to_thread(pool.no_room)
-        for group, count in zip(groups, pool.process_on_nodes, strict=True):
-            for seat in range(count):
-                label = f"{self.name}[{len(self._actors.handles)}]"
-                # Ray names the process after the class, and there is no other way to name it.
-                actor_class: Any = ray.remote(type(label, (_RayHost,), {}))
-                handle: Any = actor_class.options(
-                    **self._demand,
-                    runtime_env=self._options.get("runtime_env"),
-                    max_concurrency=MAX_CALLS,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat),
-                ).remote(label)
-                self._actors.handles.append(handle)
+        for seat in await asyncio.to_thread(pool.seats):
+            label = f"{self.name}[{len(self._actors.handles)}]"
+            # Ray names the process after the class, and there is no other way to name it.
+            actor_class: Any = ray.remote(type(label, (_RayHost,), {}))
+            handle: Any = actor_class.options(
+                **self._demand,
+                runtime_env=self._options.get("runtime_env"),
+                max_concurrency=MAX_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    seat.group, placement_group_bundle_index=seat.bundle_index
+                ),
+            ).remote(label)
+            self._actors.handles.append(handle)
         return list(self._actors.handles)
 
     def _contexts(self, seats: Sequence[_Seat], port: int) -> list[WorkerContext]:

@@ -18,29 +18,63 @@ class ResourcePool:
 
     ``max_colocate_count`` worker groups may share the pool, each with a worker on every seat.
 
+        >>> pool = ResourcePool([2, 3])
+        >>> pool.world_size
+        5
+        >>> pool.local_rank_list()
+        [0, 1, 0, 1, 2]
+
     Raises:
-        ResourceError: no place, or a place without workers.
+        ResourceError: a place without workers, or ``max_colocate_count`` below 1.
     """
 
-    def __init__(self, process_on_nodes: Sequence[int], *, max_colocate_count: int = 1) -> None:
-        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
+    def __init__(self, process_on_nodes: Sequence[int] = (), max_colocate_count: int = 1) -> None:
+        if max_colocate_count < 1:
+            raise ResourceError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
+        self._store: list[int] = []
+        self.max_colocate_count = max_colocate_count
+        if any(count < 1 for count in process_on_nodes):
             raise ResourceError(
                 f"process_on_nodes needs at least one worker in each place, got {list(process_on_nodes)}"
             )
-        if max_colocate_count < 1:
-            raise ResourceError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
-        self.process_on_nodes = tuple(process_on_nodes)
-        self.max_colocate_count = max_colocate_count
+        self._store += process_on_nodes
+
+    def add_node(self, process_count: int) -> None:
+        """One more place, with ``process_count`` workers.
+
+        Raises:
+            ResourceError: ``process_count`` is below 1.
+        """
+        if process_count < 1:
+            raise ResourceError(f"a place needs at least one worker, got {process_count}")
+        self._store.append(process_count)
+
+    @property
+    def process_on_nodes(self) -> tuple[int, ...]:
+        """Workers in each place."""
+        return tuple(self._store)
 
     @property
     def world_size(self) -> int:
         """Workers in total."""
-        return sum(self.process_on_nodes)
+        return sum(self._store)
 
     @property
     def store(self) -> list[int]:
         """``process_on_nodes``, under verl's name."""
-        return list(self.process_on_nodes)
+        return list(self._store)
+
+    def __call__(self) -> list[int]:
+        """:attr:`store`."""
+        return self.store
+
+    def local_world_size_list(self) -> list[int]:
+        """For each worker, the workers of its place."""
+        return [count for count in self._store for _ in range(count)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each worker, its number in its place."""
+        return [number for count in self._store for number in range(count)]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.process_on_nodes)})"

@@ -62,3 +62,10 @@ def test_a_pool_has_workers_everywhere() -> None:
     assert ResourcePool([2, 3]).store == [2, 3]
     with pytest.raises(ResourceError, match=r"got \[2, 0\]"):
         ResourcePool([2, 0])
+    pool = ResourcePool([2])
+    pool.add_node(3)
+    assert pool() == [2, 3]
+    assert pool.local_world_size_list() == [2, 2, 3, 3, 3]
+    assert pool.local_rank_list() == [0, 1, 0, 1, 2]
+    with pytest.raises(ResourceError, match="at least one worker, got 0"):
+        pool.add_node(0)

@@ -112,7 +112,7 @@ def kl_cov(loss: Any, row: Row, frozen: Row) -> list[float]:
     answer = []
     for token in row:
         log_ratio = token["current"] - token["proximal"]
-        penalty = loss.coefficient * abs(log_ratio) if token["held_back"] else 0.0
+        penalty = loss.coefficient * max(abs(log_ratio) - 1e-4, 0.0) if token["held_back"] else 0.0
         answer.append(penalty - math.exp(log_ratio) * token["advantage"])
     return answer
 

@@ -78,9 +78,10 @@ def load_estimator(
     Raises:
         ConfigError: no such estimator, or an option it does not take.
     """
-    function = load_part("asyncrl.advantages", name, path=path)
-    if not callable(function):
+    part = load_part("asyncrl.advantages", name, path=path)
+    if not callable(part):
         raise ConfigError(f"{path}: advantage {name!r} is no function", path=path, remedy="name a function")
+    function: Callable[..., Tensor] = part
     allowed = [each.name for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
     for option in options or {}:
         if option not in allowed:

@@ -24,6 +24,11 @@ from asyncrl.algorithms.token_losses import TokenLosses
 __all__ = ["ClipCov", "KLCov"]
 
 
+ROUNDING = 1e-4
+"""Log-ratios this small are no movement: two float32 passes over one row differ by less. |log r| has full slope however
+small it is, so without this the sign of a rounding error would decide where a token is pulled."""
+
+
 def covariances(tokens: PolicyTokens) -> Tensor:
     """[T]: (log-prob - mean) * (advantage - mean), eq. 10; means over all tokens given, in float64."""
     log_probs, advantages = tokens.proximal.double(), tokens.advantages.double()
@@ -79,7 +84,8 @@ class ClipCov(PolicyLoss):
 class KLCov(PolicyLoss):
     """The plain surrogate -r A, with a penalty |log r| on the tokens of the highest covariance. Eq. 14 and 15.
 
-    The penalty's gradient is 0 at r = 1, so it does something only from the second optimizer step on a batch on.
+    The penalty's gradient is 0 at r = 1 (within :data:`ROUNDING`), so it does something only from the second optimizer
+    step on a batch on.
 
     Attributes:
         share: above 0, at most 1: share of all tokens that are held, at least one.
@@ -107,5 +113,6 @@ class KLCov(PolicyLoss):
     def __call__(self, tokens: PolicyTokens) -> TokenLosses:
         """See :class:`PolicyLoss`; ``held_back`` is 1 for the tokens that are held."""
         held_back = tokens.prepared["held_back"]
-        penalty = torch.where(held_back > 0, self.coefficient * tokens.log_ratio.abs(), 0.0)
+        distance = (tokens.log_ratio.abs() - ROUNDING).clamp(min=0.0)
+        penalty = torch.where(held_back > 0, self.coefficient * distance, 0.0)
         return TokenLosses(loss=penalty - tokens.ratio * tokens.advantages, metrics={"held_back": held_back})

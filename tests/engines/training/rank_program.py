@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms import PolicyObjective
+from asyncrl.algorithms import GSPO, ClipCov, PolicyObjective, TruncatedImportance
 from asyncrl.data import DataProto
 from asyncrl.errors import AsyncRLError
 from engines.training.fsdp_engine import FSDPEngine
@@ -99,6 +99,22 @@ def minibatches(rank: Rank) -> None:
     rank.updates("minibatches", split=3, minibatches=3, epochs=2, max_tokens_per_microbatch=30)
 
 
+def whole_batch(rank: Rank) -> None:
+    """Which tokens are held back is a matter of all ranks' tokens, and is drawn at random."""
+    objective = PolicyObjective(loss=ClipCov(share=0.3, low=-0.2))
+    rank.updates("whole_batch", split=3, objective=objective, minibatches=2, max_tokens_per_microbatch=20)
+
+
+def whole_rows(rank: Rank) -> None:
+    """Ratios and weights of whole rows."""
+    objective = PolicyObjective(
+        loss=GSPO(clip_low=0.2, clip_high=0.2),
+        correction=TruncatedImportance(cap=3.0, level="sequence"),
+        aggregation="sequence_mean",
+    )
+    rank.updates("whole_rows", split=6, objective=objective, minibatches=2, max_tokens_per_microbatch=20)
+
+
 def supervised(rank: Rank) -> None:
     engine = rank.engine()
     rank.report("supervised", [engine.supervise(rank.rows(seed, split=7)) for seed in range(3)])
@@ -157,7 +173,7 @@ def errors(rank: Rank) -> None:
     twin.close()
 
 
-SHARED_SCENES = (uneven, empty, by_row, minibatches, supervised, scored)
+SHARED_SCENES = (uneven, empty, by_row, minibatches, whole_batch, whole_rows, supervised, scored)
 """Scenes with the same outcome on one rank and on two."""
 
 

@@ -82,7 +82,9 @@ def outcome(model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathF
     return Outcome(one, two)
 
 
-@pytest.mark.parametrize("scene", ["uneven", "empty", "by_row", "minibatches", "supervised"])
+@pytest.mark.parametrize(
+    "scene", ["uneven", "empty", "by_row", "minibatches", "whole_batch", "whole_rows", "supervised"]
+)
 def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
     """Metrics to 1e-4; the weights after three updates to 1e-6 of their norm, in float32."""
     expected = outcome.report(outcome.one, scene)

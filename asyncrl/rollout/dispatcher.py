@@ -41,6 +41,7 @@ class _Held:
     begun: bool = False
     aborted: bool = False
     vain: int = 0
+    failed_at: str = ""
 
     def open(self) -> None:
         """It need not wait at the door any longer."""
@@ -149,30 +150,31 @@ class Dispatcher:
         """
         tasks = self._open()
         held = self._take_in(request, session=session, tenant=tenant)
-        reason: FinishReason | None = None
-        failed = True
+        last: GenerationChunk | None = None
+        failed = False
         try:
-            while reason is None:
+            while last is None:
                 chosen = await self._place(held)
                 if chosen is None:
-                    reason = "abort"
-                    failed = False
-                    yield _ABORTED
+                    last = _ABORTED
                     break
                 replica, attempt = self._begin(held, chosen, tasks)
                 try:
-                    while reason is None and (chunk := await self._next(held, replica, attempt)) is not None:
-                        reason = chunk.finish_reason
-                        failed = False
-                        yield chunk
-                        failed = True
+                    while last is None and (chunk := await self._next(held, replica, attempt)) is not None:
+                        if chunk.finish_reason is None:
+                            yield chunk
+                        else:
+                            last = chunk
                 finally:
                     held.attempt = None
                     attempt.leave()
                     replica.end(attempt)
-            failed = False
+        except Exception:
+            failed = True
+            raise
         finally:
-            self._let_go(held, reason, failed=failed)
+            self._let_go(held, None if last is None else last.finish_reason, failed=failed)
+        yield last  # everything is settled by then: a reader may stop at it
 
     def _take_in(self, request: GenerationRequest, *, session: str | None, tenant: str) -> _Held:
         if request.request_id in self._held:
@@ -250,12 +252,7 @@ class Dispatcher:
                 since = None
                 await changed.wait()
                 continue
-            name = choose(
-                (replica.load for replica in self._replicas.values()),
-                key=held.key,
-                margin=self._options.margin,
-                min_version=held.continuation.version,
-            )
+            name = self._choose(held)
             if name is not None:
                 return self._replicas[name]
             since = loop.time() if since is None else since
@@ -269,6 +266,16 @@ class Dispatcher:
                     waiting_for="a replica",
                     timeout_s=self._options.wait_s,
                 ) from None
+
+    def _choose(self, held: _Held) -> str | None:
+        """The replica it goes to; one that has just failed at it only if there is no other."""
+        loads = [replica.load for replica in self._replicas.values()]
+        others = [load for load in loads if load.name != held.failed_at]
+        for candidates in (others, loads):
+            name = choose(candidates, key=held.key, margin=self._options.margin, min_version=held.continuation.version)
+            if name is not None:
+                return name
+        return None
 
     def _begin(self, held: _Held, replica: Replica, tasks: asyncio.TaskGroup) -> tuple[Replica, Attempt]:
         assert replica.engine is not None, "a replica that serves has an engine"
@@ -297,11 +304,12 @@ class Dispatcher:
         except InfrastructureError as error:
             if not self._closed:
                 replica.generation_failed(number, str(error))
+            held.failed_at = replica.name
             self._give_up_on(held, error, vain=True)
             return None
         tokens = len(chunk.token_ids)
         if tokens:
-            held.vain = 0
+            held.vain, held.failed_at = 0, ""
             replica.heard(attempt, tokens)
             self.counters.tokens += tokens
         if chunk.finish_reason is None:

@@ -14,6 +14,7 @@ import asyncio
 import contextvars
 import heapq
 import itertools
+import math
 import random
 from asyncio import events
 from collections import deque
@@ -28,7 +29,7 @@ _Ts = TypeVarTuple("_Ts")
 
 
 class SimulationDeadlock(AssertionError):
-    """Everybody waits, and no timer is set: nothing can ever happen again."""
+    """Everybody waits, and no timer is set (or only beyond the limit): nothing can ever happen again."""
 
 
 class _Task(asyncio.Task[Any]):
@@ -49,12 +50,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     Args:
         seed: draws the order of timers due at one moment; None keeps the order they were set in.
+        limit_s: time that must not come: what goes on until then goes on for ever.
 
     Raises:
         SimulationDeadlock: from :meth:`run_until_complete`, naming the tasks that wait.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, limit_s: float = math.inf) -> None:
+        self._limit_s = limit_s
         self._running = False  # asked for by the next line
         super().__init__()
         self._now_s = 0.0
@@ -153,6 +156,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not self._timers:
                 raise SimulationDeadlock(self._who_waits())
             self._now_s = max(self._now_s, self._timers[0][0])
+            if self._now_s > self._limit_s:
+                raise SimulationDeadlock(self._who_waits())
             while self._timers and self._timers[0][0] <= self._now_s:
                 handle: asyncio.Handle = heapq.heappop(self._timers)[3]
                 if not handle.cancelled():
@@ -185,7 +190,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _who_waits(self) -> str:
         waiting = [f"{task.get_name()} in {_place(task)}" for task in self._tasks if not task.done()]
-        return f"at {self._now_s:g} s everybody waits and no timer is set: " + "; ".join(waiting)
+        what = "no timer is set" if not self._timers else f"it was to be over by {self._limit_s:g} s"
+        return f"at {self._now_s:g} s everybody waits and {what}: " + "; ".join(waiting)
 
     def stop(self) -> None:
         self._stopping = True
@@ -217,14 +223,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.failures.append(context)
 
 
-def run_virtually(main: Coroutine[Any, Any, _T], *, seed: int | None = None) -> _T:
+def run_virtually(main: Coroutine[Any, Any, _T], *, seed: int | None = None, limit_s: float = math.inf) -> _T:
     """Run ``main`` on a new :class:`VirtualLoop`; tasks it leaves behind are cancelled.
 
     Raises:
         SimulationDeadlock: nothing could happen any more.
         BaseException: what ``main`` raised, or else the first error of a callback that nobody took.
     """
-    loop = VirtualLoop(seed)
+    loop = VirtualLoop(seed, limit_s=limit_s)
     try:
         result = loop.run_until_complete(main)
         loop._abandon(loop.create_future())  # noqa: SLF001  the other half of this module

@@ -1,0 +1,56 @@
+"""Random schedules: small runs with random sizes, durations and faults, each from one number."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from asyncrl.pipeline.staleness import POLICIES
+from asyncrl.simulation.distributions import Distribution
+from asyncrl.simulation.scenario import Fault, FaultKind, Scenario
+
+__all__ = ["random_scenario"]
+
+_BY_SLOT: tuple[FaultKind, ...] = ("environment", "crash", "freeze", "slow", "garbage", "duplicate")
+_BY_STEP: tuple[FaultKind, ...] = ("weights", "trainer", "storage")
+
+
+def random_scenario(seed: int) -> Scenario:
+    """A run of a few steps and groups, a third of them without a fault, the others with up to four."""
+    dice = random.Random(seed)  # noqa: S311  reproducible, not secret
+    groups_per_step = dice.choice((1, 1, 2, 2, 3))
+    steps = dice.randint(2, 5)
+    max_staleness = dice.choice((0, 1, 1, 2, 3))
+    issued = groups_per_step * (steps + max_staleness)
+    faults = []
+    for _ in range(dice.choice((0, 0, 1, 1, 2, 4))):
+        by_slot = dice.random() < 0.7
+        kinds, highest = (_BY_SLOT, issued) if by_slot else (_BY_STEP, steps)
+        faults.append(Fault(kind=dice.choice(kinds), at=dice.randint(0 if by_slot else 1, highest)))
+    return Scenario(
+        steps=steps,
+        groups_per_step=groups_per_step,
+        group_size=dice.choice((1, 1, 2)),
+        max_staleness=max_staleness,
+        policy=dice.choice(tuple(POLICIES)),
+        tokens=dice.choice(_LENGTHS),
+        token_s=0.25,
+        turns=dice.choice((1, 1, 2)),
+        turn_s=dice.choice(_PAUSES),
+        replicas=dice.choice((1, 2)),
+        saturation=dice.choice((1.0, 3.0, math.inf)),
+        reward_s=dice.choice((None, None, _PAUSES[2])),
+        update_s=dice.choice(_UPDATES),
+        publish_s=dice.choice((0.0, 0.5)),
+        prepare_s=dice.choice((0.0, 0.5, 3.0)),
+        checkpoint_every=dice.choice((0, 1, 2)),
+        rollout_deadline_s=1e4,
+        weights_deadline_s=1e3,
+        faults=tuple(faults),
+        seed=seed,
+    )
+
+
+_LENGTHS = tuple(map(Distribution.parse, ("4", "uniform(1, 8)", "lognormal(1.4, 1)", "lognormal(1, 2)")))
+_PAUSES = tuple(map(Distribution.parse, ("0", "0", "exponential(1)")))
+_UPDATES = tuple(map(Distribution.parse, ("1", "uniform(0.1, 2)", "exponential(4)")))

@@ -1,0 +1,115 @@
+"""Random schedules and faults through the production loop on a virtual clock: what must hold, held against all of them.
+
+    python benchmarks/simulate.py --schedules 100000 [--json] [--seed 0] [--jobs 2]
+
+Each schedule is a small run (asyncrl/simulation/schedules.py) drawn from one number: sizes, policy, durations, order of
+simultaneous events, and faults: environments that fail, replicas that die, hang, answer slowly, with garbage or twice,
+weights that do not arrive, a trainer that dies, a disk that is full. The driver, the law, the buffer, the pool, weight
+publication and resumption are those of a real run. What is checked after every step and at the end: issued = trained on
++ dropped + live, no slot twice, no token older than the bound in the loss, certificates that tell what the trainer was
+really given, the token equation, and that the run comes to its end. One schedule in fifty fetches its batches and lets
+the real mask act on them. A schedule that fails is named by its number: `--seed N --schedules 1` runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import platform
+import time
+from collections import Counter
+from multiprocessing import get_context
+
+from asyncrl.simulation import random_scenario, simulate
+
+CHUNK = 200
+FETCH_EVERY = 50
+LIMIT_S = 1e6
+
+
+def run_chunk(seeds: range) -> tuple[int, list[str], Counter[str], Counter[str]]:
+    """Run some schedules; how many, what was broken, what struck, and what lives ended by."""
+    logging.getLogger("asyncrl").setLevel(logging.CRITICAL)  # failures are what this is about
+    broken: list[str] = []
+    struck: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            result = simulate(random_scenario(seed), fetch=seed % FETCH_EVERY == 0, limit_s=LIMIT_S)
+        except Exception as error:  # noqa: BLE001  told with its number
+            broken.append(f"schedule {seed}: {type(error).__name__}: {error}")
+            continue
+        broken += [f"schedule {seed}: {violation}" for violation in result.violations]
+        struck.update(fault.kind for fault in result.struck)
+        ended.update(why.partition(":")[0] for why in result.ended_by)
+    return len(seeds), broken, struck, ended
+
+
+def begin() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--schedules", type=int, default=2000)
+    arguments.add_argument("--seed", type=int, default=0, help="number of the first schedule")
+    arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    arguments.add_argument("--json", action="store_true", help="print one JSON object")
+    options = arguments.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    last = options.seed + options.schedules
+    chunks = [range(first, min(first + CHUNK, last)) for first in range(options.seed, last, CHUNK)]
+    done = 0
+    broken: list[str] = []
+    struck: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
+    with get_context("spawn").Pool(min(options.jobs, len(chunks)), initializer=begin) as pool:
+        pool.map(run_chunk, [range(options.seed, options.seed)] * options.jobs)  # imports are not what is measured
+        started = time.perf_counter()
+        for count, wrong, faults, ends in pool.imap_unordered(run_chunk, chunks):
+            done += count
+            broken += wrong
+            struck += faults
+            ended += ends
+            for line in wrong[:5]:
+                print(line, flush=True)
+        elapsed_s = time.perf_counter() - started
+    figures = [
+        figure("schedules", done, "schedules"),
+        figure(
+            "rate",
+            round(done / elapsed_s, 1),
+            "schedules/s",
+            goal="100000 in minutes: at least 100",
+            holds=done >= 100 * elapsed_s,
+        ),
+        figure("violations", len(broken), "", goal="0", holds=not broken),
+        figure("restarts", ended.total(), ""),
+        *(figure(f"faults, {kind}", times, "") for kind, times in sorted(struck.items())),
+        *(figure(f"lives ended by {error}", times, "") for error, times in sorted(ended.items())),
+    ]
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "jobs": options.jobs}
+    if options.json:
+        print(json.dumps({"machine": machine, "figures": figures, "broken": broken[:100]}))
+        return
+    for each in figures:
+        verdict = (
+            "" if each["goal"] is None else f"  goal {each['goal']}: {'holds' if each['holds'] else 'DOES NOT HOLD'}"
+        )
+        print(f"{each['name']:36s} {each['value']:>10} {each['unit']}{verdict}")
+
+
+def figure(
+    name: str, value: float, unit: str, *, goal: str | None = None, holds: bool | None = None
+) -> dict[str, object]:
+    return {"name": name, "value": value, "unit": unit, "floor": None, "ratio": None, "goal": goal, "holds": holds}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Whole runs of the production loop on the virtual clock, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.simulation import Distribution, Fault, Scenario, Simulation, simulate
+
+ONE_UNIT = Scenario(steps=4, groups_per_step=2)
+"""Rollouts of one second (16 tokens), updates of one second, one step ahead."""
+
+
+def times(result: Simulation) -> list[float]:
+    return [round(step.at_s, 6) for step in result.steps]
+
+
+def staleness(result: Simulation) -> list[dict[int, int]]:
+    return [dict(step.certificate.histogram) for step in result.steps]
+
+
+def test_the_synchronous_run_takes_turns():
+    result = simulate(replace(ONE_UNIT, max_staleness=0))
+    assert times(result) == [2.0, 4.0, 6.0, 8.0]  # a second of rollout, a second of update, again and again
+    assert staleness(result) == [{0: 32}] * 4
+    assert result.violations == []
+
+
+def test_one_step_off_they_overlap():
+    result = simulate(ONE_UNIT)
+    assert times(result) == [2.0, 3.0, 4.0, 5.0]
+    assert staleness(result) == [{0: 32}, {1: 32}, {1: 32}, {1: 32}]
+    assert result.busy_s["train"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "masked", "dropped"), [("wait", 0, 0), ("mask", 128, 0), ("drop", 0, 1), ("correct", 0, 0)]
+)
+def test_what_the_policies_do_with_a_slow_group(policy: str, masked: int, dropped: int):
+    # Slot 0 takes 10 s instead of one, 16 tokens a second. It is trained on by the tenth step, with 32 of its 160 tokens.
+    scenario = Scenario(
+        steps=12,
+        groups_per_step=1,
+        max_staleness=1,
+        policy=policy,
+        replicas=2,
+        faults=(Fault(kind="slow", at=0),),
+        tokens=Distribution.parse("160"),
+        token_s=1 / 160,
+    )
+    result = simulate(scenario, fetch=True)
+    assert result.violations == []
+    assert [fault.kind for fault in result.struck] == ["slow"]
+    assert sum(step.certificate.masked_tokens for step in result.steps) == masked
+    assert len(result.dropped) == dropped
+    oldest = max(step.certificate.maximum for step in result.steps)
+    assert oldest <= 1 or policy == "correct"
+    assert (result.steps[0].at_s > 10) == (policy == "wait")
+
+
+def test_a_seed_is_a_run():
+    scenario = Scenario(steps=6, groups_per_step=3, tokens=Distribution.parse("lognormal(2, 1)"), replicas=2, seed=5)
+    first, again, other = simulate(scenario), simulate(scenario), simulate(replace(scenario, seed=6))
+    assert first.steps == again.steps
+    assert first.trained == again.trained
+    assert first.steps != other.steps
+
+
+FAULTY = Scenario(
+    steps=4,
+    groups_per_step=2,
+    max_staleness=1,
+    checkpoint_every=1,
+    rollout_deadline_s=50,
+    weights_deadline_s=50,
+    tokens=Distribution.parse("uniform(4, 30)"),
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "ended_by"),
+    [
+        (Fault(kind="environment", at=3), []),
+        (Fault(kind="slow", at=3), []),
+        (Fault(kind="duplicate", at=3), []),
+        (Fault(kind="crash", at=3), ["WorkerDiedError: replica-0 died under slot 3"]),
+        (Fault(kind="freeze", at=3), ["DeadlineError: replica-0.rollout did not finish within 50 s"]),
+        (Fault(kind="garbage", at=3), ["InvalidDataError"]),
+        (Fault(kind="weights", at=2), ["WeightError: no replica could take weight version 2"]),
+        (Fault(kind="trainer", at=3), ["WorkerDiedError: the trainer died in step 3"]),
+        (Fault(kind="storage", at=2), ["OSError: no space left for the checkpoint of step 2"]),
+    ],
+)
+def test_every_fault_leaves_a_witness_and_costs_nothing_else(fault: Fault, ended_by: list[str]):
+    result = simulate(replace(FAULTY, faults=(fault,)), fetch=True)
+    assert result.struck == [fault]
+    assert result.violations == []
+    assert len(result.ended_by) == len(ended_by)
+    for said, expected in zip(result.ended_by, ended_by, strict=True):
+        assert said.startswith(expected)
+    assert [step.step for step in result.steps] == [1, 2, 3, 4]
+    assert result.dropped == ({3: "environment_failed"} if fault.kind == "environment" else {})
+
+
+def test_a_run_without_a_checkpoint_begins_anew():
+    result = simulate(replace(FAULTY, checkpoint_every=0, faults=(Fault(kind="trainer", at=4),)))
+    assert [step.step for step in result.steps] == [1, 2, 3, 4]
+    assert sorted(slot for batch in result.trained for slot in batch.slots) == list(range(8))
+
+
+def test_rewards_overlap_with_everything_else():
+    result = simulate(replace(ONE_UNIT, reward_s=Distribution.parse("1")))
+    assert times(result) == [3.0, 4.0, 6.0, 7.0]
+    assert result.violations == []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def load_estimator(
     part = load_part("asyncrl.advantages", name, path=path)
     if not callable(part):
         raise ConfigError(f"{path}: advantage {name!r} is no function", path=path, remedy="name a function")
-    function: Callable[..., Tensor] = part
+    function = cast("Callable[..., Tensor]", part)
     allowed = [each.name for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
     for option in options or {}:
         if option not in allowed:

@@ -1,0 +1,98 @@
+"""Algorithms in whole runs: by name, with what they tell, and with a first step that cannot lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config import Config
+from asyncrl.data import DataProto
+from asyncrl.data.ragged import values_of
+from asyncrl.errors import EngineError
+from asyncrl.pipeline import training_run
+from asyncrl.pipeline.ages import with_ages
+from asyncrl.pipeline.run import train
+
+MakeConfig = Callable[..., Config]
+
+
+def steps_of(config: Config) -> list[dict[str, float]]:
+    (run,) = config.runs.glob("small-2*")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "train/loss" in line]
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+
+
+def test_a_run_tells_of_staleness_and_mismatch_by_age(small_config: MakeConfig) -> None:
+    config = small_config(steps=4, max_staleness=2, eval={"tasks": 0}, staleness={"policy": "wait"})
+    train(config)
+    first, *later = steps_of(config)
+    assert first["train/share_age_0"] == 1.0
+    assert first["train/behaviour_kl_age_0"] < 1e-9  # engine and trainer are two programs of the same weights
+    assert first["train/effective_sample_share"] == pytest.approx(1.0, abs=1e-5)
+    assert (first["train/policy_kl"], first["train/ratio"], first["train/clip_fraction"]) == (0.0, 1.0, 0.0)
+    last = later[-1]
+    old = [name for name in last if name.startswith("train/share_age_") and not name.endswith("_0")]
+    assert old
+    assert sum(value for name, value in last.items() if name.startswith("train/share_age_")) == pytest.approx(1.0)
+    assert last["train/behaviour_kl"] > 1e-9
+    assert 0.0 < last["train/effective_sample_share"] < 1.0
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "gspo", "advantage": "rloo", "correction": "mis", "aggregation": "sequence_mean"},
+        {"loss": "m2po", "advantage": "reinforce_plus_plus", "correction": "none"},
+        {"loss": "ppo", "advantage": "opo", "anchor": "interpolated", "correction": "icepop"},
+        {"loss": "custom_algorithm:SquaredDistance", "advantage": "custom_algorithm:sign_of_the_median"},
+    ],
+    ids=lambda algorithm: algorithm["loss"],
+)
+def test_algorithms_run_by_name(small_config: MakeConfig, algorithm: dict[str, Any]) -> None:
+    config = small_config(steps=2, eval={"tasks": 0}, algorithm=algorithm)
+    assert train(config)["weight_version"] == 2
+    assert all(step["train/grad_norm"] > 0 for step in steps_of(config))
+
+
+def test_a_trainer_that_computes_something_else_is_found_at_the_first_step(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A temperature that is off by a tenth would spoil every ratio from then on, and nothing else would say so."""
+    options = training_run.trainer_options
+    monkeypatch.setattr(training_run, "trainer_options", lambda config: options(config) | {"temperature": 1.1})
+    with pytest.raises(EngineError, match="disagree about tokens of the very same weights"):
+        train(small_config(steps=1, eval={"tasks": 0}))
+    train(small_config(steps=1, eval={"tasks": 0}, algorithm={"mismatch_limit": 1.0}, name="small-allowed"))
+
+
+def test_what_is_run_although_it_is_unsound_is_told(
+    small_config: MakeConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"correction": "none", "allow_unsound": True}
+    train(small_config(steps=1, eval={"tasks": 0}, algorithm=settings, telemetry={"progress": "plain"}))
+    captured = capfd.readouterr()
+    assert (
+        "unsound, and run as asked: algorithm.correction: tokens may be 1 versions old" in captured.out + captured.err
+    )
+
+
+def test_ages_count_from_the_weights_that_are_trained() -> None:
+    rows = DataProto.from_dict(
+        tensors={"weight_versions": [torch.tensor([-1, 3, 5], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)]}
+    )
+    aged = with_ages(rows, version=5)
+    assert aged.batch is not None
+    assert values_of(aged.batch["ages"]).tolist() == [0.0, 2.0, 0.0, 1.0]
+    assert values_of(aged.batch["ages"]).dtype == torch.float32
+    without = DataProto.from_dict(tensors={"x": torch.zeros(2)})
+    assert with_ages(without, version=5) is without

@@ -310,13 +310,14 @@ class DataProtoFuture(Future["DataProto"]):
 
     def done(self) -> bool:
         for future in self._lineage():
-            if all(parent.outcome.complete for parent in future._parents):  # noqa: SLF001  of this class
+            if all(Future.done(parent) for parent in future._parents):  # noqa: SLF001  of this class
                 future._begin()  # noqa: SLF001
         return super().done()
 
     def start(self) -> None:
         for future in self._lineage():
             future._begin()  # noqa: SLF001  of this class
+        super().start()
 
     def _begin(self) -> None:
         with self._start_lock:

@@ -6,11 +6,11 @@ import asyncio
 import concurrent.futures
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 from asyncrl.data.outcome import Outcome
 from asyncrl.errors import DeadlineError
-from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner, Work
+from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -23,6 +23,19 @@ T = TypeVar("T")
 
 MAX_LABEL = 200
 """Characters of a label: it grows with every operation, and a run has any number of them."""
+
+
+class Maker(Protocol):
+    """What makes the outcome of a future. From any thread."""
+
+    def cancel(self) -> None:
+        """End it."""
+
+    def watch(self) -> None:
+        """Somebody wants to know when it ends."""
+
+    def wait_here(self, timeout_s: float | None) -> None:
+        """This thread is going to block for it, for so long at most: help, if that is faster."""
 
 
 class Future(Generic[T]):
@@ -49,7 +62,7 @@ class Future(Generic[T]):
         self.progress = progress
         # Weakly: a future does not keep the past of its run in memory.
         self.inputs = tuple((each.outcome.label, weakref.ref(each)) for each in inputs)
-        self._work: Work | None = None
+        self._work: Maker | None = None
 
     # -------------------------------------------------------------------------------------------------- the making
 
@@ -58,8 +71,14 @@ class Future(Generic[T]):
         self._work = owner.spawn(make, self.outcome.settle)
         return self
 
+    def made_by(self, work: Maker) -> None:
+        """``work`` completes the outcome; cancelling this future cancels it."""
+        self._work = work
+
     def start(self) -> None:
-        """Begin what nobody has begun yet. Awaiting does it too."""
+        """Begin what nobody has begun yet, and see it end. Awaiting does it too."""
+        if self._work is not None:
+            self._work.watch()
 
     def value_of(self, raw: Any) -> T:
         """The value that an outcome stands for. Blocks the thread while a payload moves."""
@@ -82,6 +101,8 @@ class Future(Generic[T]):
 
     def done(self) -> bool:
         """Finished, failed or cancelled. The payload of a finished batch may still be with its workers."""
+        if not self.outcome.complete and self._work is not None:
+            self._work.watch()
         return self.outcome.complete
 
     def cancelled(self) -> bool:
@@ -156,7 +177,10 @@ class Future(Generic[T]):
         return await self.value_of_async(await self.completed())
 
     def _wait(self, timeout_s: float | None) -> Any:
-        self.start()
+        if not self.outcome.complete and self._work is not None and not self.controller.is_here:
+            self._work.wait_here(timeout_s)
+        if not self.outcome.complete:
+            self.start()
         if not self.outcome.complete:
             if self.controller.is_here:
                 raise RuntimeError(

@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
-
-from asyncrl.data.outcome import Outcome
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from typing import Any
+
+    from asyncrl.data.outcome import Outcome
     from asyncrl.data.plan import Header, Plan
 
-__all__ = ["FinishedPart", "Progress", "Shard"]
+__all__ = ["FinishedPart", "Progress", "Shard", "ShardState"]
+
+ShardState: TypeAlias = Literal["running", "done", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class Shard:
     """One rank's share of a call. ``rows``: its rows of the arguments, without padding, where they are split."""
 
     rank: int
-    state: Literal["running", "done", "failed", "cancelled"]
+    state: ShardState
     since_s: float
     rows: range | None = None
     header: Header | None = None
@@ -40,29 +43,47 @@ class FinishedPart:
 class Progress:
     """Written as the call goes on, read from any thread and any event loop. Holds blocks, no payload and no arguments.
 
+    Small, for a program may have any number of calls outstanding: what people look at is made when they look.
+
     Args:
         now: the clock that durations are measured on, in seconds.
     """
 
+    __slots__ = ("_ends_s", "_finished", "_headers", "_listeners", "_lock", "_now", "_rows", "_sent_s", "_states")
+
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._shards: dict[int, Shard] = {}
-        self._parts: list[FinishedPart] = []
-        self._listeners: dict[object, Callable[[], object]] = {}
+        self._states: list[ShardState] = []
+        self._rows: Sequence[range | None] = ()
+        self._headers: dict[int, Header] = {}
+        self._ends_s: dict[int, float] = {}
+        self._sent_s = 0.0
+        self._finished: list[FinishedPart] = []
+        self._listeners: dict[object, Callable[[], object]] | None = None
 
     @property
     def shards(self) -> list[Shard]:
         """By rank; none before the call is sent."""
         with self._lock:
-            return [self._shards[rank] for rank in sorted(self._shards)]
+            return [
+                Shard(
+                    rank=rank,
+                    state=state,
+                    since_s=self._sent_s,
+                    rows=self._rows[rank] if self._rows else None,
+                    header=self._headers.get(rank),
+                    took_s=self._ends_s.get(rank, self._sent_s) - self._sent_s,
+                )
+                for rank, state in enumerate(self._states)
+            ]
 
-    def sent(self, rows: Sequence[range | None]) -> None:
-        """The call has gone to its ranks, each with these rows of the arguments."""
-        now = self._now()
+    def sent(self, ranks: int, rows: Sequence[range] = ()) -> None:
+        """The call goes to its ranks, with these rows of the arguments where they are split."""
         with self._lock:
-            for rank, each in enumerate(rows):
-                self._shards[rank] = Shard(rank=rank, state="running", since_s=now, rows=each)
+            self._sent_s = self._now()
+            self._states = ["running"] * ranks
+            self._rows = rows
 
     def ended(
         self,
@@ -73,13 +94,14 @@ class Progress:
         make: Callable[[], Plan] | None = None,
     ) -> None:
         """A rank has replied, with a batch of this ``header`` if there is one."""
-        now = self._now()
         with self._lock:
-            shard = self._shards[rank]
-            self._shards[rank] = replace(shard, state=state, since_s=now, header=header, took_s=now - shard.since_s)
-            if make is not None and shard.rows:
-                self._parts.append(FinishedPart(shard.rows, make))
-            listeners = list(self._listeners.values())
+            self._states[rank] = state
+            self._ends_s[rank] = self._now()
+            if header is not None:
+                self._headers[rank] = header
+            if make is not None and self._rows and (rows := self._rows[rank]):
+                self._finished.append(FinishedPart(rows, make))
+            listeners = list(self._listeners.values()) if self._listeners else ()
         for listener in listeners:
             listener()
 
@@ -95,6 +117,8 @@ class Progress:
                 loop.call_soon_threadsafe(news.set)
 
         with self._lock:
+            if self._listeners is None:
+                self._listeners = {}
             self._listeners[key] = wake
         unsubscribe = outcome.subscribe(wake)
         given = 0
@@ -102,9 +126,9 @@ class Progress:
             while True:
                 news.clear()
                 complete = outcome.complete
-                while given < len(self._parts):
+                while given < len(self._finished):
                     given += 1
-                    yield self._parts[given - 1]
+                    yield self._finished[given - 1]
                 if complete:
                     return
                 await news.wait()

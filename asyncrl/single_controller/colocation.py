@@ -21,13 +21,11 @@ from typing import Any, ClassVar, TypeVar
 
 from asyncrl.data.future import Future
 from asyncrl.errors import DispatchError, InfrastructureError, ResourceError
+from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.decorator import Registration, mark, registrations
-from asyncrl.single_controller.dispatch import Arguments
-from asyncrl.single_controller.host import Call, Failed
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
-from asyncrl.single_controller.replies import Submission
 from asyncrl.single_controller.worker import Worker
-from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, Unwatched, WorkerGroup
 
 __all__ = ["ColocatedWorker", "RoleWorkerGroup", "create_colocated_worker_cls", "spawn"]
 
@@ -205,6 +203,7 @@ class RoleWorkerGroup(WorkerGroup):
         self._role = role
         super().__init__(made, world_size=group.world_size, name=f"{group.name}.{role}", loop=group._loop)
         self._ready = group.ready()
+        self._line = group._line
         group._roles.add(self)
 
     def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
@@ -214,23 +213,30 @@ class RoleWorkerGroup(WorkerGroup):
             )
         return super()._execute(registration, arguments, plain=plain)
 
-    def _send(self, registration: Registration, arguments: Sequence[Arguments]) -> list[Submission]:
-        return self._group._send(replace(registration, name=f"{self._role}.{registration.name}"), arguments)
+    def _may_send_here(self) -> bool:
+        return self._group._may_send_here()
 
-    def _error(self, submission: Submission, label: str) -> BaseException:
-        return self._group._error(submission, label)
+    @property
+    def _home(self) -> WorkerGroup:
+        return self._group
+
+    def _method_of(self, registration: Registration) -> str:
+        return f"{self._role}.{registration.name}"
 
     async def _start(self) -> list[Failed | None]:
         raise AssertionError("the workers are started by the group they belong to")
 
-    def _submit(self, rank: int, call: Call) -> Submission:
-        return self._group._submit(rank, call)
+    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> Unwatched | None:
+        return self._group._submit(rank, call, sequence, came)
 
-    def _explain(self, submission: Submission, error: BaseException) -> BaseException:
-        return self._group._explain(submission, error)
+    def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
+        return self._group._take_now(replies, timeout_s)
 
-    def _cancel(self, rank: int, call: Call) -> None:
-        self._group._cancel(rank, call)
+    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
+        return self._group._explain(rank, method, sequence, error)
+
+    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
+        self._group._cancel(rank, call_id, sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
         self._group._skip(rank, sequence)

@@ -6,10 +6,14 @@ import asyncio
 import atexit
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = ["ControllerLoop", "TaskOwner", "Work"]
+
+WATCH_AFTER_S = 0.02
+"""How long replies go unwatched if nobody asks: most threads that block for a result have begun to by then."""
 
 _lock = threading.Lock()
 _running: dict[int, ControllerLoop] = {}
@@ -27,6 +31,8 @@ class ControllerLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.owner = TaskOwner(self, name="controller loop")
+        self._unwatched: deque[Watchable] = deque()
+        self._watching = False
 
     @staticmethod
     def default() -> ControllerLoop:
@@ -66,8 +72,36 @@ class ControllerLoop:
             if not self.loop.is_closed():
                 raise
 
+    def watch_soon(self, each: Watchable) -> None:
+        """Watch it a moment from now, unless somebody has done so by then. From any thread, and cheap."""
+        self._unwatched.append(each)
+        if not self._watching:
+            self._watching = True
+            self.notify(self._watch_later)
+
+    def _watch_later(self) -> None:
+        self.loop.call_later(WATCH_AFTER_S, self._watch)
+
+    def _watch(self) -> None:
+        if not self._unwatched:
+            self._watching = False
+            # One that came between the two lines above.
+            if not self._unwatched:
+                return
+            self._watching = True
+        self._watch_later()
+        for _ in range(len(self._unwatched)):
+            self._unwatched.popleft().watch()
+
     def __repr__(self) -> str:
         return f"<ControllerLoop {'closed' if self.loop.is_closed() else 'open'}>"
+
+
+class Watchable(Protocol):
+    """Something that has to be watched to be seen to end."""
+
+    def watch(self) -> None:
+        """Watch it from now on; again is nothing."""
 
 
 class Work:
@@ -84,6 +118,12 @@ class Work:
         """Cancel the task, or keep it from beginning. From any thread."""
         self._cancelled = True
         self._loop.notify(self._cancel_task)
+
+    def watch(self) -> None:
+        """The loop sees its tasks."""
+
+    def wait_here(self, timeout_s: float | None) -> None:
+        """Tasks run on the loop only."""
 
     def _cancel_task(self) -> None:
         if self._task is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError
 from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, DispatchMode, Execute
 from asyncrl.single_controller.mesh import MeshDispatch
@@ -102,4 +101,6 @@ def registrations(worker_class: type) -> dict[str, Registration]:
 
 def _returns_batch(method: Callable[..., Any]) -> bool:
     annotation = inspect.signature(method).return_annotation
-    return annotation is DataProto or (isinstance(annotation, str) and annotation.split(".")[-1] == "DataProto")
+    # By name: a worker class that never sees a batch is loaded without torch.
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__qualname__", "")
+    return bool(name.split(".")[-1] == "DataProto")

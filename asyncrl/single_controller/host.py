@@ -1,4 +1,7 @@
-"""What runs calls inside a worker's process, whatever the backend."""
+"""What runs calls inside a worker's process, whatever the backend.
+
+A worker process loads this module first; torch is loaded with the first batch that arrives, or by the worker's class.
+"""
 
 from __future__ import annotations
 
@@ -6,130 +9,25 @@ import asyncio
 import contextvars
 import functools
 import inspect
-import pickle
-import traceback
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor, thread
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Self
 
-from asyncrl.data.future import DataProtoFuture
-from asyncrl.data.plan import Header, Plan
-from asyncrl.data.proto import DataProto
-from asyncrl.errors import AsyncRLError, WorkerError
-from asyncrl.single_controller.controller_loop import ControllerLoop
-from asyncrl.single_controller.dispatch import Arguments, StoredValue
+from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed, Reply, StoredValue
 from asyncrl.single_controller.worker import WorkerContext, constructing
 
-__all__ = ["Call", "Cancelled", "Failed", "Reply", "Returned", "ReturnedBatch", "WorkerHost"]
+if TYPE_CHECKING:
+    from asyncrl.data.future import DataProtoFuture
+    from asyncrl.data.plan import Plan
+    from asyncrl.single_controller.controller_loop import ControllerLoop
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call on its way to one rank. ``sequence`` numbers the calls to that rank, from 0 and without gaps."""
-
-    call_id: int
-    sequence: int
-    method: str
-    arguments: Arguments
-    materialize_futures: bool
-    read_only: bool
-    keep_batch: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """The method returned this value."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnedBatch:
-    """The method returned a batch, which stays with its worker."""
-
-    header: Header
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The call was cancelled before it returned."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The method raised.
-
-    Between processes the exception travels as ``pickled``, so that a class that one side cannot load costs the class
-    only, not the reply.
-    """
-
-    error: BaseException | None
-    kind: str
-    message: str
-    remote_traceback: str
-    pickled: bytes | None = None
-
-    @staticmethod
-    def of(error: BaseException) -> Failed:
-        trace = "".join(traceback.format_exception(type(error), error, _users(error.__traceback__)))
-        return Failed(error=error, kind=type(error).__qualname__, message=str(error), remote_traceback=trace)
-
-    def portable(self) -> Failed:
-        """The same for another process."""
-        if self.error is None:
-            return self
-        try:
-            data = pickle.dumps(self.error)
-            pickle.loads(data)  # noqa: S301  our own, to see whether it loads
-        except Exception:  # noqa: BLE001  exceptions of users fail to pickle in any way; the traceback goes as text
-            return replace(self, error=None)
-        return replace(self, error=None, pickled=data)
-
-    def _original(self) -> BaseException | None:
-        if self.pickled is None:
-            return self.error
-        try:
-            error = pickle.loads(self.pickled)  # noqa: S301  from our own worker
-        except Exception:  # noqa: BLE001  as above
-            return None
-        return error if isinstance(error, BaseException) else None
-
-    def to_error(self, *, group: str, rank: int, method: str) -> BaseException:
-        """The exception for the driver: the worker's own if asyncrl made it, else a :class:`WorkerError`."""
-        original = self._original()
-        if isinstance(original, AsyncRLError):
-            original.add_note(f"raised by {group}.{method} on rank {rank}; traceback there:\n{self.remote_traceback}")
-            return original
-        error = WorkerError(
-            f"{group}.{method} raised {self.kind} on rank {rank}: {self.message}\n\n"
-            f"traceback on rank {rank}:\n{self.remote_traceback}",
-            group=group,
-            rank=rank,
-            method=method,
-            remote_traceback=self.remote_traceback,
-        )
-        error.__cause__ = original
-        return error
-
-
-def _users(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame on that is not this module's or the thread pool's."""
-    hidden = (__file__, thread.__file__)
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename in hidden:
-        first = first.tb_next
-    return first or trace
-
-
-Reply: TypeAlias = Returned | ReturnedBatch | Cancelled | Failed
+__all__ = ["WorkerHost"]
 
 
 class WorkerHost:
     """Holds one worker and runs its calls, on one event loop.
 
-    Calls begin in the order of their ``sequence``, however they arrive. Plain methods then run one after another in a
+    Calls begin in the order of their numbers, however they arrive. Plain methods then run one after another in a
     thread of their own; the batches of the next one are fetched while one runs. Calls of ``async def`` methods run
     side by side on the loop.
 
@@ -166,21 +64,28 @@ class WorkerHost:
         self._worker = result
         return None
 
-    async def call(self, call: Call) -> tuple[Reply, DataProto | None]:
-        """Run a call when it is its turn: the reply for the driver, and the batch that stays here."""
-        await self._turn(call.sequence)
+    async def call(self, call: Call, sequence: int) -> Reply:
+        """Run a call when it is its turn, and tell what became of it. Never raises.
+
+        ``sequence`` numbers the calls to this worker, from 0 and without gaps.
+        """
+        if sequence != self._next:
+            await self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
+        self._advance()
         if call.call_id in self._cancelled:
             self._cancelled.discard(call.call_id)
-            return Cancelled(), None
-        task = asyncio.get_running_loop().create_task(self._perform(call))
+            return Cancelled()
+        task = asyncio.current_task()
+        assert task is not None
         self._running[call.call_id] = task
         try:
-            result = await self._settled(task)
+            return await self._perform(call)
+        except asyncio.CancelledError:
+            return Cancelled()
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+            return Failed.of(error, hidden=__file__)
         finally:
             del self._running[call.call_id]
-        if isinstance(result, DataProto) and call.keep_batch:
-            return ReturnedBatch(Header.of(result)), result
-        return (result if isinstance(result, Failed | Cancelled) else Returned(result)), None
 
     def cancel(self, call_id: int, sequence: int) -> None:
         """Cancel a call that runs or is still to arrive."""
@@ -202,7 +107,7 @@ class WorkerHost:
 
     async def close(self) -> Failed | None:
         """Cancel running calls and let the worker close itself (``aclose`` or ``close``, if it has one)."""
-        for task in self._running.values():
+        for task in list(self._running.values()):
             task.cancel()
         result: Any = None
         if self._worker is not None:
@@ -218,12 +123,6 @@ class WorkerHost:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     # --------------------------------------------------------------------------------------------------------- order
-
-    async def _turn(self, sequence: int) -> None:
-        if sequence != self._next:
-            waiter = self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
-            await waiter
-        self._advance()
 
     def _advance(self) -> None:
         self._next += 1
@@ -246,6 +145,8 @@ class WorkerHost:
 
     async def _materialized(self, call: Call) -> Arguments:
         arguments = call.arguments
+        if not call.to_fetch:
+            return arguments
         return Arguments(
             await self._batches(arguments.args, call),
             await self._batches(arguments.kwargs, call),
@@ -258,13 +159,22 @@ class WorkerHost:
             return {key: await self._batches(each, call) for key, each in tree.items()}
         if isinstance(tree, StoredValue):
             return await tree.fetch()
-        if not isinstance(tree, Plan):
-            return tree
-        if call.materialize_futures:
+        from asyncrl.data.plan import Plan
+        from asyncrl.data.proto import DataProto
+
+        if isinstance(tree, Plan) and call.materialize_futures:
             return await tree.fetch(read_only=call.read_only, inline=self._inline)
+        if isinstance(tree, DataProto) and not call.materialize_futures:
+            tree = Plan.of(tree)
+        return self._as_future(tree) if isinstance(tree, Plan) else tree
+
+    def _as_future(self, plan: Plan) -> DataProtoFuture:
+        from asyncrl.data.future import DataProtoFuture
+        from asyncrl.single_controller.controller_loop import ControllerLoop
+
         if self._loop is None:
             self._loop = ControllerLoop.current()
-        return DataProtoFuture.from_plan(tree, "argument", self._loop)
+        return DataProtoFuture.from_plan(plan, "argument", self._loop)
 
     async def _run_plain(self, function: Callable[[], Any]) -> Any:
         if self._thread is None:
@@ -274,18 +184,10 @@ class WorkerHost:
         return await loop.run_in_executor(self._thread, lambda: context.run(_without_exit, function))
 
     async def _outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return await self._settled(asyncio.get_running_loop().create_task(coroutine))
-
-    async def _settled(self, task: asyncio.Task[Any]) -> Any:
         try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if task.cancelled():
-            return Cancelled()
-        error = task.exception()
-        return task.result() if error is None else Failed.of(error)
+            return await coroutine
+        except Exception as error:  # noqa: BLE001  of the worker's own code, for the driver
+            return Failed.of(error, hidden=__file__)
 
 
 class _Line:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from asyncrl.data.plan import Plan
+from asyncrl.data.plan import Header, Plan
 from asyncrl.data.proto import DataProto
+from asyncrl.single_controller.call import Call, Failed, Lost, ReturnedBatch
 from asyncrl.single_controller.controller_loop import ControllerLoop
-from asyncrl.single_controller.host import Call, Failed, Reply, WorkerHost
-from asyncrl.single_controller.replies import Submission
+from asyncrl.single_controller.host import WorkerHost
 from asyncrl.single_controller.worker import WorkerContext
-from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, WorkerGroup
 
 __all__ = ["LocalWorkerGroup"]
 
@@ -23,12 +23,12 @@ class _LocalBlock:
 
     __slots__ = ("data",)
 
-    def __init__(self) -> None:
-        self.data: DataProto | None = None
+    def __init__(self, data: DataProto) -> None:
+        self.data = data
 
     @classmethod
     def get_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:
-        return [cast("DataProto", block.data) for block in blocks]
+        return [block.data for block in blocks]
 
     @classmethod
     async def fetch_all(cls, blocks: Sequence[_LocalBlock]) -> list[DataProto]:
@@ -87,22 +87,27 @@ class LocalWorkerGroup(WorkerGroup):
             )
         )
 
-    def _submit(self, rank: int, call: Call) -> Submission:
-        block = _LocalBlock()
-        task = asyncio.get_running_loop().create_task(self._run(self._hosts[rank], call, block))
+    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(self._hosts[rank], call, sequence, came))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-        return Submission(rank, call, task, block)
 
-    async def _run(self, host: WorkerHost, call: Call, block: _LocalBlock) -> Reply:
-        reply, block.data = await host.call(call)
-        return reply
+    async def _run(self, host: WorkerHost, call: Call, sequence: int, came: Came) -> None:
+        try:
+            reply = await host.call(call, sequence)
+        except BaseException as error:
+            came(Lost(error), None)
+            raise
+        if call.keep_batch and isinstance(reply, DataProto):
+            came(ReturnedBatch(Header.of(reply)), _LocalBlock(reply))
+        else:
+            came(reply, None)
 
-    def _explain(self, submission: Submission, error: BaseException) -> BaseException:
+    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         return error
 
-    def _cancel(self, rank: int, call: Call) -> None:
-        self._hosts[rank].cancel(call.call_id, call.sequence)
+    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
+        self._hosts[rank].cancel(call_id, sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
         self._hosts[rank].skip(sequence)

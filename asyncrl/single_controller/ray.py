@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import socket
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -18,10 +15,11 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.data.plan import Block, Header, Plan
+from asyncrl.data.plan import Header, Plan
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import DispatchError, InfrastructureError, ResourceError, WorkerDiedError, WorkerError
-from asyncrl.single_controller.host import Call, Failed, Reply, WorkerHost
+from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
+from asyncrl.single_controller.call import Call, Failed, Lost
+from asyncrl.single_controller.ray_host import INLINE_BYTES, InlineBatch, RayHost, Seat, sealed
 from asyncrl.single_controller.ray_resource_pool import (
     RayResourcePool,
     SubRayResourcePool,
@@ -29,9 +27,8 @@ from asyncrl.single_controller.ray_resource_pool import (
     split_resource_pool,
 )
 from asyncrl.single_controller.ray_store import RayBlock, RayValue, first_line
-from asyncrl.single_controller.replies import Submission
 from asyncrl.single_controller.worker import WorkerContext
-from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, Unwatched, WorkerGroup
 
 __all__ = [
     "RayClassWithInitArgs",
@@ -41,9 +38,6 @@ __all__ = [
     "merge_resource_pool",
     "split_resource_pool",
 ]
-
-INLINE_BYTES = 64 * 1024
-"""Batches and arrays up to this size travel inside the call; larger ones through the object store, once."""
 
 DEATHS = (
     ray.exceptions.RayActorError,
@@ -91,70 +85,10 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-# -------------------------------------------------------------------------------------------------- inside the worker
-
-
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    """Where an actor lives."""
-
-    node_id: str
-    address: str
-
-
-class _RayHost:
-    """The actor: a :class:`WorkerHost` behind Ray's calls."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._host = WorkerHost()
-
-    async def seat(self) -> _Seat:
-        return _Seat(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
-
-    async def free_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
-
-    async def construct(self, made: RayValue, context: WorkerContext, variables: Mapping[str, str]) -> Failed | None:
-        # The class is loaded after the environment is set: modules may read it when they are imported.
-        os.environ.update({**context.environment(), **variables})
-        try:
-            worker_class, args, kwargs = await made.fetch()
-        except InfrastructureError as error:
-            return Failed.of(error).portable()
-        return cast("Failed | None", _portable(await self._host.construct(worker_class, args, kwargs, context)))
-
-    async def call(self, call: Call) -> Reply:
-        return cast("Reply", _portable((await self._host.call(call))[0]))
-
-    @ray.method(num_returns=2)
-    async def call_keeping_batch(self, call: Call) -> tuple[Reply, DataProto | None]:
-        reply, batch = await self._host.call(call)
-        return _portable(reply), batch
-
-    async def cancel(self, call_id: int, sequence: int) -> None:
-        self._host.cancel(call_id, sequence)
-
-    async def skip(self, sequence: int) -> None:
-        self._host.skip(sequence)
-
-    async def close(self) -> Failed | None:
-        return cast("Failed | None", _portable(await self._host.close()))
-
-    def __repr__(self) -> str:
-        return self._label
-
-
-def _portable(reply: Any) -> Any:
-    return reply.portable() if isinstance(reply, Failed) else reply
-
-
 # ------------------------------------------------------------------------------------------------------ in the driver
 
 
-# Ray types the handle of a class that it decorates; it would take _RayHost's methods for ordinary ones.
+# Ray types the handle of a class that it decorates; it would take RayHost's methods for ordinary ones.
 _Handle: TypeAlias = Any
 
 
@@ -240,13 +174,12 @@ class RayWorkerGroup(WorkerGroup):
 
     async def _start(self) -> list[Failed | None]:
         handles = await self._place()
-        seats: list[_Seat] = await self._all("seat", [handle.seat.remote() for handle in handles])
-        port: int = (await self._all("free_port", [handles[0].free_port.remote()]))[0]
+        seats: list[Seat] = await self._all("seat", [handle.seat.remote() for handle in handles])
         init = self.cls_with_init
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
         given: Any = (init.cls, init.args, init.kwargs)
         made = RayValue(ray.put(given))
-        contexts = self._contexts(seats, port)
+        contexts = self._contexts(seats)
         return await self._all(
             "__init__",
             [
@@ -265,7 +198,7 @@ class RayWorkerGroup(WorkerGroup):
         for seat in await asyncio.to_thread(pool.seats):
             label = f"{self.name}[{len(self._actors.handles)}]"
             # Ray names the process after the class, and there is no other way to name it.
-            actor_class: Any = ray.remote(type(label, (_RayHost,), {}))
+            actor_class: Any = ray.remote(type(label, (RayHost,), {}))
             handle: Any = actor_class.options(
                 **self._demand,
                 runtime_env=self._options.get("runtime_env"),
@@ -277,7 +210,7 @@ class RayWorkerGroup(WorkerGroup):
             self._actors.handles.append(handle)
         return list(self._actors.handles)
 
-    def _contexts(self, seats: Sequence[_Seat], port: int) -> list[WorkerContext]:
+    def _contexts(self, seats: Sequence[Seat]) -> list[WorkerContext]:
         on_node = Counter(seat.node_id for seat in seats)
         before: Counter[str] = Counter()
         contexts: list[WorkerContext] = []
@@ -290,7 +223,7 @@ class RayWorkerGroup(WorkerGroup):
                     local_world_size=on_node[seat.node_id],
                     group_name=self.name,
                     master_addr=seats[0].address,
-                    master_port=port,
+                    master_port=seats[0].free_port,
                 )
             )
             before[seat.node_id] += 1
@@ -302,24 +235,38 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
-    def _submit(self, rank: int, call: Call) -> Submission:
+    def _may_send_here(self) -> bool:
+        return self._ready.outcome.state == "done"
+
+    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> Unwatched | None:
         handle: Any = self._actors.handles[rank]
-        block: Block | None = None
+        block: RayBlock | None = None
         try:
+            message = sealed(call, sequence)
             if call.keep_batch:
-                reply, batch = handle.call_keeping_batch.remote(call)
+                reply, batch = handle.call_keeping_batch.remote(message)
                 block = RayBlock(batch)
             else:
-                reply = handle.call.remote(call)
+                reply = handle.call.remote(message)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
-        return Submission(rank, call, reply.future(), block)
+        return _RayReply(reply, block, came)
 
-    def _explain(self, submission: Submission, error: BaseException) -> BaseException:
-        explained = self._explained(submission.rank, submission.call.method, error)
+    def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
+        coming = cast("Sequence[_RayReply]", replies)
+        try:
+            values: Any = ray.get([each.ref for each in coming], timeout=timeout_s)
+        except ray.exceptions.RayError:
+            return False  # not there yet, or failed: whoever watches tells which
+        for each, value in zip(coming, values, strict=True):
+            each.take(value)
+        return True
+
+    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
+        explained = self._explained(rank, method, error)
         if isinstance(explained, WorkerError):
             # The call did not reach the host, or its value could not leave it: later ones must not wait for it.
-            self._skip(submission.rank, submission.call.sequence)
+            self._skip(rank, sequence)
         return explained
 
     def _explained(self, rank: int, method: str, error: BaseException) -> BaseException:
@@ -345,9 +292,9 @@ class RayWorkerGroup(WorkerGroup):
         except ray.exceptions.RayError as error:
             raise self._explained(rank, method, error) from error
 
-    def _cancel(self, rank: int, call: Call) -> None:
+    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
         if rank < len(self._actors.handles):
-            self._actors.handles[rank].cancel.remote(call.call_id, call.sequence)
+            self._actors.handles[rank].cancel.remote(call_id, sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
         if rank < len(self._actors.handles):
@@ -355,10 +302,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def _store(self, value: Any) -> Any:
         if isinstance(value, DataProto):
-            header = Header.of(value)
-            if header.size_bytes > INLINE_BYTES:
-                return Plan.shard(RayBlock(ray.put(value)), header)
-            return Plan.of(value)
+            if value.size_bytes > INLINE_BYTES:
+                return Plan.shard(RayBlock(ray.put(value)), Header.of(value))
+            return value
         if isinstance(value, np.ndarray | bytes) and _size_bytes(value) > INLINE_BYTES:
             return RayValue(ray.put(value))
         return value
@@ -377,6 +323,34 @@ class RayWorkerGroup(WorkerGroup):
 
     def _kill(self) -> None:
         self._finalizer()
+
+
+class _RayReply:
+    """A reply on its way."""
+
+    __slots__ = ("_block", "_came", "ref")
+
+    def __init__(self, ref: ray.ObjectRef[Any], block: RayBlock | None, came: Came) -> None:
+        self.ref = ref
+        self._block = block
+        self._came = came
+
+    def watch(self) -> None:
+        # What ObjectRef.future() is made of, without a Future for each rank.
+        self.ref._on_completed(self.take)  # noqa: SLF001
+
+    def take(self, value: Any) -> None:
+        """Hand the reply on. In the thread that waited, or in one of Ray's, where nothing may block or raise."""
+        if isinstance(value, ray.exceptions.RayTaskError):
+            value = Lost(value.as_instanceof_cause())
+        elif isinstance(value, ray.exceptions.RayError):
+            value = Lost(value)
+        elif isinstance(value, InlineBatch):
+            try:
+                value = pickle.loads(value.pickled)  # noqa: S301  from our own worker
+            except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
+                value = Lost(error)
+        self._came(value, self._block)
 
 
 def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import ray.exceptions
 
-from asyncrl.data.proto import DataProto
 from asyncrl.errors import InfrastructureError
-from asyncrl.single_controller.dispatch import StoredValue
+from asyncrl.single_controller.call import StoredValue
+
+if TYPE_CHECKING:
+    from asyncrl.data.proto import DataProto
 
 __all__ = ["RayBlock", "RayValue", "first_line"]
 

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
-import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 from asyncrl.data.future import DataProtoFuture, Future
-from asyncrl.data.plan import Plan
+from asyncrl.data.outcome import Outcome
 from asyncrl.data.progress import Progress
-from asyncrl.data.proto import DataProto
-from asyncrl.errors import AsyncRLError, DeadlineError, DispatchError, GroupClosedError, WorkerDiedError, WorkerError
+from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError
+from asyncrl.single_controller.call import Arguments, Call, Failed, Reply
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
-from asyncrl.single_controller.dispatch import Arguments, Dispatch, Execute, Scatter, collect, leaves
-from asyncrl.single_controller.host import Call, Failed, Returned, ReturnedBatch
+from asyncrl.single_controller.dispatch import Dispatch, Execute
+from asyncrl.single_controller.invocation import Invocation, Line, first_of
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.mesh_inquiry import Meshes
-from asyncrl.single_controller.replies import Replies, Submission, follow
+from asyncrl.single_controller.scatter import Scatter
 from asyncrl.single_controller.worker import Worker
 
-__all__ = ["ClassWithInitArgs", "WorkerGroup"]
+if TYPE_CHECKING:
+    from asyncrl.data.plan import Block
 
-SIBLING_GRACE_S = 0.05
-"""After the first failure of a call, how long its other ranks may go on: what fails them too is often under way."""
+__all__ = ["ClassWithInitArgs", "WorkerGroup"]
 
 
 class ClassWithInitArgs:
@@ -46,6 +44,16 @@ class ClassWithInitArgs:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__})"
+
+
+class Unwatched(Protocol):
+    """A reply on its way that nobody watches yet."""
+
+    def watch(self) -> None:
+        """Have ``came`` called when it is there."""
+
+
+Came: TypeAlias = "Callable[[Reply, Block | None], None]"
 
 
 class WorkerGroup(ABC):
@@ -69,8 +77,8 @@ class WorkerGroup(ABC):
         self.world_size = world_size
         self._loop = loop or ControllerLoop.default()
         self._owner = TaskOwner(self._loop, name=self.name)
-        self._call_ids = itertools.count()
-        self._sequences = [0] * world_size
+        self._line = Line(world_size)
+        self._under_way: set[Invocation] = set()
         self._roles: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._meshes = Meshes(self._ask_mesh, self._owner, group_name=self.name)
         self._closed = False
@@ -90,15 +98,19 @@ class WorkerGroup(ABC):
         """Place and construct the workers; what became of each rank's ``__init__``."""
 
     @abstractmethod
-    def _submit(self, rank: int, call: Call) -> Submission:
-        """Send a call to a rank, without waiting."""
+    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> Unwatched | None:
+        """Send a call to a rank, without waiting; ``came(reply, block)`` in any thread, when the reply has come.
+
+        ``sequence`` numbers the calls to that rank; ``block`` will hold the batch, if the reply says that there is one.
+        If a reply has to be watched to be seen, it is returned.
+        """
 
     @abstractmethod
-    def _explain(self, submission: Submission, error: BaseException) -> BaseException:
+    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         """What it means that no reply came, but ``error``."""
 
     @abstractmethod
-    def _cancel(self, rank: int, call: Call) -> None:
+    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
         """Cancel a call in its worker, without waiting."""
 
     @abstractmethod
@@ -109,7 +121,7 @@ class WorkerGroup(ABC):
     def _store(self, value: Any) -> Any:
         """Put one argument where the workers can fetch it. In the caller's thread.
 
-        A batch becomes a :class:`Plan`, anything else a StoredValue or stays as it is.
+        A large batch becomes a :class:`Plan`, anything else large a StoredValue. What is small stays as it is.
         """
 
     @abstractmethod
@@ -141,7 +153,7 @@ class WorkerGroup(ABC):
                 if failure is not None
             ]
             if errors:
-                raise _first_of(errors)
+                raise first_of(errors)
         except BaseException:
             self._kill()
             raise
@@ -170,6 +182,8 @@ class WorkerGroup(ABC):
         try:
             for role in list(self._roles):
                 await role.aclose()
+            for invocation in list(self._under_way):
+                invocation.close()
             await self._owner.cancel_all()
             if self._ready.outcome.state == "done":
                 async with asyncio.timeout(timeout_s):
@@ -279,7 +293,6 @@ class WorkerGroup(ABC):
     def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
         if self._closed:
             raise GroupClosedError(f"worker group {self.name} is closed: it takes no more calls")
-        label = f"{self.name}.{registration.name}"
         ranks = 1 if registration.execute_mode is Execute.RANK_ZERO else self.world_size
         mode = registration.dispatch_mode
         scatter = Scatter(
@@ -291,143 +304,42 @@ class WorkerGroup(ABC):
             group=self,
             mesh=self._meshes.known(mode.mesh_name) if isinstance(mode, MeshDispatch) else None,
         )
-        kind = DataProtoFuture if registration.returns_batch else Future
-        inputs = [leaf for leaf in leaves(arguments) if isinstance(leaf, Future)]
         progress = Progress(self._loop.loop.time)
-        future: Future[Any] = kind(self._loop, label, inputs=inputs, progress=progress)
-        return future.run(lambda: self._call(registration, scatter, progress, label, plain=plain), self._owner)
+        kind = DataProtoFuture if registration.returns_batch else Future
+        label = f"{self.name}.{registration.name}"
+        future: Future[Any] = kind(self._loop, label, inputs=scatter.futures, progress=progress)
+        invocation = Invocation(self, registration, scatter, future.outcome, progress, plain=plain)
+        future.made_by(invocation)
+        invocation.begin()
+        return future
 
-    async def _call(
-        self, registration: Registration, scatter: Scatter, progress: Progress, label: str, *, plain: bool
-    ) -> Any:
-        mode = registration.dispatch_mode
-        try:
-            await self._ready.completed()
-            await self._meshes.let_pass(in_line=plain)
-            if isinstance(mode, MeshDispatch) and scatter.mesh is None:
-                scatter.mesh = await self._meshes.find(mode.mesh_name)
-            arguments = await scatter.resolve(_resolver(label))
-            submissions = self._send(registration, arguments)
-            split = registration.dispatch_mode in SPLIT if isinstance(registration.dispatch_mode, Dispatch) else False
-            follow(progress, submissions, scatter.shares if split else None, method=label)
-            values = await self._replies(submissions, label)
-        except asyncio.CancelledError:
-            if self._closed:
-                raise GroupClosedError(f"worker group {self.name} was shut down while {label} was going on") from None
-            raise
-        if registration.execute_mode is Execute.RANK_ZERO and not isinstance(mode, dict) and mode not in SPLIT:
-            result = values[0]
-        else:
-            result = collect(mode, values, scatter.shares, group=self, method=label, mesh=scatter.mesh)
-        return await _as_plan(result, label) if registration.returns_batch else result
+    def _may_send_here(self) -> bool:
+        """Whether calls may be sent in the caller's thread; otherwise they are on the controller loop."""
+        return False
 
-    def _send(self, registration: Registration, arguments: Sequence[Arguments]) -> list[Submission]:
-        """To all ranks in one go: no other call of this group comes between."""
-        call_id = next(self._call_ids)
-        submissions: list[Submission] = []
-        for rank, each in enumerate(arguments):
-            call = Call(
-                call_id=call_id,
-                sequence=self._sequences[rank],
-                method=registration.name,
-                arguments=each,
-                materialize_futures=registration.materialize_futures,
-                read_only=registration.read_only,
-                keep_batch=registration.returns_batch,
-            )
-            self._sequences[rank] += 1
-            try:
-                submissions.append(self._submit(rank, call))
-            except BaseException:
-                self._skip(rank, call.sequence)
-                self._abandon(submissions)
-                raise
-        return submissions
+    def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
+        """Wait for all of these in this thread and hand them on; False if one failed or they took longer."""
+        raise NotImplementedError
+
+    @property
+    def _home(self) -> WorkerGroup:
+        """The group that the workers belong to."""
+        return self
+
+    def _method_of(self, registration: Registration) -> str:
+        """The worker's method."""
+        return registration.name
 
     async def _ask_mesh(self, mesh_name: str, in_line: bool) -> list[MeshPlace | None]:
         method = "_mesh_place_in_line" if in_line else "_mesh_place"
         question = Registration(name=method, dispatch_mode=Dispatch.ONE_TO_ALL)
-        arguments = [Arguments((mesh_name,), {})] * self.world_size
-        return await self._replies(self._send(question, arguments), f"{self.name}.{method}")
-
-    async def _replies(self, submissions: Sequence[Submission], label: str) -> list[Any]:
-        """The values by rank; a :class:`Plan` for a batch that stays with its worker."""
-        replies = Replies(submissions, self._loop)
-        try:
-            await replies.all_or_failure()
-            if replies.failed:
-                await replies.all_within(SIBLING_GRACE_S)
-        except asyncio.CancelledError:
-            self._abandon(submissions)
-            raise
-        if replies.failed:
-            self._abandon(submissions)
-            raise _first_of([self._error(submission, label) for submission in list(replies.failed)])
-        return [_value(submission) for submission in submissions]
-
-    def _error(self, submission: Submission, label: str) -> BaseException:
-        """What a rank failed with."""
-        rank, method = submission.rank, submission.call.method
-        if (error := submission.reply.exception()) is not None:
-            return self._explain(submission, error)
-        reply = submission.reply.result()
-        if isinstance(reply, Failed):
-            return reply.to_error(group=self.name, rank=rank, method=method)
-        message = f"{label} was cancelled by its own code on rank {rank}"
-        return WorkerError(message, group=self.name, rank=rank, method=method)
-
-    def _abandon(self, submissions: Sequence[Submission]) -> None:
-        """Cancel what is still going on."""
-        for submission in submissions:
-            if not submission.reply.done():
-                self._cancel(submission.rank, submission.call)
-
-
-SPLIT = frozenset({Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC})
-
-
-def _value(submission: Submission) -> Any:
-    reply = submission.reply.result()
-    if isinstance(reply, ReturnedBatch):
-        assert submission.block is not None
-        return Plan.shard(submission.block, reply.header)
-    assert isinstance(reply, Returned)
-    return reply.value
-
-
-async def _as_plan(result: Any, label: str) -> Plan:
-    if isinstance(result, Plan):
-        return result
-    if isinstance(result, DataProtoFuture):
-        return await result.plan()
-    if isinstance(result, DataProto):
-        return Plan.of(result)
-    raise DispatchError(f"{label} is to return a DataProto and returned {type(result).__name__}")
-
-
-def _resolver(label: str) -> Callable[[Any], Awaitable[Any]]:
-    async def resolve(future: Future[Any]) -> Any:
-        try:
-            return await future.completed()
-        except AsyncRLError as error:
-            raise _travelled(error, label) from error.__cause__
-
-    return resolve
-
-
-def _travelled(error: AsyncRLError, label: str) -> AsyncRLError:
-    """The same error for the next future on its way, so that each tells its own way."""
-    again = copy.copy(error)
-    again.__notes__ = [*getattr(error, "__notes__", ())]
-    again.add_note(f"it was an argument of {label}, which was not called")
-    return again
-
-
-def _first_of(errors: Sequence[BaseException]) -> BaseException:
-    """The first error, except that a dead process explains what the other ranks saw of it."""
-    died = [error for error in errors if isinstance(error, WorkerDiedError)]
-    first = died[0] if died else errors[0]
-    for error in errors:
-        if error is not first:
-            first.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    return first
+        arguments = Arguments((mesh_name,), {})
+        scatter = Scatter(
+            question.dispatch_mode, arguments, ranks=self.world_size, pad=False, store=self._store, group=self
+        )
+        outcome: Outcome[list[MeshPlace | None]] = Outcome(f"{self.name}.{method}")
+        invocation = Invocation(self, question, scatter, outcome, Progress(self._loop.loop.time))
+        with self._line.lock:
+            invocation.send()
+        await outcome.completion()
+        return outcome.get()

@@ -14,7 +14,8 @@ from asyncrl.data import DataProto
 from asyncrl.data.plan import Plan
 from asyncrl.errors import DispatchError
 from asyncrl.single_controller import Dispatch, Worker, register
-from asyncrl.single_controller.dispatch import Arguments, Scatter, collect, shares
+from asyncrl.single_controller.call import Arguments
+from asyncrl.single_controller.scatter import Scatter, collect, shares
 
 
 def as_lists(rows: int, ranks: int, *, pad: bool) -> list[list[int]]:
@@ -49,41 +50,37 @@ def test_law_shares_without_their_padding_are_the_rows(rows: int, ranks: int, pa
     assert all(part.padding in (0, 1) for part in parts)
 
 
-async def resolved(mode: Dispatch, *args: Any, ranks: int = 2, **kwargs: Any) -> list[Arguments]:
+def resolved(mode: Dispatch, *args: Any, ranks: int = 2, **kwargs: Any) -> list[Arguments]:
     def store(value: Any) -> Any:
         return Plan.of(value) if isinstance(value, DataProto) else value
 
-    async def resolve(future: Any) -> Any:
-        raise AssertionError(future)
-
-    scatter = Scatter(mode, Arguments(args, kwargs), ranks=ranks, pad=True, store=store)
-    return await scatter.resolve(resolve)
+    return Scatter(mode, Arguments(args, kwargs), ranks=ranks, pad=True, store=store).arguments()
 
 
 def batch(count: int) -> DataProto:
     return DataProto.from_dict(tensors={"x": torch.arange(count)})
 
 
-async def test_parts_of_a_batch_are_views() -> None:
+def test_parts_of_a_batch_are_views() -> None:
     data = batch(4)
-    first, second = await resolved(Dispatch.DP_COMPUTE_PROTO, data)
+    first, second = resolved(Dispatch.DP_COMPUTE_PROTO, data)
     assert data.batch is not None
     start = data.batch["x"].data_ptr()
     pointers = [each.args[0].get(read_only=True).batch["x"].data_ptr() for each in (first, second)]
     assert pointers == [start, start + 2 * 8]
 
 
-async def test_lists_that_happen_to_be_as_long_as_the_group_are_not_scattered() -> None:
-    first, second = await resolved(Dispatch.ONE_TO_ALL, [1, 2], names=("a", "b"))
+def test_lists_that_happen_to_be_as_long_as_the_group_are_not_scattered() -> None:
+    first, second = resolved(Dispatch.ONE_TO_ALL, [1, 2], names=("a", "b"))
     assert first == second == Arguments(([1, 2],), {"names": ("a", "b")})
-    first, second = await resolved(Dispatch.DP_COMPUTE_PROTO, batch(2), [1, 2])
+    first, second = resolved(Dispatch.DP_COMPUTE_PROTO, batch(2), [1, 2])
     assert first.args[1] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [[1, 2, 3], 5, "ab", {"a": 1, "b": 2}])
-async def test_what_is_no_list_by_rank_is_refused(value: Any) -> None:
+def test_what_is_no_list_by_rank_is_refused(value: Any) -> None:
     with pytest.raises(DispatchError, match="amount must be a list with one entry for each of the 2 ranks"):
-        await resolved(Dispatch.DP_COMPUTE, amount=value)
+        resolved(Dispatch.DP_COMPUTE, amount=value)
 
 
 def test_padding_in_the_middle_is_taken_off() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from asyncrl.single_controller.dispatch import Arguments
-from asyncrl.single_controller.host import Call, Cancelled, Failed, Returned, WorkerHost
+from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed
+from asyncrl.single_controller.host import WorkerHost
 from asyncrl.single_controller.worker import Worker, WorkerContext
 
 
@@ -22,16 +23,14 @@ class Diary(Worker):
         await asyncio.Event().wait()
 
 
-def call(sequence: int, method: str = "write", *, args: tuple[int, ...] | None = None) -> Call:
-    return Call(
+async def run(host: WorkerHost, sequence: int, method: str = "write", *, args: tuple[int, ...] | None = None) -> Any:
+    call = Call(
         call_id=100 + sequence,
-        sequence=sequence,
         method=method,
         arguments=Arguments((sequence,) if args is None else args, {}),
-        materialize_futures=True,
-        read_only=False,
-        keep_batch=False,
+        to_fetch=False,
     )
+    return await host.call(call, sequence)
 
 
 async def new_host() -> tuple[WorkerHost, Diary]:
@@ -59,51 +58,51 @@ async def test_the_worker_knows_its_place() -> None:
 
 async def test_calls_that_arrive_in_any_order_run_in_theirs() -> None:
     host, diary = await new_host()
-    replies = await asyncio.gather(*(host.call(call(sequence)) for sequence in (3, 1, 0, 2)))
+    replies = await asyncio.gather(*(run(host, sequence) for sequence in (3, 1, 0, 2)))
     assert diary.pages == [0, 1, 2, 3]
-    assert [reply for reply, _ in replies] == [Returned(3), Returned(1), Returned(0), Returned(2)]
+    assert replies == [3, 1, 0, 2]
 
 
 async def test_calls_that_never_arrive_are_skipped() -> None:
     host, diary = await new_host()
-    waiting = asyncio.ensure_future(host.call(call(3)))
+    waiting = asyncio.ensure_future(run(host, 3))
     await asyncio.sleep(0)
     for sequence in (2, 0, 1):
         assert not waiting.done()
         host.skip(sequence)
-    assert await waiting == (Returned(3), None)
+    assert await waiting == 3
     host.skip(1)
-    assert (await host.call(call(4)))[0] == Returned(4)
+    assert await run(host, 4) == 4
     assert diary.pages == [3, 4]
 
 
 async def test_a_call_cancelled_before_it_arrives_is_not_run() -> None:
     host, diary = await new_host()
     host.cancel(101, 1)
-    await host.call(call(0))
-    assert await host.call(call(1)) == (Cancelled(), None)
-    await host.call(call(2))
+    await run(host, 0)
+    assert await run(host, 1) == Cancelled()
+    await run(host, 2)
     assert diary.pages == [0, 2]
 
 
 async def test_a_running_coroutine_is_cancelled() -> None:
     host, _ = await new_host()
-    running = asyncio.ensure_future(host.call(call(0, "forever", args=())))
-    await host.call(call(1))
+    running = asyncio.ensure_future(run(host, 0, "forever", args=()))
+    await run(host, 1)
     host.cancel(100, 0)
-    assert await running == (Cancelled(), None)
+    assert await running == Cancelled()
 
 
 async def test_an_unknown_method_is_an_answer() -> None:
     host, _ = await new_host()
-    reply, _ = await host.call(call(0, "missing"))
+    reply = await run(host, 0, "missing")
     assert isinstance(reply, Failed)
     assert (reply.kind, reply.message) == ("AttributeError", "'Kept' object has no attribute 'missing'")
 
 
 async def test_closing_cancels_what_runs() -> None:
     host, _ = await new_host()
-    running = asyncio.ensure_future(host.call(call(0, "forever", args=())))
-    await host.call(call(1))
+    running = asyncio.ensure_future(run(host, 0, "forever", args=()))
+    await run(host, 1)
     assert await host.close() is None
-    assert await running == (Cancelled(), None)
+    assert await running == Cancelled()

@@ -1,0 +1,203 @@
+"""What travels between a group and its workers: a call on its way there, a reply on its way back.
+
+A worker process reads this module first; it loads neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from abc import ABC, abstractmethod
+from concurrent.futures import thread
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from asyncrl.errors import AsyncRLError, WorkerError
+
+if TYPE_CHECKING:
+    from asyncrl.data.plan import Header
+
+__all__ = ["Arguments", "Call", "Cancelled", "Failed", "Lost", "Reply", "ReturnedBatch", "StoredValue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What one rank is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class StoredValue(ABC):
+    """An argument, not a batch, that a backend keeps where workers fetch it."""
+
+    @abstractmethod
+    async def fetch(self) -> Any:
+        """The value, without blocking the loop."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """One call on its way to the ranks: the same for all of them, but for the arguments. Immutable.
+
+    Attributes:
+        call_id: unique in the group.
+        method: of the worker.
+        arguments: with a Plan for every batch that lies elsewhere.
+        to_fetch: whether there is something in them that the worker has to fetch, or to make a future of.
+        materialize_futures: give the method batches, not futures.
+        read_only: the method does not write into its batches.
+        keep_batch: a batch that the method returns stays with the worker.
+    """
+
+    call_id: int
+    method: str
+    arguments: Arguments
+    to_fetch: bool
+    materialize_futures: bool = True
+    read_only: bool = False
+    keep_batch: bool = False
+    _packed: bytes | None = field(default=None, repr=False)
+
+    def packed(self) -> bytes | None:
+        """As bytes, made once for all ranks; None if that takes a pickler that knows more than plain data."""
+        if self._packed is None and _is_plain(self.arguments.args) and _is_plain(self.arguments.kwargs):
+            fields = (
+                self.call_id,
+                self.method,
+                self.arguments.args,
+                self.arguments.kwargs,
+                self.to_fetch,
+                self.materialize_futures,
+                self.read_only,
+                self.keep_batch,
+            )
+            self._packed = pickle.dumps(fields, protocol=5)
+        return self._packed
+
+    @staticmethod
+    def unpacked(data: bytes | memoryview) -> Call:
+        """Counterpart of :meth:`packed`."""
+        call_id, method, args, kwargs, to_fetch, materialize_futures, read_only, keep_batch = pickle.loads(data)  # noqa: S301  from our own driver
+        return Call(
+            call_id=call_id,
+            method=method,
+            arguments=Arguments(args, kwargs),
+            to_fetch=to_fetch,
+            materialize_futures=materialize_futures,
+            read_only=read_only,
+            keep_batch=keep_batch,
+        )
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether pickle writes the same as a pickler that can also write classes of a script, and references."""
+    kind = type(tree)
+    if kind in _PLAIN:
+        return True
+    if kind is tuple or kind is list:
+        return all(map(_is_plain, tree))
+    if kind is dict:
+        return all(map(_is_plain, tree.values())) and all(map(_is_plain, tree))
+    # A batch is written by its codec; its class is loaded here if there is one.
+    return kind.__name__ == "DataProto" and kind.__module__ == "asyncrl.data.proto"
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedBatch:
+    """The method returned a batch, which stays with its worker."""
+
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The call was cancelled before it returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No reply came, but ``error``. Made by the backend that waited."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The method raised.
+
+    Between processes the exception travels as ``pickled``, so that a class that one side cannot load costs the class
+    only, not the reply.
+    """
+
+    error: BaseException | None
+    kind: str
+    message: str
+    remote_traceback: str
+    pickled: bytes | None = None
+
+    @staticmethod
+    def of(error: BaseException, *, hidden: str = "") -> Failed:
+        """What became of a method that raised ``error``; frames of the file ``hidden`` are left out."""
+        trace = _users(error.__traceback__, hidden=(hidden, thread.__file__))
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        return Failed(error=error, kind=type(error).__qualname__, message=str(error), remote_traceback=text)
+
+    def portable(self) -> Failed:
+        """The same for another process."""
+        if self.error is None:
+            return self
+        try:
+            data = pickle.dumps(self.error)
+            pickle.loads(data)  # noqa: S301  our own, to see whether it loads
+        except Exception:  # noqa: BLE001  exceptions of users fail to pickle in any way; the traceback goes as text
+            return replace(self, error=None)
+        return replace(self, error=None, pickled=data)
+
+    def _original(self) -> BaseException | None:
+        if self.pickled is None:
+            return self.error
+        try:
+            error = pickle.loads(self.pickled)  # noqa: S301  from our own worker
+        except Exception:  # noqa: BLE001  as above
+            return None
+        return error if isinstance(error, BaseException) else None
+
+    def to_error(self, *, group: str, rank: int, method: str) -> BaseException:
+        """The exception for the driver: the worker's own if asyncrl made it, else a :class:`WorkerError`."""
+        original = self._original()
+        if isinstance(original, AsyncRLError):
+            original.add_note(f"raised by {group}.{method} on rank {rank}; traceback there:\n{self.remote_traceback}")
+            return original
+        error = WorkerError(
+            f"{group}.{method} raised {self.kind} on rank {rank}: {self.message}\n\n"
+            f"traceback on rank {rank}:\n{self.remote_traceback}",
+            group=group,
+            rank=rank,
+            method=method,
+            remote_traceback=self.remote_traceback,
+        )
+        error.__cause__ = original
+        return error
+
+
+def _users(trace: TracebackType | None, *, hidden: tuple[str, ...]) -> TracebackType | None:
+    """The traceback from the first frame on that is not of a hidden file."""
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in hidden:
+        first = first.tb_next
+    return first or trace
+
+
+Reply: TypeAlias = Any
+"""The value that the method returned, or a :class:`ReturnedBatch`, :class:`Cancelled`, :class:`Failed`, :class:`Lost`.
+
+(A method that itself returns an object of one of these classes would be misread; they are not part of any interface.)
+"""
+
+NO_VALUE = (Failed, Cancelled, Lost)
+"""Replies of calls that gave no value."""

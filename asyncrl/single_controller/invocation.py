@@ -1,0 +1,457 @@
+"""Invocation: one call of a worker group, to the ranks and back.
+
+    in line --(its arguments are there)--> sent --(every rank has replied)--> over
+       '-----(an argument failed)-------------'-----(a rank failed)-------------^
+       '-----(cancelled, the group closed)----'---------------------------------'
+
+A call whose arguments are there is sent by the thread that makes it, and the thread in which the last reply comes makes
+the result: nothing else runs in between. A call that has to wait does so as a task on the controller loop; the workers
+know nothing of it yet, and later calls pass it.
+"""
+
+# ruff: noqa: SLF001  a group and its invocations are one machine in two files
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Sequence
+from itertools import accumulate, count, pairwise
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.data.future import DataProtoFuture, Future
+from asyncrl.data.plan import Block, Plan
+from asyncrl.data.proto import DataProto
+from asyncrl.errors import AsyncRLError, DispatchError, GroupClosedError, WorkerDiedError, WorkerError
+from asyncrl.single_controller.call import (
+    NO_VALUE,
+    Arguments,
+    Call,
+    Cancelled,
+    Failed,
+    Lost,
+    Reply,
+    ReturnedBatch,
+)
+from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, Execute
+from asyncrl.single_controller.mesh import MeshDispatch
+from asyncrl.single_controller.scatter import NO_ROWS, Scatter, Share, collect, to_fetch
+
+if TYPE_CHECKING:
+    from asyncrl.data.outcome import Outcome
+    from asyncrl.data.progress import Progress
+    from asyncrl.single_controller.controller_loop import Work
+    from asyncrl.single_controller.decorator import Registration
+    from asyncrl.single_controller.worker_group import Unwatched, WorkerGroup
+
+__all__ = ["Invocation", "Line", "first_of"]
+
+SOON_S = 0.02
+"""How long a thread that asks for a result waits for the replies itself, before the controller loop does it."""
+
+SIBLING_GRACE_S = 0.05
+"""After the first failure of a call, how long its other ranks may go on: what fails them too is often under way."""
+
+
+class Line:
+    """In which order calls reach the workers: that of the program, and the same on all ranks.
+
+    A group and the roles that live in its workers share one.
+
+    Attributes:
+        lock: held while a call is sent.
+        ahead: calls that are made, not sent, and not to be passed.
+    """
+
+    __slots__ = ("_call_ids", "_sequences", "ahead", "lock")
+
+    def __init__(self, ranks: int) -> None:
+        self.lock = threading.Lock()
+        self.ahead = 0
+        self._call_ids = count()
+        self._sequences = [0] * ranks
+
+    def call_id(self) -> int:
+        return next(self._call_ids)
+
+    def sequence(self, rank: int) -> int:
+        """The number of the next call to a rank. Under the lock."""
+        number = self._sequences[rank]
+        self._sequences[rank] += 1
+        return number
+
+    def leave(self) -> None:
+        """A call has been sent, or may be passed."""
+        with self.lock:
+            self.ahead -= 1
+
+
+class Invocation:
+    """One call of ``group``; what comes of it goes to ``outcome``, how far it is to ``progress``.
+
+    Args:
+        plain: the method is no ``async def``: it runs in the workers' threads, one after another.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_all_came",
+        "_call_id",
+        "_failures",
+        "_group",
+        "_lock",
+        "_missing",
+        "_over",
+        "_plain",
+        "_registration",
+        "_scatter",
+        "_sequences",
+        "_unwatched",
+        "_values",
+        "_waiting",
+        "_work",
+        "outcome",
+        "progress",
+    )
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        registration: Registration,
+        scatter: Scatter,
+        outcome: Outcome[Any],
+        progress: Progress,
+        *,
+        plain: bool = True,
+    ) -> None:
+        self._group = group
+        self._registration = registration
+        self._scatter = scatter
+        self._plain = plain
+        self.outcome = outcome
+        self.progress = progress
+        self._lock = threading.Lock()
+        self._over = False
+        self._work: Work | None = None
+        self._call_id = -1
+        self._sequences: list[int] = []
+        self._waiting: set[int] = set()
+        self._missing = 0
+        self._values: list[Any] = []
+        self._failures: list[tuple[int, Reply]] = []
+        self._all_came: asyncio.Event | None = None
+        self._unwatched: list[Unwatched] = []
+        group._under_way.add(self)
+
+    # ---------------------------------------------------------------------------------------------------- the way there
+
+    def begin(self) -> None:
+        """Send it now if nothing is to be waited for, else as soon as that has come. In the caller's thread."""
+        group = self._group
+        line = group._line
+        error: BaseException | None = None
+        with line.lock:
+            now = group._may_send_here() and line.ahead == 0 and self._scatter.is_here
+            if now:
+                error = self._try_to_send()
+            else:
+                line.ahead += 1
+                # The caller may go on changing its own.
+                self._scatter.snapshot()
+        if not now:
+            self._work = group._owner.spawn(self._wait_and_send, self._waited)
+        elif error is not None:
+            self._end(error)
+
+    async def _wait_and_send(self) -> None:
+        group, scatter = self._group, self._scatter
+        line = group._line
+        in_line = True
+        try:
+            await group._ready.completed()
+            await group._meshes.let_pass(in_line=self._plain)
+            mode = self._registration.dispatch_mode
+            if isinstance(mode, MeshDispatch) and scatter.mesh is None:
+                scatter.mesh = await group._meshes.find(mode.mesh_name)
+            if not all(future.done() for future in scatter.futures):
+                line.leave()
+                in_line = False
+            for future in scatter.futures:
+                await self._arrival(future)
+            with line.lock:
+                error = self._try_to_send()
+        finally:
+            if in_line:
+                line.leave()
+        if error is not None:
+            raise error
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self._end(None)
+        elif (error := task.exception()) is not None:
+            self._end(error)
+
+    async def _arrival(self, future: Future[Any]) -> None:
+        try:
+            await future.completed()
+        except AsyncRLError as error:
+            raise _travelled(error, self.outcome.label) from error.__cause__
+
+    def _try_to_send(self) -> BaseException | None:
+        """What kept it from being sent. Errors are reported once the line's lock is free: they wake others."""
+        try:
+            self.send()
+        except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+            return error
+        return None
+
+    def send(self) -> None:
+        """To all ranks in one go: no other call of these workers comes between. Under the line's lock."""
+        if self._over:
+            return
+        group, registration = self._group, self._registration
+        arguments = self._scatter.arguments()
+        ranks = len(arguments)
+        rows: Sequence[range] = ()
+        if isinstance(registration.dispatch_mode, Dispatch) and registration.dispatch_mode in PROTO_MODES:
+            ends = accumulate(len(share.index) - share.padding for share in self._scatter.shares)
+            rows = [range(start, end) for start, end in pairwise([0, *ends])]
+        self.progress.sent(ranks, rows)
+        self._call_id = group._line.call_id()
+        self._values = [None] * ranks
+        self._waiting = set(range(ranks))
+        self._missing = ranks
+        call: Call | None = None
+        for rank, each in enumerate(arguments):
+            if call is None or each is not call.arguments:
+                call = self._call_with(each)
+            sequence = group._line.sequence(rank)
+            self._sequences.append(sequence)
+            try:
+                reply = group._submit(rank, call, sequence, functools.partial(self.came, rank))
+            except BaseException:
+                group._skip(rank, sequence)
+                self._waiting.difference_update(range(rank, ranks))
+                self._unwatched = []
+                self._abandon()
+                raise
+            if reply is not None:
+                self._unwatched.append(reply)
+        if self._unwatched:
+            group._loop.watch_soon(self)
+        self._scatter.forget_arguments()
+        self._abandon_if_over()
+
+    def _abandon_if_over(self) -> None:
+        """Cancelled by another thread while this one was sending."""
+        if self._over:
+            self._abandon()
+
+    def _call_with(self, arguments: Arguments) -> Call:
+        registration = self._registration
+        return Call(
+            call_id=self._call_id,
+            method=self._group._method_of(registration),
+            arguments=arguments,
+            to_fetch=to_fetch(arguments, batches=not registration.materialize_futures),
+            materialize_futures=registration.materialize_futures,
+            read_only=registration.read_only,
+            keep_batch=registration.returns_batch,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- the way back
+
+    def watch(self) -> None:
+        """See replies as they come, from now on. From any thread.
+
+        Somebody does so for every call: whoever awaits or asks, or the controller loop a moment after the call was
+        made. Only a thread that blocks for the result right away is faster without.
+        """
+        with self._lock:
+            replies, self._unwatched = self._unwatched, []
+        for reply in replies:
+            reply.watch()
+
+    def wait_here(self, timeout_s: float | None) -> None:
+        """Take the replies in this thread if they come soon. Otherwise they are watched when this returns."""
+        with self._lock:
+            replies, self._unwatched = self._unwatched, []
+        if not replies:
+            return
+        taken = False
+        try:
+            taken = self._group._take_now(replies, SOON_S if timeout_s is None else min(SOON_S, timeout_s))
+        finally:
+            if not taken:
+                for reply in replies:
+                    reply.watch()
+
+    def came(self, rank: int, reply: Reply, block: Block | None = None) -> None:
+        """A rank has replied; a batch that it keeps lies in ``block``. In any thread, and never raises."""
+        failed = isinstance(reply, NO_VALUE)
+        with self._lock:
+            if rank not in self._waiting:
+                return  # taken, but for an interrupt in the middle, and watched then
+            self._waiting.discard(rank)
+        if failed:
+            self.progress.ended(rank, "cancelled" if isinstance(reply, Cancelled) else "failed")
+        elif isinstance(reply, ReturnedBatch):
+            assert block is not None
+            self._came_with(rank, Plan.shard(block, reply.header))
+        elif isinstance(reply, DataProto) and self._registration.returns_batch:
+            self._came_with(rank, Plan.of(reply))
+        else:
+            self._values[rank] = reply
+            self.progress.ended(rank, "done")
+        with self._lock:
+            self._missing -= 1
+            if failed:
+                self._failures.append((rank, reply))
+            first_failure = failed and len(self._failures) == 1
+            complete, all_came = self._missing == 0, self._all_came
+            over = self._over
+        if over:
+            return
+        if complete and all_came is not None:
+            self._group._loop.notify(all_came.set)
+        if first_failure:
+            self._work = self._group._owner.spawn(self._fail, self._collected)
+        elif complete and not self._failures:
+            self._finish()
+
+    def _came_with(self, rank: int, plan: Plan) -> None:
+        self._values[rank] = plan
+        shares = self._scatter.shares
+        share = shares[rank] if rank < len(shares) else NO_ROWS
+        make = functools.partial(_part, plan, share, self.outcome.label)
+        self.progress.ended(rank, "done", header=plan.header, make=make)
+
+    def _finish(self) -> None:
+        if isinstance(self._registration.dispatch_mode, dict):
+            self._work = self._group._owner.spawn(self._collect_custom, self._collected)
+            return
+        try:
+            value = self._collect()
+        except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+            self._end(error)
+        else:
+            self._succeed(value)
+
+    def _collect(self) -> Any:
+        registration, scatter = self._registration, self._scatter
+        mode, label = registration.dispatch_mode, self.outcome.label
+        alone = (
+            registration.execute_mode is Execute.RANK_ZERO and not isinstance(mode, dict) and mode not in PROTO_MODES
+        )
+        if alone:
+            value = self._values[0]
+        else:
+            value = collect(mode, self._values, scatter.shares, group=self._group, method=label, mesh=scatter.mesh)
+        if not registration.returns_batch or isinstance(value, Plan | DataProtoFuture):
+            return value
+        if isinstance(value, DataProto):
+            return Plan.of(value)
+        raise DispatchError(f"{label} is to return a DataProto and returned {type(value).__name__}")
+
+    async def _collect_custom(self) -> Any:
+        value = self._collect()
+        return await value.plan() if isinstance(value, DataProtoFuture) else value
+
+    async def _fail(self) -> Any:
+        """Give the other ranks a moment, then end them; the first failure is the reason."""
+        all_came = asyncio.Event()
+        with self._lock:
+            self._all_came = all_came
+            if self._missing == 0:
+                all_came.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SIBLING_GRACE_S):
+                await all_came.wait()
+        self._abandon()
+        raise first_of([self._error(rank, reply) for rank, reply in list(self._failures)])
+
+    def _collected(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self._end(None)
+        elif (error := task.exception()) is not None:
+            self._end(error)
+        else:
+            self._succeed(task.result())
+
+    def _error(self, rank: int, reply: Reply) -> BaseException:
+        """What a rank failed with."""
+        group, method = self._group._home, self._group._method_of(self._registration)
+        if isinstance(reply, Lost):
+            return group._explain(rank, method, self._sequences[rank], reply.error)
+        if isinstance(reply, Failed):
+            return reply.to_error(group=group.name, rank=rank, method=method)
+        message = f"{self.outcome.label} was cancelled by its own code on rank {rank}"
+        return WorkerError(message, group=group.name, rank=rank, method=method)
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    def cancel(self) -> None:
+        """End it: it is never sent, or cancelled in the workers. From any thread."""
+        self._stop()
+
+    def close(self) -> None:
+        """The group is shut down."""
+        self._stop()
+        message = f"worker group {self._group.name} was shut down while {self.outcome.label} was going on"
+        self.outcome.fail(GroupClosedError(message))
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._over = True
+            work = self._work
+        if work is not None:
+            work.cancel()
+        self._abandon()
+        self._group._under_way.discard(self)
+
+    def _succeed(self, value: Any) -> None:
+        self._over = True
+        self._group._under_way.discard(self)
+        self.outcome.succeed(value)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._over = True
+        self._group._under_way.discard(self)
+        if error is None:
+            self.outcome.cancel()
+        else:
+            self.outcome.fail(error)
+
+    def _abandon(self) -> None:
+        """Cancel what is still going on."""
+        with self._lock:
+            waiting = list(self._waiting) if self._sequences else []
+        for rank in waiting:
+            self._group._cancel(rank, self._call_id, self._sequences[rank])
+
+
+def _part(plan: Plan, share: Share, method: str) -> Plan:
+    part: Plan = collect(Dispatch.DP_COMPUTE_PROTO, [plan], [share], group=None, method=method)
+    return part
+
+
+def _travelled(error: AsyncRLError, label: str) -> AsyncRLError:
+    """The same error for the next future on its way, so that each tells its own way."""
+    again = copy.copy(error)
+    again.__notes__ = [*getattr(error, "__notes__", ())]
+    again.add_note(f"it was an argument of {label}, which was not called")
+    return again
+
+
+def first_of(errors: Sequence[BaseException]) -> BaseException:
+    """The first error, except that a dead process explains what the other ranks saw of it."""
+    died = [error for error in errors if isinstance(error, WorkerDiedError)]
+    first = died[0] if died else errors[0]
+    for error in errors:
+        if error is not first:
+            first.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return first

@@ -1,0 +1,331 @@
+"""Scatter and collect: how the arguments of one call reach the ranks, and how their results become one.
+
+A call goes through three steps. In the caller's thread, batches are stored (and, where they are to be split, cut into
+views first), so the caller may go on changing its own. Then futures among the arguments are waited for, as far as their
+headers; nothing in the workers waits meanwhile. Now the rows are known, and every rank's arguments follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.data.future import DataProtoFuture, Future
+from asyncrl.data.plan import Plan, Rows
+from asyncrl.data.proto import DataProto
+from asyncrl.errors import DispatchError
+from asyncrl.single_controller.call import Arguments, StoredValue
+from asyncrl.single_controller.dispatch import LIST_MODES, PROTO_MODES, SPLIT_MODES, Dispatch, DispatchMode
+from asyncrl.single_controller.mesh import Mesh, MeshDispatch
+
+__all__ = ["Scatter", "Share", "collect", "leaves", "shares", "to_fetch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows of a batch that one rank gets; the last ``padding`` of them are repeated ones."""
+
+    index: Rows
+    padding: int = 0
+
+
+NO_ROWS = Share(range(0))
+NOTHING = Arguments((), {})
+
+
+def shares(rows: int, ranks: int, *, pad: bool) -> list[Share]:
+    """Consecutive rows for each rank, sizes differing by at most one, larger ones first.
+
+    With ``pad``, smaller shares repeat their last row (or, having none, some row of the batch), so that all ranks get
+    equally many: each at most one row more than its own.
+    """
+    size, larger = divmod(rows, ranks)
+    result: list[Share] = []
+    start = 0
+    for rank in range(ranks):
+        end = start + size + (rank < larger)
+        if pad and larger and rank >= larger:
+            repeated = end - 1 if size else rank % rows
+            result.append(Share(np.array([*range(start, end), repeated], dtype=np.int64), padding=1))
+        else:
+            result.append(Share(range(start, end)))
+        start = end
+    return result
+
+
+class Scatter:
+    """The arguments of one call on their way to ``ranks`` ranks.
+
+    Attributes:
+        futures: those among the arguments.
+        shares: rows for each rank, or for each dp rank of a mesh.
+        mesh: where the mode is a :class:`MeshDispatch`. If not known yet, to be set before :meth:`arguments`.
+
+    Raises:
+        DispatchError: the arguments do not suit the mode.
+    """
+
+    __slots__ = (
+        "_group",
+        "_listed",
+        "_mode",
+        "_pad",
+        "_ranks",
+        "_rows",
+        "_store",
+        "_whole",
+        "futures",
+        "mesh",
+        "shares",
+    )
+
+    def __init__(
+        self,
+        mode: DispatchMode,
+        arguments: Arguments,
+        *,
+        ranks: int,
+        pad: bool,
+        store: Callable[[Any], Any],
+        group: object = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._mode = mode
+        self._ranks = ranks
+        self._pad = pad
+        self._store = store
+        self._group = group
+        self.mesh = mesh
+        self._rows: int | None = None
+        self.shares: list[Share] = [NO_ROWS] * ranks
+        self.futures = [leaf for leaf in leaves(arguments) if isinstance(leaf, Future)]
+        self._whole = arguments
+        self._listed: list[Arguments] | None = None
+        if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (arguments.args and callable(arguments.args[0])):
+            raise DispatchError("DP_COMPUTE_PROTO_WITH_FUNC needs a function as first positional argument")
+        if isinstance(mode, Dispatch | MeshDispatch):
+            self._keep_batches()
+        elif not self.futures:
+            self._apply_custom()
+
+    def _keep_batches(self) -> None:
+        if self._mode in LIST_MODES:
+            self._listed = [
+                Arguments(*_map((each.args, each.kwargs), self._store)) for each in _transpose(self._whole, self._ranks)
+            ]
+        else:
+            convert = self._stored_parts if self._splits and self._parts else self._store
+            self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), convert))
+
+    def _apply_custom(self) -> None:
+        assert isinstance(self._mode, dict)
+        args, kwargs = self._mode["dispatch_fn"](self._group, *self._whole.args, **self._whole.kwargs)
+        listed = _transpose(Arguments(tuple(args), dict(kwargs)), self._ranks)
+        self._listed = [Arguments(*_map((each.args, each.kwargs), self._store)) for each in listed]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether :meth:`arguments` can be asked at once, and runs no code of the user's."""
+        if isinstance(self._mode, dict):
+            return False
+        if isinstance(self._mode, MeshDispatch) and self.mesh is None:
+            return False
+        return all(future.done() and future.outcome.state == "done" for future in self.futures)
+
+    @property
+    def _splits(self) -> bool:
+        return isinstance(self._mode, MeshDispatch) or (isinstance(self._mode, Dispatch) and self._mode in SPLIT_MODES)
+
+    @property
+    def _parts(self) -> int | None:
+        """Into how many parts batches are split, if that is known."""
+        if isinstance(self._mode, MeshDispatch):
+            return None if self.mesh is None else self.mesh.dp_size
+        return self._ranks
+
+    def _stored_parts(self, leaf: Any) -> Any:
+        if not isinstance(leaf, DataProto):
+            return self._store(leaf)
+        parts = self._shares_of(len(leaf))
+        return _Parts([self._store(_cut(leaf, share.index)) for share in parts])
+
+    def _shares_of(self, rows: int) -> list[Share]:
+        if self._rows is None:
+            self._rows = rows
+            assert self._parts is not None, self._mode
+            self.shares = shares(rows, self._parts, pad=self._pad)
+        elif self._rows != rows:
+            raise DispatchError(
+                f"all batches of a call are split alike and need equally many rows, got {self._rows} and {rows}"
+            )
+        return self.shares
+
+    def snapshot(self) -> None:
+        """Copy the batches that are the caller's own still."""
+        if self._listed is not None:
+            self._listed = [Arguments(*_map((each.args, each.kwargs), _own)) for each in self._listed]
+        else:
+            self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), _own))
+
+    def forget_arguments(self) -> None:
+        """They have been sent. What collecting needs stays: shares and mesh."""
+        self._whole = NOTHING
+        self._listed = None
+        self.futures = []
+
+    def arguments(self) -> list[Arguments]:
+        """Arguments by rank, with a :class:`Plan` for every batch. To be asked once the futures are done.
+
+        Raises:
+            DispatchError: batches differ in their rows, or the arguments do not suit the mode.
+            BaseException: what a future failed with.
+        """
+        if self._listed is None and isinstance(self._mode, dict):
+            self._apply_custom()
+        if self._listed is not None:
+            if not self.futures:
+                return self._listed
+            return [Arguments(*_map((each.args, each.kwargs), _arrived)) for each in self._listed]
+        whole: Any = (self._whole.args, self._whole.kwargs)
+        if self.futures:
+            whole = _map(whole, _arrived)
+        if not self._splits:
+            return [Arguments(*whole)] * self._ranks
+        for leaf in leaves(whole):
+            if isinstance(leaf, Plan):
+                self._shares_of(leaf.header.rows)
+            elif isinstance(leaf, DataProto):
+                self._shares_of(len(leaf))
+        if self._rows is None and self.mesh is not None:
+            self.shares = [NO_ROWS] * self.mesh.dp_size
+        parts = [Arguments(*_map(whole, self._part(number))) for number in range(self._parts or 0)]
+        return parts if self.mesh is None else [parts[dp_rank] for dp_rank in self.mesh.dp_ranks]
+
+    def _part(self, number: int) -> Callable[[Any], Any]:
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, _Parts):
+                return leaf.parts[number]
+            if isinstance(leaf, Plan):
+                return leaf.take(self.shares[number].index)
+            return _cut(leaf, self.shares[number].index) if isinstance(leaf, DataProto) else leaf
+
+        return part
+
+
+def _own(leaf: Any) -> Any:
+    if isinstance(leaf, _Parts):
+        return _Parts([_own(part) for part in leaf.parts])
+    return leaf.clone() if isinstance(leaf, DataProto) else leaf
+
+
+def _arrived(leaf: Any) -> Any:
+    return leaf.outcome.get() if isinstance(leaf, Future) else leaf
+
+
+def to_fetch(arguments: Arguments, *, batches: bool = False) -> bool:
+    """Whether a worker has to fetch something before it calls its method; ``batches`` counts those that come along."""
+    kinds = (Plan, StoredValue, DataProto) if batches else (Plan, StoredValue)
+    return any(isinstance(leaf, kinds) for leaf in leaves(arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    parts: list[Any]
+
+
+def collect(
+    mode: DispatchMode,
+    values: Sequence[Any],
+    parts: Sequence[Share],
+    *,
+    group: object,
+    method: str,
+    mesh: Mesh | None = None,
+) -> Any:
+    """The result of a call from the values (or plans) by rank. A joined batch is a :class:`Plan`.
+
+    Raises:
+        DispatchError: a rank returned something else than batches, or rows from which padding cannot be taken off.
+        SchemaError: batches of the ranks do not fit together.
+    """
+    if isinstance(mode, dict):
+        futures = [DataProtoFuture.from_plan(each, method) if isinstance(each, Plan) else each for each in values]
+        return mode["collect_fn"](group, futures)
+    if isinstance(mode, Dispatch) and mode not in PROTO_MODES:
+        return list(values)
+    ranks = range(len(values)) if mesh is None else mesh.collectors
+    for rank in ranks:
+        if not isinstance(values[rank], Plan):
+            name = mode.name if isinstance(mode, Dispatch) else f"mesh {mode.mesh_name!r}"
+            raise DispatchError(
+                f"{method} returned {type(values[rank]).__name__} on rank {rank}, and {name} joins batches: return a "
+                "DataProto, or register the method with DP_COMPUTE_METRIC to get the list of values"
+            )
+    collected = [values[rank] for rank in ranks]
+    return Plan.concat([_unpadded(plan, share, method) for plan, share in zip(collected, parts, strict=True)])
+
+
+def _unpadded(plan: Plan, share: Share, method: str) -> Plan:
+    if not share.padding:
+        return plan
+    given, returned = len(share.index), plan.header.rows
+    if returned % given:
+        raise DispatchError(
+            f"{method} was given {given} rows of which {share.padding} were padding, and returned {returned}: padding "
+            "can be taken off only if every row gives equally many; register the method with pad=False, or pass a "
+            "number of rows that the ranks divide"
+        )
+    return plan.take(range(returned // given * (given - share.padding)))
+
+
+# ------------------------------------------------------------------------------------------------------ argument trees
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in nested lists, tuples, dicts and :class:`Arguments`."""
+    if isinstance(tree, Arguments):
+        yield from leaves(tree.args)
+        yield from leaves(tree.kwargs)
+    elif type(tree) in (list, tuple):
+        for each in tree:
+            yield from leaves(each)
+    elif type(tree) is dict:
+        for each in tree.values():
+            yield from leaves(each)
+    else:
+        yield tree
+
+
+def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
+    if type(tree) in (list, tuple):
+        return type(tree)(_map(each, function) for each in tree)
+    if type(tree) is dict:
+        return {key: _map(each, function) for key, each in tree.items()}
+    return function(tree)
+
+
+def _transpose(arguments: Arguments, ranks: int) -> list[Arguments]:
+    """From lists by rank in every argument to arguments in every rank."""
+    named = [*((f"argument {number}", each) for number, each in enumerate(arguments.args)), *arguments.kwargs.items()]
+    for name, value in named:
+        if not isinstance(value, list | tuple) or len(value) != ranks:
+            found = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
+            raise DispatchError(
+                f"{name} must be a list with one entry for each of the {ranks} ranks, got {found}; "
+                "ONE_TO_ALL copies an argument to every rank, DP_COMPUTE_PROTO splits batches"
+            )
+    return [
+        Arguments(
+            tuple(each[rank] for each in arguments.args), {key: each[rank] for key, each in arguments.kwargs.items()}
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _cut(data: DataProto, index: Rows) -> DataProto:
+    if isinstance(index, range):
+        return data.slice(index.start, index.stop)
+    return data.select_idxs(index)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -38,7 +39,9 @@ from asyncrl.interfaces import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EchoEngine", "EchoEnvironment", "EchoFactory", "ScriptedEngine", "TelltaleEngine"]
+    from asyncrl.weights.manifest import WeightManifest
+
+__all__ = ["EchoEngine", "EchoEnvironment", "EchoFactory", "EmptyTransport", "ScriptedEngine", "TelltaleEngine"]
 
 
 @dataclass(slots=True)
@@ -286,6 +289,28 @@ class TelltaleEngine(EchoEngine):
 
     def token(self, scripted: int) -> int:
         return self.weight_version
+
+
+class EmptyTransport:
+    """A :class:`~asyncrl.interfaces.WeightTransport` of versions without tensors, for engines that only tell theirs."""
+
+    def __init__(self, *, namespace: str = "") -> None:
+        self._namespace = namespace
+
+    def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> WeightManifest:
+        from asyncrl.weights.manifest import WeightManifest
+
+        return WeightManifest(version=version, transport="empty", location=self._namespace, tensors=())
+
+    @contextmanager
+    def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
+        yield {}
+
+    def release(self, version: int) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class EchoEnvironment:

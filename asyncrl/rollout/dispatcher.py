@@ -174,6 +174,7 @@ class Dispatcher:
             raise
         finally:
             self._let_go(held, None if last is None else last.finish_reason, failed=failed)
+        assert last is not None, "the loop ends with it, or with an exception"
         yield last  # everything is settled by then: a reader may stop at it
 
     def _take_in(self, request: GenerationRequest, *, session: str | None, tenant: str) -> _Held:

@@ -152,3 +152,37 @@ def request_of() -> Callable[..., GenerationRequest]:
         )
 
     return make
+
+
+# A model whose version v can only say v: a wrong label shows at once. The layers add nothing, every embedding is the
+# same vector of ones, so only the head decides.
+
+
+@pytest.fixture(scope="session")
+def telltale(
+    folder_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Callable[[int], Any]]:
+    model = _load(folder_of())
+
+    def weights(version: int) -> dict[str, torch.Tensor]:
+        tensors = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        for name, tensor in tensors.items():
+            if "o_proj" in name or "down_proj" in name:
+                tensor.zero_()
+            elif "embed_tokens" in name or "norm" in name:
+                tensor.fill_(1.0)
+            elif name == "lm_head.weight":
+                tensor.fill_(-1.0)
+                tensor[version] = 1.0
+        return tensors
+
+    folder = tmp_path_factory.mktemp("telltale")
+    model.load_state_dict(weights(0))
+    model.save_pretrained(folder)
+    return folder, weights
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -211,32 +211,6 @@ async def test_a_cancelled_prepare_waits_for_its_reader_and_prepares_nothing(fol
         assert (await engine.health(30.0)).weight_version == 2
 
 
-# A model whose version v can only say v: a wrong label shows at once. The layers add nothing, every embedding is the
-# same vector of ones, so only the head decides.
-
-
-@pytest.fixture(scope="session")
-def telltale(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[int], Any]]:
-    model = load(folder_of())
-
-    def weights(version: int) -> dict[str, torch.Tensor]:
-        tensors = tensors_of(model)
-        for name, tensor in tensors.items():
-            if "o_proj" in name or "down_proj" in name:
-                tensor.zero_()
-            elif "embed_tokens" in name or "norm" in name:
-                tensor.fill_(1.0)
-            elif name == "lm_head.weight":
-                tensor.fill_(-1.0)
-                tensor[version] = 1.0
-        return tensors
-
-    folder = tmp_path_factory.mktemp("telltale")
-    model.load_state_dict(weights(0))
-    model.save_pretrained(folder)
-    return folder, weights
-
-
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 async def test_every_token_tells_the_version_that_made_it(
     telltale: tuple[Path, Callable[[int], Any]], request_of: RequestOf, collect: Collect, kv_cache: KVCachePolicy

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.data import DataProto as DataProto
     from asyncrl.data import DataProtoFuture as DataProtoFuture
+    from asyncrl.serve.serving import serve as serve
     from asyncrl.single_controller import ClassWithInitArgs as ClassWithInitArgs
     from asyncrl.single_controller import Dispatch as Dispatch
     from asyncrl.single_controller import Execute as Execute
@@ -44,10 +45,13 @@ __all__ = [
     "WorkerGroup",
     "__version__",
     "register",
+    "serve",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "serve":  # a package that can be called
+        return importlib.import_module("asyncrl.serve")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")

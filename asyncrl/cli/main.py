@@ -19,6 +19,8 @@ from asyncrl import __version__
 from .arguments import split_arguments
 from .failure import BAD_USAGE, INTERRUPTED, TERMINATED, tell_failure
 from .output import quiet_pipe, tolerate_any_encoding
+from .pool import add_pool_options, pool_command
+from .serving import add_serve_options, serve_command
 
 __all__ = ["main"]
 
@@ -75,6 +77,10 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
                 from .doctor import doctor
 
                 return doctor(as_json=namespace.json)
+            if namespace.command == "serve":
+                return serve_command(namespace, settings)
+            if namespace.command == "pool":
+                return pool_command(namespace, settings)
             from . import commands
 
             command = getattr(commands, f"{namespace.command}_command")
@@ -150,6 +156,9 @@ def command_line() -> CommandLine:
     plot = add("plot", "draw a run: scores, timeline, staleness, queue", settings=False)
     plot.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     plot.add_argument("--out", type=Path, metavar="FILE", help="picture to write, .png, .svg or .pdf (RUN/plot.png)")
+
+    add_serve_options(add("serve", "serve a model: OpenAI, Anthropic, tokens, sessions", settings=False))
+    add_pool_options(add("pool", "look at a served pool, or change it", settings=False))
 
     doctor = add("doctor", "check what this machine has and what is missing", settings=False)
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")

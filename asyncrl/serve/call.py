@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -188,11 +188,10 @@ class Call:
         try:
             with face.admission.enter(self.holder):
                 face.meters.prompt_tokens += len(request.prompt_token_ids)
-                async with aclosing(
-                    face.pool.generate(
-                        request, session=session.name if session is not None else None, tenant=self.holder
-                    )
-                ) as chunks:
+                answer = face.pool.generate(
+                    request, session=session.name if session is not None else None, tenant=self.holder
+                )
+                async with aclosing(cast(AsyncGenerator[GenerationChunk, None], answer)) as chunks:
                     async for chunk in chunks:
                         if first:
                             face.meters.first_token(face.meters.clock() - begin)

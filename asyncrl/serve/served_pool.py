@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, PauseMode, RolloutEngine
@@ -19,9 +19,12 @@ class ServedPool(Protocol):
     @property
     def weight_version(self) -> int: ...
 
+    @property
+    def needed_versions(self) -> frozenset[int]: ...
+
     def generate(
         self, request: GenerationRequest, *, session: str | None = None, tenant: str = ""
-    ) -> AsyncGenerator[GenerationChunk, None]: ...
+    ) -> AsyncIterator[GenerationChunk]: ...
 
     async def abort(self, request_id: str) -> bool: ...
 

@@ -62,6 +62,7 @@ class WeightDoor:
         if number <= self._pool.weight_version:
             raise WeightVersionError(f"version {number} is not newer than {self._pool.weight_version}, which is served")
         async with self._busy:
+            await self._release()
             manifest = await asyncio.to_thread(lambda: self._transport.publish(_tensors(folder), version=number))
         self._published.add(number)
         self.prepare(manifest)
@@ -84,10 +85,14 @@ class WeightDoor:
             try:
                 return await self._pool.publish(manifest)
             finally:
-                if version in self._published:
-                    for old in [each for each in self._published if each < version]:
-                        await asyncio.to_thread(self._transport.release, old)
-                        self._published.discard(old)
+                await self._release()
+
+    async def _release(self) -> None:
+        """Free the versions that were published here and that no replica will ask for any more."""
+        needed = self._pool.needed_versions | ({self._prepared.version} if self._prepared is not None else set())
+        for version in self._published - needed:
+            await asyncio.to_thread(self._transport.release, version)
+        self._published &= needed
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,148 @@
+"""``asyncrl pool``: looks at a served pool and changes it, over its control plane."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+
+from .output import show
+
+if TYPE_CHECKING:
+    from asyncrl.serve.control_client import ControlClient
+
+__all__ = ["add_pool_options", "pool_command"]
+
+_ACTIONS = {
+    "ps": "the replicas",
+    "top": "the replicas, again and again",
+    "add": "start another replica, NAME",
+    "drain": "let replica NAME finish, and take it out",
+    "swap": "serve the weights in FOLDER from now on",
+    "pause": "stop decoding; --mode keep, abort or drain",
+    "resume": "go on decoding",
+}
+
+
+def add_pool_options(parser: argparse.ArgumentParser) -> None:
+    """What ``asyncrl pool --help`` knows."""
+    told = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
+    parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=told)
+    parser.add_argument("what", nargs="?", default="", metavar="NAME|FOLDER", help="for add, drain and swap")
+    parser.add_argument("--port", type=int, default=8000, metavar="P", help="of the server on this machine (8000)")
+    parser.add_argument("--control", default="", metavar="ADDRESS", help="its control socket, or http://HOST:PORT")
+    parser.add_argument("--control-key-file", type=Path, metavar="F", help="for the latter; else ASYNCRL_CONTROL_KEY")
+    parser.add_argument("--mode", choices=("keep", "abort", "drain"), default="keep", help="of pause (keep)")
+    parser.add_argument("--version-number", type=int, metavar="V", help="of the weights to swap in (the next)")
+    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between looks of top (1)")
+    parser.add_argument("--json", action="store_true", help="print the server's answer as JSON")
+
+
+def pool_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl pool``."""
+    from asyncrl.serve.control_client import ControlClient
+    from asyncrl.serve.server import control_socket_path
+
+    if namespace.action in ("add", "drain", "swap") and not namespace.what:
+        raise ConfigError(f"asyncrl pool {namespace.action} needs a name or a folder", path="pool")
+    address = namespace.control or str(control_socket_path(namespace.port))
+    client = ControlClient(address, key=_key(namespace.control_key_file))
+    asyncio.run(_ask(client, namespace))
+    return 0
+
+
+def _key(file: Path | None) -> str:
+    import os
+
+    if file is None:
+        return os.environ.get("ASYNCRL_CONTROL_KEY", "")
+    try:
+        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}", path="control-key-file") from error
+    return next((line.rpartition(" = ")[2].strip() for line in lines if line), "")
+
+
+async def _ask(client: ControlClient, namespace: argparse.Namespace) -> None:
+    async with client:
+        if namespace.action == "top":
+            await _top(client, every_s=namespace.every)
+            return
+        method, path, body = _question(namespace)
+        answer = await client.ask(method, path, body)
+        if namespace.json:
+            import json
+
+            show(json.dumps(answer, indent=2))
+            return
+        if namespace.action == "swap":
+            held = ", ".join(f"{name} {version}" for name, version in answer["replicas"].items())
+            show(f"weight version {answer['version']} ({held})")
+            return
+        show(_table(await client.ask("GET", "/pool")))
+
+
+def _question(namespace: argparse.Namespace) -> tuple[str, str, Any]:
+    """Any: a body."""
+    action, what = namespace.action, namespace.what
+    if action == "ps":
+        return "GET", "/pool", None
+    if action == "pause":
+        return "POST", "/pause", {"mode": namespace.mode}
+    if action == "resume":
+        return "POST", "/resume", None
+    if action == "add":
+        return "POST", "/replicas", {"name": what}
+    if action == "drain":
+        return "POST", "/replicas/drain", {"name": what}
+    folder = str(Path(what).expanduser().resolve())
+    return "POST", "/weights", {"action": "swap", "folder": folder, "version": namespace.version_number}
+
+
+async def _top(client: ControlClient, *, every_s: float) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    loop = asyncio.get_running_loop()
+    before, then = 0, loop.time()
+    with Live(screen=sys.stdout.isatty(), auto_refresh=False) as live:
+        while True:
+            report = await client.ask("GET", "/pool")
+            now, tokens = loop.time(), report["sampled_tokens"]
+            speed = (tokens - before) / (now - then) if before else 0.0
+            before, then = tokens, now
+            live.update(Text(f"{_table(report)}\n{speed:,.0f} tokens/s"), refresh=True)
+            await asyncio.sleep(every_s)
+
+
+def _table(report: dict[str, Any]) -> str:
+    """Any: JSON of a PoolReport."""
+    pool = report["pool"]
+    rows = [("replica", "state", "version", "requests", "tokens", "restarts", "reason")]
+    for replica in pool["replicas"]:
+        engine = replica["engine"] or {}
+        rows.append(
+            (
+                replica["name"],
+                replica["state"],
+                "-" if replica["weight_version"] is None else str(replica["weight_version"]),
+                str(replica["requests"]),
+                str(engine.get("tokens_generated", "-")),
+                str(replica["restarts"]),
+                replica["reason"][:60],
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    paused = ", paused" if pool["paused"] else ""
+    lines.append(
+        f"{report['model']}: version {pool['weight_version']}{paused}; {pool['running']} running, "
+        f"{pool['waiting']} waiting, {pool['finished']} finished, {pool['migrations']} migrated; "
+        f"{report['sessions']} sessions"
+    )
+    return "\n".join(lines)

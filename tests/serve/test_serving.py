@@ -1,0 +1,144 @@
+"""A real model behind the server, and the command that puts it there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+import aiohttp
+import pytest
+
+import asyncrl
+from asyncrl.cli.main import main
+from asyncrl.cli.pool import _table
+from asyncrl.data import DataProto
+from asyncrl.errors import ConfigError, InfrastructureError
+from asyncrl.serve.control_client import ControlClient
+from asyncrl.serve.server import Binding
+from engines.training.scratch import make
+
+
+def demonstration(number):
+    return [{"role": "user", "content": f"count {number}"}, {"role": "assistant", "content": "one two three"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-model"
+    make(folder, seed=0, demonstrations=demonstration, tokenizer_conversations=16)
+    return folder
+
+
+async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_path):
+    binding = Binding(port=0, control_socket=tmp_path / "control.sock")
+    async with asyncrl.serve(
+        str(model), binding=binding, capture=tmp_path / "kept", engine_options={"threads": 1, "dtype": "float32"}
+    ) as pool:
+        said = await pool.chat([{"role": "user", "content": "count 3"}], asyncrl_sampling(8))
+        assert said["role"] == "assistant"
+        async with aiohttp.ClientSession() as client:
+            messages = [{"role": "user", "content": "count 5"}]
+            for _ in range(2):
+                body = {"model": "tiny-model", "messages": messages, "max_tokens": 6, "seed": 1}
+                async with client.post(f"{pool.url}/sessions/s/v1/chat/completions", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+                    messages += [(await answer.json())["choices"][0]["message"], {"role": "user", "content": "on"}]
+                if len(messages) == 3:
+                    async with ControlClient(str(pool.control_socket)) as control:
+                        swapped = await control.ask("POST", "/weights", {"action": "swap", "folder": str(model)})
+                        assert swapped["version"] == 1
+            async with client.post(f"{pool.url}/sessions/s/reward", json={"reward": 1}) as answer:
+                assert answer.status == 200, await answer.text()
+        rows = DataProto.load_from_disk(tmp_path / "kept" / "00000000.asyncrl")
+        versions = {int(version) for version in rows.batch["weight_versions"][0].tolist()}
+        assert versions == {-1, 0, 1}
+        assert len(rows) == 1
+    assert not (tmp_path / "control.sock").exists()
+    with pytest.raises(ConfigError, match="no server"):
+        ControlClient(str(tmp_path / "control.sock"))
+
+
+def asyncrl_sampling(tokens):
+    from asyncrl.interfaces import SamplingParams
+
+    return SamplingParams(max_new_tokens=tokens, temperature=0.0)
+
+
+def test_an_open_door_ends_the_command_with_2(capsys):
+    assert main(["serve", "somewhere", "--host", "0.0.0.0"]) == 2
+    assert "--api-key-file" in capsys.readouterr().err
+    assert main(["serve", "somewhere", "--engine", "transformer"]) == 2
+    assert "did you mean 'transformers'" in capsys.readouterr().err
+    assert main(["serve", "somewhere", "--engine-option", "x"]) == 2
+    assert main(["serve", "somewhere", "--control-port", "9"]) == 2
+    assert main(["pool", "drain"]) == 2
+    assert main(["pool", "ps", "--control", "/nowhere.sock"]) == 2
+    assert "no server has its control plane" in capsys.readouterr().err
+
+
+async def test_the_pool_command_asks_the_control_plane(serve, capsys):
+    async with serve(replicas=2) as served:
+        address = str(served.server.control_socket)
+
+        async def pool(*words):
+            return await asyncio.to_thread(main, ["pool", *words, "--control", address])
+
+        assert await pool("ps") == 0
+        out = capsys.readouterr().out
+        assert "r0" in out
+        assert "healthy" in out
+        assert await pool("pause") == 0
+        assert "paused" in capsys.readouterr().out
+        assert await pool("resume") == 0
+        capsys.readouterr()
+        assert await pool("drain", "r1") == 0
+        out = capsys.readouterr().out
+        assert "r0" in out
+        assert "r1" not in out
+        assert await pool("swap", "/nowhere") == 1
+        assert "takes no weights" in capsys.readouterr().err
+        async with ControlClient(address) as control:
+            assert "tiny" in _table(await control.ask("GET", "/pool"))
+            with pytest.raises(InfrastructureError, match="405"):
+                await control.ask("DELETE", "/pause")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_ctrl_c_drains_and_a_second_one_stops(model, tmp_path, signals):
+    command = [sys.executable, "-m", "asyncrl.cli", "serve", str(model), "--port", "0"]
+    command += ["--control-socket", str(tmp_path / "c.sock")]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert process.stdout is not None
+    try:
+        url = ""
+        while not url:
+            line = (await process.stdout.readline()).decode()
+            assert line, "the server ended"
+            url = line.split()[-1] if "tokens" in line else ""
+        async with aiohttp.ClientSession() as client:
+            body = {"prompt_token_ids": [5, 6], "max_new_tokens": 100, "stream": True}
+            async with client.post(url, json=body) as answer:
+                await answer.content.readline()
+                if signals == 2:  # then it does not end by itself
+                    async with ControlClient(str(tmp_path / "c.sock")) as control:
+                        await control.ask("POST", "/pause")
+                for _ in range(signals):
+                    process.send_signal(signal.SIGINT)
+                    await asyncio.sleep(0.2)
+                with contextlib.suppress(aiohttp.ClientError):
+                    rest = (await answer.content.read()).decode()
+                    if signals == 1:
+                        assert '"finish_reason":"length"' in rest or '"finish_reason":"stop"' in rest
+        code = await asyncio.wait_for(process.wait(), 60)
+        assert code == {1: 0, 2: 130}[signals]
+        assert not (tmp_path / "c.sock").exists()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

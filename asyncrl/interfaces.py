@@ -33,7 +33,7 @@ The columns of a trajectory batch, from rollout to loss:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -500,6 +500,7 @@ class GroupSummary:
         version_tokens: how many of them were sampled under each version.
         rewards: one per row.
         lengths: sampled tokens per row.
+        environment: what the task calls its ``environment``, where several are mixed; quotas go by it.
     """
 
     slot: int
@@ -509,6 +510,7 @@ class GroupSummary:
     version_tokens: Mapping[int, int]
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
+    environment: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,14 +565,37 @@ class ReplayBuffer(Protocol):
         """
         ...
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture) -> None:
-        """Make a pending group ready. A slot that is unknown or not pending raises :class:`InvalidDataError`."""
+    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
+        """The first rows of a pending group; it is ready unless the buffer was made to wait for further columns.
+
+        A slot that is unknown or not pending raises :class:`InvalidDataError`. ``uses`` is how many steps of an earlier
+        run trained on it.
+        """
+        ...
+
+    def extend(
+        self,
+        slot: int,
+        columns: Collection[str],
+        rows: DataProto | DataProtoFuture,
+        *,
+        rewards: tuple[float, ...] | None = None,
+    ) -> None:
+        """Further columns of a pending group, before or after :meth:`put`; ``rewards`` replace those of its summary."""
         ...
 
     async def select(
-        self, groups: int, *, weight_version: int, timeout_s: float | None = None
+        self,
+        groups: int,
+        *,
+        weight_version: int,
+        slots: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[SelectedGroup, ...]:
-        """Wait for ``groups`` groups that may be trained at ``weight_version`` and take them, in the policy's order."""
+        """Wait for ``groups`` groups that may be trained at ``weight_version`` and take them, in the policy's order.
+
+        With ``slots`` take exactly these, as an earlier run did.
+        """
         ...
 
     def release(self, slots: Iterable[int]) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
-from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
+from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
 from buffers.eviction import Eviction
-from buffers.selection import Selection, make_selection
+from buffers.policies import ZeroVariance, compose_eviction, compose_selection
+from buffers.rate_limit import RateLimit
+from buffers.selection import Selection
 from buffers.state import BufferState, Stage
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class _Admission(_Waiter[None]):
 class _Request(_Waiter[tuple[SelectedGroup, ...]]):
     groups: int
     weight_version: int
+    slots: tuple[int, ...] | None = None
     reason: ClassVar[str] = "select: the next groups are not ready"
 
 
@@ -63,9 +66,22 @@ class AsyncReplayBuffer:
         capacity: groups that are pending, ready or selected at once. A driver under the admission law needs its
             ``window``: ``groups_per_step * (max_staleness + 1)``.
         max_staleness: hard bound, in versions.
-        selection: ``fifo`` (slot order, slow groups are waited for), ``fifo_ready`` (slot order among the ready ones),
-            or a policy object.
-        eviction: what is given up early; by default groups that passed the bound.
+        selection: ``fifo`` (slot order, slow groups are waited for), ``windowed_fifo`` (so far and no further),
+            ``fifo_ready`` (slot order among the ready ones), ``freshest``, ``uniform``, ``prioritized``, or a policy
+            object (``buffers/selection.py``, ``buffers/sampling.py``).
+        eviction: what is given up early, beside groups that passed the bound: ``oldest``, ``dullest`` or ``reservoir``
+            keep ``keep_groups`` ready groups, or a policy object that does all of it.
+        batch_groups: groups that one select takes, where quotas or a rate limit must know.
+        columns: names that must have arrived by :meth:`extend` before a group is ready.
+        max_uses: steps that may train on one group.
+        zero_variance: ``keep`` groups whose rewards are all equal, or ``drop`` them as they get ready (reason
+            ``zero_variance``; arXiv:2503.14476). The slot of one that is dropped is taken by a later prompt, so batches
+            stay full; ``zero_variance_limit`` of them in a row are an error.
+        quotas: shares of a batch by environment (:attr:`GroupSummary.environment`).
+        samples_per_insert: how often a group is used on average; ``insert_tolerance`` says how far either side may be
+            ahead, in groups (``buffers/rate_limit.py``).
+        window, priority, exponent, seed: of selections that take them.
+        keep_groups: of ``eviction``.
 
     >>> import asyncio
     >>> async def story() -> tuple[int, ...]:
@@ -90,10 +106,56 @@ class AsyncReplayBuffer:
         capacity: int,
         max_staleness: int,
         selection: str | Selection = "fifo",
-        eviction: Eviction | None = None,
+        eviction: Literal["oldest", "dullest", "reservoir"] | Eviction | None = None,
+        batch_groups: int = 1,
+        columns: Collection[str] = (),
+        max_uses: int = 1,
+        zero_variance: Literal["keep", "drop"] = "keep",
+        zero_variance_limit: int = 1000,
+        quotas: Mapping[str, float] | None = None,
+        samples_per_insert: float | None = None,
+        insert_tolerance: float | None = None,
+        window: int | None = None,
+        priority: Literal["advantage", "age"] | None = None,
+        exponent: float | None = None,
+        seed: int | None = None,
+        keep_groups: int | None = None,
     ) -> None:
-        policy = make_selection(selection) if isinstance(selection, str) else selection
-        self._state = BufferState(capacity=capacity, max_staleness=max_staleness, selection=policy, eviction=eviction)
+        self._state = BufferState(
+            capacity=capacity,
+            max_staleness=max_staleness,
+            selection=compose_selection(
+                selection, quotas, window=window, priority=priority, exponent=exponent, seed=seed
+            ),
+            eviction=compose_eviction(
+                eviction,
+                max_staleness=max_staleness,
+                quotas=quotas,
+                batch_groups=batch_groups,
+                capacity=capacity,
+                keep_groups=keep_groups,
+                seed=seed,
+            ),
+            columns=columns,
+            max_uses=max_uses,
+            refuse=ZeroVariance(zero_variance_limit) if zero_variance == "drop" else None,
+        )
+        self._batch_groups = batch_groups
+        self._rate: RateLimit | None = None
+        if samples_per_insert is not None:
+            self._rate = RateLimit(
+                samples_per_insert=samples_per_insert,
+                tolerance=samples_per_insert + batch_groups if insert_tolerance is None else insert_tolerance,
+                batch_groups=batch_groups,
+                max_uses=max_uses,
+                capacity=capacity,
+            )
+        elif insert_tolerance is not None:
+            raise ConfigError(
+                "insert_tolerance belongs to samples_per_insert",
+                path="buffer.options.insert_tolerance",
+                remedy="give both, or none",
+            )
         self._admissions: OrderedDict[int, _Admission] = OrderedDict()
         self._requests: OrderedDict[int, _Request] = OrderedDict()
         self._tickets = count()
@@ -113,8 +175,8 @@ class AsyncReplayBuffer:
         self._state.check_new(slot)
         if slot in self._admissions:
             raise InvalidDataError(f"slot {slot} is being admitted by another call")
-        if not self._admissions and self._state.has_room:
-            self._state.admit(slot)
+        if not self._admissions and self._may_admit():
+            self._admit(slot)
             return
         loop = asyncio.get_running_loop()
         waiter = _Admission(slot=slot, future=loop.create_future(), since=loop.time())
@@ -129,18 +191,48 @@ class AsyncReplayBuffer:
                 del self._admissions[slot]
             if not served and waiter.was_served() and self._state.stage(slot) is Stage.PENDING:
                 self._state.withdraw(slot)
+                if self._rate is not None:
+                    self._rate.inserted(-1)
             self._settle()
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture) -> None:
-        """Make a pending group ready. A slot that is unknown or not pending raises :class:`InvalidDataError`."""
+    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
+        """The first rows of a pending group; it is ready, unless columns are still to come (:meth:`extend`).
+
+        A slot that is unknown or not pending raises :class:`InvalidDataError`. ``uses`` is how many steps of an earlier
+        run trained on it.
+        """
         self._check_open("put")
-        self._state.put(summary, rows)
+        self._state.put(summary, rows, uses=uses)
+        self._settle()
+
+    def extend(
+        self,
+        slot: int,
+        columns: Collection[str],
+        rows: DataProto | DataProtoFuture,
+        *,
+        rewards: tuple[float, ...] | None = None,
+    ) -> None:
+        """Further columns of a pending group, joined to its rows; ``rewards`` take the place of its summary's.
+
+        Raises:
+            InvalidDataError: the group is not pending, or nobody waits for these columns.
+        """
+        self._check_open("extend")
+        self._state.extend(slot, columns, rows, rewards=rewards)
         self._settle()
 
     async def select(
-        self, groups: int, *, weight_version: int, timeout_s: float | None = None
+        self,
+        groups: int,
+        *,
+        weight_version: int,
+        slots: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[SelectedGroup, ...]:
         """Wait for ``groups`` groups that may be trained at ``weight_version`` and take them, in the policy's order.
+
+        With ``slots`` take exactly these, in this order, as an earlier run did: neither policy nor bound is asked.
 
         Raises:
             InvalidDataError: ``groups`` is not in 1..capacity, so the wait could never end.
@@ -151,7 +243,13 @@ class AsyncReplayBuffer:
         if not 1 <= groups <= self._state.capacity:
             raise InvalidDataError(f"select can return 1..{self._state.capacity} groups (the capacity), not {groups}")
         loop = asyncio.get_running_loop()
-        waiter = _Request(groups=groups, weight_version=weight_version, future=loop.create_future(), since=loop.time())
+        waiter = _Request(
+            groups=groups,
+            weight_version=weight_version,
+            slots=None if slots is None else tuple(slots),
+            future=loop.create_future(),
+            since=loop.time(),
+        )
         ticket = next(self._tickets)
         self._requests[ticket] = waiter
         served = False
@@ -164,8 +262,8 @@ class AsyncReplayBuffer:
         finally:
             self._requests.pop(ticket, None)
             if not served and waiter.was_served():
-                slots = [group.summary.slot for group in waiter.future.result()]
-                self._state.restore([slot for slot in slots if self._state.stage(slot) is Stage.SELECTED])
+                taken_slots = [group.summary.slot for group in waiter.future.result()]
+                self.restore([slot for slot in taken_slots if self._state.stage(slot) is Stage.SELECTED])
             self._settle()
 
     def release(self, slots: Iterable[int]) -> None:
@@ -187,7 +285,10 @@ class AsyncReplayBuffer:
 
     def restore(self, slots: Iterable[int]) -> None:
         """Give selected groups back as ready: their step did not happen."""
-        self._state.restore(slots)
+        given_back = list(slots)
+        self._state.restore(given_back)
+        if self._rate is not None:
+            self._rate.sampled(-len(given_back))
         self._settle()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -224,19 +325,46 @@ class AsyncReplayBuffer:
         while self._requests and not self._closed:
             ticket, request = next(iter(self._requests.items()))
             if not request.future.done():
-                taken = self._state.take(request.groups, weight_version=request.weight_version)
+                taken = self._take(request)
                 if taken is None:
                     break
                 request.future.set_result(taken)
             del self._requests[ticket]
-        while self._admissions and self._state.has_room and not self._closed:
+        while self._admissions and not self._closed and self._may_admit():
             slot, admission = self._admissions.popitem(last=False)
             if not admission.future.done():
-                self._state.admit(slot)
+                self._admit(slot)
                 admission.future.set_result(None)
         for dropped in self._state.drain_dropped():
+            if self._rate is not None:
+                self._rate.inserted(-1)
             for listener in self._listeners:
                 listener(dropped)
+
+    def _take(self, request: _Request) -> tuple[SelectedGroup, ...] | None:
+        if request.slots is not None:
+            taken = self._state.take_these(request.slots)
+        elif self._rate is not None and not self._rate.may_sample(request.groups):
+            return None
+        else:
+            taken = self._state.take(request.groups, weight_version=request.weight_version)
+        if taken is not None and self._rate is not None:
+            self._rate.sampled(len(taken))
+        return taken
+
+    def _admit(self, slot: int) -> None:
+        self._state.admit(slot)
+        if self._rate is not None:
+            self._rate.inserted()
+
+    def _may_admit(self) -> bool:
+        """Whether a group may come in now; where the rate of use is what keeps the places taken, one is freed."""
+        if self._rate is not None and not self._rate.may_insert():
+            return False
+        if self._state.has_room:
+            return True
+        stuck = self._rate is not None and not self._rate.may_sample(self._batch_groups)
+        return stuck and self._state.make_room()
 
     @contextmanager
     def _deadline(self, waiter: _Admission | _Request, timeout_s: float | None) -> Iterator[None]:
@@ -261,7 +389,13 @@ class AsyncReplayBuffer:
             first = next(waiting for waiting in self._requests.values() if not waiting.future.done())
             if first is not waiter:
                 return "other calls of select came first"
+            if waiter.slots is not None:
+                return f"slots {', '.join(map(str, waiter.slots))} are not all ready"
+            if self._rate is not None and not self._rate.may_sample(waiter.groups):
+                return f"{self._rate.samples} uses of {self._rate.inserts} groups: new groups must come in first"
             return self._state.explain(waiter.groups)
+        if self._rate is not None and not self._rate.may_insert():
+            return f"{self._rate.samples} uses of {self._rate.inserts} groups: they must be used first"
         counts = self._state.statistics()
         return (
             f"all {counts.capacity} places are taken "

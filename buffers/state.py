@@ -1,10 +1,13 @@
 """The life of groups in a replay buffer: a pure state machine, without a clock, a wait or a task.
 
-    admit          put           take            release
-    ------> pending ---> ready -------> selected -------> released
+    admit        put, extend      take            release, used up
+    ------> pending ---> ready -------> selected -----------------> released
                |           |  <-------     |
-               |           |   restore     |
+               |           |   restore; release, to be used again
                +-----------+---------------+--> dropped (reason)
+
+A group is ready when all the columns that its consumer asked for are there, in whatever order they came. It is used by
+at most ``max_uses`` steps; once it was used it is never dropped: what ends its stay early counts as released.
 
 Groups that are pending, ready or selected occupy a place; there are ``capacity`` places. Each event costs O(log n) per
 group named in it, where n is the number of places taken.
@@ -12,21 +15,21 @@ group named in it, where n is the number of places taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
 from buffers.eviction import Eviction, StalenessBound
 from buffers.selection import Selection
-from buffers.slots import SlotRanges
+from buffers.slots import SlotHeap, SlotRanges
 
 if TYPE_CHECKING:
     from asyncrl.data import DataProto, DataProtoFuture
 
-__all__ = ["BufferState", "Stage"]
+__all__ = ["BufferState", "Stage", "joined"]
 
 
 class Stage(Enum):
@@ -41,6 +44,9 @@ class Stage(Enum):
 class _Group:
     stage: Stage = Stage.PENDING
     held: SelectedGroup | None = None
+    missing: set[str] = field(default_factory=set)
+    parts: list[DataProto | DataProtoFuture] = field(default_factory=list)
+    rewards: tuple[float, ...] | None = None
 
 
 class BufferState:
@@ -51,17 +57,34 @@ class BufferState:
         max_staleness: hard bound on ``weight_version - oldest_version`` of what :meth:`take` returns.
         selection: which ready groups are taken; owned by this state from now on.
         eviction: which are given up before their turn; by default those that passed the bound.
+        columns: names that must have arrived, beside the first rows, before a group is ready.
+        max_uses: steps that may train on one group.
+        refuse: names the reason to drop a group as it gets ready, or None.
     """
 
     def __init__(
-        self, *, capacity: int, max_staleness: int, selection: Selection, eviction: Eviction | None = None
+        self,
+        *,
+        capacity: int,
+        max_staleness: int,
+        selection: Selection,
+        eviction: Eviction | None = None,
+        columns: Collection[str] = (),
+        max_uses: int = 1,
+        refuse: Callable[[GroupSummary], str | None] | None = None,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 group, got {capacity}")
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be 0 or more, got {max_staleness}")
+        if max_uses < 1:
+            raise ValueError(f"max_uses must be at least 1, got {max_uses}")
         self.capacity = capacity
         self.max_staleness = max_staleness
+        self.max_uses = max_uses
+        self._columns = frozenset(columns)
+        self._refuse = refuse
+        self._used = SlotHeap()
         self._selection = selection
         self._eviction: Eviction = eviction or StalenessBound(max_staleness)
         self._groups: dict[int, _Group] = {}
@@ -95,7 +118,7 @@ class BufferState:
         if not self.has_room:
             raise InvalidDataError(f"all {self.capacity} places are taken")
         self._known.add(slot)
-        self._groups[slot] = _Group()
+        self._groups[slot] = _Group(missing=set(self._columns))
         self._admitted += 1
         self._counts[Stage.PENDING] += 1
         self._selection.admitted(slot)
@@ -108,12 +131,55 @@ class BufferState:
         self._known.remove(slot)
         self._admitted -= 1
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture) -> None:
-        """A pending group is ready."""
+    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
+        """The first rows of a pending group, and its summary. ``uses``: steps of an earlier run that trained on it."""
         self._require([summary.slot], Stage.PENDING)
         group = self._groups[summary.slot]
-        group.held = SelectedGroup(summary=summary, rows=rows)
+        if group.held is not None:
+            raise InvalidDataError(f"slot {summary.slot} was put before; what comes later extends it")
+        group.held = SelectedGroup(summary=summary, rows=rows, uses=uses)
+        self._complete(group)
+
+    def extend(
+        self,
+        slot: int,
+        columns: Collection[str],
+        rows: DataProto | DataProtoFuture,
+        *,
+        rewards: tuple[float, ...] | None = None,
+    ) -> None:
+        """Further columns of a pending group, before or after :meth:`put`; ``rewards`` replace the summary's."""
+        self._require([slot], Stage.PENDING)
+        group = self._groups[slot]
+        late = set(columns) - group.missing
+        if late:
+            raise InvalidDataError(f"columns {sorted(late)} of slot {slot} came twice, or nobody asked for them")
+        group.missing -= set(columns)
+        group.parts.append(rows)
+        group.rewards = group.rewards if rewards is None else rewards
+        self._complete(group)
+
+    def _complete(self, group: _Group) -> None:
+        """Make a group ready if everything is there, unless it is refused."""
+        if group.held is None or group.missing:
+            return
+        summary, rows = group.held.summary, group.held.rows
+        if group.rewards is not None:
+            if len(group.rewards) != summary.rows:
+                raise InvalidDataError(
+                    f"slot {summary.slot} has {summary.rows} rows and got {len(group.rewards)} rewards"
+                )
+            summary = replace(summary, rewards=group.rewards)
+        for part in group.parts:
+            rows = joined(rows, part)
+        group.held = replace(group.held, summary=summary, rows=rows)
+        group.parts.clear()
+        reason = self._refuse(summary) if self._refuse is not None else None
+        if reason is not None:
+            self.drop(summary.slot, reason)
+            return
         self._become_ready(group, group.held)
+        self._evict(None)
 
     def take(self, groups: int, *, weight_version: int) -> tuple[SelectedGroup, ...] | None:
         """The groups to train on at ``weight_version``, now selected; None if they are not there yet.
@@ -121,9 +187,7 @@ class BufferState:
         Groups that passed the staleness bound are dropped on the way (reason ``stale``).
         """
         while True:
-            while evicted := self._eviction.evict(weight_version=weight_version):
-                for slot, reason in evicted:
-                    self.drop(slot, reason)
+            self._evict(weight_version)
             chosen = self._selection.choose(groups, weight_version=weight_version)
             if chosen is None:
                 return None
@@ -142,11 +206,44 @@ class BufferState:
                 self._move(group, Stage.SELECTED)
             return tuple(held for _, _, held in taken)
 
+    def take_these(self, slots: Sequence[int]) -> tuple[SelectedGroup, ...] | None:
+        """Exactly these groups, now selected, however old; None until all of them are ready.
+
+        They are trained on again as they were once before, so the bound was kept then.
+        """
+        stages = [self.stage(slot) for slot in slots]
+        if any(stage is Stage.PENDING for stage in stages):
+            return None
+        self._require(slots, Stage.READY)
+        taken = tuple(self._held(slot) for slot in slots)
+        for held in taken:
+            self._leave_ready(held.summary.slot, held)
+            self._move(self._groups[held.summary.slot], Stage.SELECTED)
+        return taken
+
+    def make_room(self) -> bool:
+        """Let the ready group that was used most often go; False if none was used."""
+        slot = self._used.least()
+        if slot is None:
+            return False
+        self.drop(slot, "used")
+        return True
+
+    def _evict(self, weight_version: int | None) -> None:
+        while evicted := self._eviction.evict(weight_version=weight_version):
+            for slot, reason in evicted:
+                self.drop(slot, reason)
+
     def release(self, slots: Iterable[int]) -> None:
         """Selected groups were trained on. All of them or, when one is not selected, none."""
         for slot in self._require(slots, Stage.SELECTED):
-            self._forget(slot)
-            self._released += 1
+            group, held = self._groups[slot], self._held(slot)
+            held = group.held = replace(held, uses=held.uses + 1)
+            if held.uses < self.max_uses:
+                self._become_ready(group, held)
+            else:
+                self._forget(slot)
+                self._released += 1
 
     def restore(self, slots: Iterable[int]) -> None:
         """Selected groups are ready again. All of them or, when one is not selected, none."""
@@ -164,11 +261,14 @@ class BufferState:
             raise InvalidDataError(f"slot {slot} cannot be dropped: {self._whereabouts(slot)}")
         if group.held is not None:
             tokens = group.held.summary.tokens
-            if group.stage is Stage.READY:
-                self._leave_ready(slot, group.held)
-        else:
+        if group.stage is Stage.READY:
+            self._leave_ready(slot, self._held(slot))
+        elif group.stage is Stage.PENDING:
             self._selection.forget(slot)
         self._forget(slot)
+        if group.held is not None and group.held.uses:
+            self._released += 1
+            return
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
         self._dropped_tokens[reason] = self._dropped_tokens.get(reason, 0) + tokens
         self._news.append(DroppedGroup(slot=slot, reason=reason, tokens=tokens))
@@ -224,14 +324,29 @@ class BufferState:
 
     def _become_ready(self, group: _Group, held: SelectedGroup) -> None:
         self._move(group, Stage.READY)
-        self._ready_tokens += held.summary.tokens
+        if held.uses:
+            self._used.push(held.summary.slot, -held.uses)
+        else:
+            self._ready_tokens += held.summary.tokens
         self._selection.ready(held.summary)
         self._eviction.ready(held.summary)
 
     def _leave_ready(self, slot: int, held: SelectedGroup) -> None:
-        self._ready_tokens -= held.summary.tokens
+        if held.uses:
+            self._used.discard(slot)
+        else:
+            self._ready_tokens -= held.summary.tokens
         self._selection.forget(slot)
         self._eviction.forget(slot)
 
     def _forget(self, slot: int) -> None:
         self._counts[self._groups.pop(slot).stage] -= 1
+
+
+def joined(rows: DataProto | DataProtoFuture, part: DataProto | DataProtoFuture) -> DataProto | DataProtoFuture:
+    """Rows with further columns; a future stays one, and no payload moves."""
+    from asyncrl.data import DataProto, DataProtoFuture
+
+    if isinstance(part, DataProtoFuture) and isinstance(rows, DataProto):
+        rows = DataProtoFuture.of(rows)
+    return rows.union(cast("DataProto", part))

@@ -23,6 +23,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SftConfig",
+    "SimulationConfig",
     "StalenessConfig",
     "TelemetryConfig",
     "TrainerConfig",
@@ -181,6 +182,32 @@ class StalenessConfig(Section):
     always does); `drop` throws the slow away; `correct` trains past the bound, weighted by measured log-probs."""
 
 
+class SimulationConfig(Section):
+    """Durations for `asyncrl simulate` and `asyncrl plan`; training does not look at them.
+
+    What varies is a number, `uniform(low, high)`, `exponential(mean)` or `lognormal(mu, sigma)` (of the logarithm).
+    """
+
+    tokens: Annotated[str, Field(min_length=1)] | None = None
+    """Sampled tokens of a rollout, over all its turns; none: uniform(1, rollout.max_new_tokens)."""
+    token_s: Annotated[float, Field(gt=0, le=3600)] = 0.02
+    """Seconds a token takes a request that decodes alone."""
+    saturation: Annotated[int, Field(ge=1, le=10_000_000)] | None = 64
+    """Requests of one replica from which on they share its speed; none: it serves any number at full speed."""
+    turns: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Turns of a rollout."""
+    turn_s: Annotated[str, Field(min_length=1)] = "0"
+    """Seconds the environment takes after each turn."""
+    reward_s: Annotated[str, Field(min_length=1)] | None = None
+    """Seconds a reward takes after the rollout; none: it comes with the rollout."""
+    update_s: Annotated[str, Field(min_length=1)] = "10"
+    """Seconds of an update on `trainer.world_size` ranks."""
+    publish_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    """Seconds until the trainer has made new weights ready to be fetched."""
+    prepare_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    """Seconds a replica takes to fetch them, while it goes on decoding."""
+
+
 class BufferConfig(Section):
     """Where finished groups wait to be trained on."""
 
@@ -189,7 +216,11 @@ class BufferConfig(Section):
     capacity_groups: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Groups between admission and use; none: (max_staleness + 1) * groups_per_step, twice that with overdue ones."""
     selection: PartName | None = None
-    """Order in which ready groups are handed out; none: what the staleness policy needs, `fifo` or `fifo_ready`."""
+    """Order in which ready groups are handed out; none: what the staleness policy needs, `fifo` or `fifo_ready`. There
+    are also `windowed_fifo`, `freshest`, `uniform` and `prioritized`."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the buffer: `window`, `priority`, `exponent`, `seed`, `max_uses`, `zero_variance`, `quotas`,
+    `samples_per_insert`, `insert_tolerance`, `eviction`, `keep_groups` (see buffers/replay.py)."""
 
 
 class LedgerConfig(Section):

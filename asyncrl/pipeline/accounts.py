@@ -41,10 +41,16 @@ class TokenBalance:
 
 
 class TokenAccounts:
-    """The driver's side of the equation: what was trained on and what was dropped, and why."""
+    """The driver's side of the equation: what was trained on and what was dropped, and why.
+
+    Attributes:
+        trained: tokens trained on, each counted once.
+        trained_again: how often tokens were trained on after their first time, by this process.
+    """
 
     def __init__(self, *, trained: int = 0, dropped: Mapping[str, int] | None = None) -> None:
         self.trained = trained
+        self.trained_again = 0
         self._dropped: Counter[str] = Counter(dropped or {})
 
     @property
@@ -52,9 +58,10 @@ class TokenAccounts:
         """Tokens given up, by reason; reasons without tokens are left out."""
         return {reason: tokens for reason, tokens in sorted(self._dropped.items()) if tokens}
 
-    def train(self, tokens: int) -> None:
-        """Count tokens a finished step was trained on."""
+    def train(self, tokens: int, *, again: int = 0) -> None:
+        """Count tokens a finished step was trained on; those that were trained on ``again`` have their fate already."""
         self.trained += tokens
+        self.trained_again += again
 
     def drop(self, reason: str, tokens: int) -> None:
         """Count tokens that will never be trained on."""

@@ -156,12 +156,16 @@ class Assembly:
     def make_buffer(self, *, at_least_groups: int = 0) -> ReplayBuffer:
         """A replay buffer for this run, with room for what an earlier life has left."""
         config = self.config
+        columns = ["scores"] if config.reward.source != "environment" else []
+        columns += ["reference_log_probs"] if config.algorithm.kl_coefficient > 0 else []
         buffer: ReplayBuffer = make_part(
             "asyncrl.replay_buffers",
             config.buffer.kind,
-            options={},
+            options=config.buffer.options,
             path="buffer.kind",
             capacity=max(config.capacity_groups, at_least_groups),
+            batch_groups=config.trainer.groups_per_step,
+            columns=columns,
             # Where the bound is kept by token, no group is too old: none of a run can be older than its steps.
             max_staleness=config.steps if config.staleness_policy.keeps_groups else config.max_staleness,
             selection=config.buffer.selection or config.staleness_policy.selection,

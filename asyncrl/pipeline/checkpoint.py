@@ -79,11 +79,14 @@ class CheckpointingTrainer(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last; keeps the newest ``keep``."""
+    """The checkpoints of one run, newest last; keeps the newest ``keep``, and ``in_use``, which replicas load again."""
 
-    def __init__(self, folder: Path, *, keep: int, files: DurableFiles | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int, in_use: Path | None = None, files: DurableFiles | None = None
+    ) -> None:
         self._folder = folder
         self._keep = keep
+        self._in_use = in_use
         self._files = files or DurableFiles()
 
     async def save(self, trainer: CheckpointingTrainer, state: DriverState, *, step: int) -> Path:
@@ -114,7 +117,8 @@ class Checkpoints:
             files.rename(final, replaced)
         files.rename(partial, final)
         for leftover in (*self.all()[: -self._keep], *sorted(self._folder.glob(".step-*"))):
-            files.remove(leftover)
+            if leftover != self._in_use:
+                files.remove(leftover)
 
     def rewind(self, step: int) -> None:
         """Checkpoints after ``step`` count no more: a run goes on from there. They go when the next is complete."""

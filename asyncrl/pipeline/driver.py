@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.canary import check_first_step
 from asyncrl.pipeline.certificate import Certificate, certify, check_summary
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
-from asyncrl.pipeline.journal import Journal, selected
+from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
@@ -145,7 +145,6 @@ class Driver:
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _done: bool = False
     _failures_in_a_row: int = 0
-    _recovered_tokens: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     _dropped_rows: int = 0
     _dropped_tokens: int = 0
@@ -158,8 +157,10 @@ class Driver:
         """
         self.buffer.on_drop(self._dropped)
         async with asyncio.TaskGroup() as stages:
-            await self._recover(stages)
-            stages.create_task(self._issue(stages), name="issue")
+            recovery = stages.create_task(self._recover(stages), name="recover")
+            if self.evaluate_first:
+                self._evaluate_beside(stages, self.law.first_version, after=None)
+            stages.create_task(self._issue(stages, after=recovery), name="issue")
             stages.create_task(self._train(stages), name="train")
 
     def balance(self, *, generated: int, in_flight: int) -> TokenBalance:
@@ -167,26 +168,25 @@ class Driver:
 
         ``in_flight`` is what episodes that still run have sampled; groups in the buffer are added to it.
         """
-        in_flight += self.buffer.statistics().ready_tokens + self._recovered_tokens
+        in_flight += self.buffer.statistics().ready_tokens
         return self.accounts.balance(generated=generated, in_flight=in_flight)
 
     async def _recover(self, stages: asyncio.TaskGroup) -> None:
         """Take up what the ledger has kept: recorded groups go into the buffer, and places are held for the others."""
         found = self.journal.recovered
-        again = {slot for step, batch in found.batches.items() if step <= self.plan.steps for slot in batch}
-        for slot in sorted(self.outstanding - again):
+        used = {slot for slot, group in found.groups.items() if group.uses}
+        for slot in sorted(self.outstanding | used):
             await self.buffer.admit(slot)
-            if slot in found.groups:
-                stages.create_task(self._restore(slot), name=f"group {slot}")
-        # What becomes a batch again as it was does not pass through the buffer.
-        self._recovered_tokens = sum(found.groups[slot].summary.tokens for slot in self.outstanding & again)
-        if self.evaluate_first:
-            self._evaluate_beside(stages, self.law.first_version, after=None)
+            if (group := found.groups.get(slot)) is not None:
+                rows = DataProtoFuture.of(group.rows)
+                entering = self._enter(group.summary, rows, rewarded=group.rewarded, uses=group.uses)
+                stages.create_task(entering, name=f"group {slot}")
 
     # ------------------------------------------------------------------------------------------ prompts and rollouts
 
-    async def _issue(self, stages: asyncio.TaskGroup) -> None:
+    async def _issue(self, stages: asyncio.TaskGroup, *, after: asyncio.Task[None]) -> None:
         """Issue groups as the law admits them and the buffer has room for them."""
+        await asyncio.wait([after])  # groups come into the buffer in slot order
         while True:
             while not self._done and not self.law.may_issue():
                 self._admission_changed.clear()
@@ -213,9 +213,7 @@ class Driver:
             self.buffer.drop(slot, "environment_failed", tokens=failure.tokens_generated)
             return
         self._failures_in_a_row = 0
-        self.law.finished_group(slot)
-        self.buffer.put(summary, rows)
-        self._gauge()
+        await self._enter(summary, rows)
 
     async def _roll_out(self, slot: int) -> tuple[DataProtoFuture, GroupSummary]:
         plan = self.plan
@@ -243,39 +241,40 @@ class Driver:
         self._dropped_tokens += meta["wasted_tokens"]
         if sample:
             self.observer.sampled(meta["sample"], step=self.law.version + 1, slot=slot)
-        return await self._score(rows, summary, rewarded=False)
-
-    async def _score(
-        self, rows: DataProtoFuture, summary: GroupSummary, *, rewarded: bool
-    ) -> tuple[DataProtoFuture, GroupSummary]:
-        """What other stages add to a group: rewards, unless it has them, and the reference's log-probs."""
-        slot = summary.slot
-        if self.reward is not None and not rewarded:
-            with self.timeline.span("reward", f"group {slot}"):
-                scores = self.reward(rows)
-                rewards = (await scores.header()).meta_info["scores"]
-            rows = rows.union(scores)
-            summary = replace(summary, rewards=tuple(rewards))
-            self.journal.rewarded(slot, rewards)
-        if self.reference is not None:
-            with self.timeline.span("reference", f"group {slot}"):
-                reference = self.reference(rows)
-                await reference.header()
-            rows = rows.union(reference)
         return rows, summary
 
-    async def _restore(self, slot: int) -> None:
-        """Put a group that the ledger has kept into the buffer."""
-        group = await self._recorded(slot)
-        self.law.finished_group(slot)
-        self.buffer.put(group.summary, group.rows)
+    async def _enter(
+        self, summary: GroupSummary, rows: DataProtoFuture, *, rewarded: bool = False, uses: int = 0
+    ) -> None:
+        """Put a group into the buffer, and what other stages add to it as it comes: it is ready when all is there."""
+        self.law.finished_group(summary.slot)
+        self.buffer.put(summary, rows, uses=uses)
+        if self.reward is not None or self.reference is not None:
+            async with asyncio.TaskGroup() as stages:
+                if self.reward is not None:
+                    stages.create_task(self._rewarded(summary, rows, rewarded=rewarded))
+                if self.reference is not None:
+                    stages.create_task(self._referred(summary.slot, rows))
+        self._gauge()
 
-    async def _recorded(self, slot: int) -> SelectedGroup:
-        kept = self.journal.recovered.groups[slot]
-        group = selected(kept)
-        assert isinstance(group.rows, DataProtoFuture)
-        rows, summary = await self._score(group.rows, group.summary, rewarded=kept.rewarded)
-        return replace(group, rows=rows, summary=summary)
+    async def _rewarded(self, summary: GroupSummary, rows: DataProtoFuture, *, rewarded: bool) -> None:
+        assert self.reward is not None
+        if rewarded:  # in an earlier life, and recorded
+            scores = DataProtoFuture.of(DataProto.from_dict({"scores": torch.tensor(summary.rewards)}))
+            rewards = summary.rewards
+        else:
+            with self.timeline.span("reward", f"group {summary.slot}"):
+                scores = self.reward(rows)
+                rewards = tuple((await scores.header()).meta_info["scores"])
+            self.journal.rewarded(summary.slot, rewards)
+        self.buffer.extend(summary.slot, ("scores",), scores, rewards=rewards)
+
+    async def _referred(self, slot: int, rows: DataProtoFuture) -> None:
+        assert self.reference is not None
+        with self.timeline.span("reference", f"group {slot}"):
+            reference = self.reference(rows)
+            await reference.header()
+        self.buffer.extend(slot, ("reference_log_probs",), reference)
 
     def _dropped(self, group: DroppedGroup) -> None:
         """A group was given up, here or by the buffer: a later prompt takes its place."""
@@ -321,8 +320,8 @@ class Driver:
     async def _select(self, step: int) -> Sequence[SelectedGroup]:
         """The next batch; one without a token that is young enough is given up for groups sampled from now on."""
         oldest = self._oldest_version(step)
-        if step in self.journal.recovered.batches:
-            return await asyncio.gather(*(self._recorded(slot) for slot in self.journal.recovered.batches[step]))
+        if (batch := self.journal.recovered.batches.get(step)) is not None:
+            return await self.buffer.select(len(batch), weight_version=step - 1, slots=batch)
         while True:
             groups = await self.buffer.select(self.plan.groups_per_step, weight_version=step - 1)
             counts = [group.summary.version_tokens for group in groups]
@@ -358,16 +357,20 @@ class Driver:
         )
         batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
         (metrics, *_others) = await self.trainer.update(batch, oldest)
-        if step == self.law.first_version + 1 and self.plan.mismatch_limit is not None:
+        # After a resume there may be rows that went on over new weights, with keys and values of the old ones.
+        fresh = certificate.maximum == 0 and not certificate.masked_tokens
+        if step == self.law.first_version + 1 and self.plan.mismatch_limit is not None and fresh:
             check_first_step(metrics, limit=self.plan.mismatch_limit, one_step=self.plan.optimizer_steps == 1)
         slots = [summary.slot for summary in summaries]
         self.journal.consumed(step, groups)
-        if step in self.journal.recovered.batches:
-            self._recovered_tokens -= sum(group.summary.tokens for group in groups if not group.uses)
-        else:
-            self.buffer.release(slots)
-        self.accounts.train(int(metrics["tokens_trained"]))
-        self.accounts.drop("masked", certificate.masked_tokens)
+        self.buffer.release(slots)
+        again = certify(
+            [group.summary for group in groups if group.uses],
+            trainer_version=step - 1,
+            oldest_version=self._oldest_version(step),
+        )
+        self.accounts.train(int(metrics["tokens_trained"]) - again.tokens, again=again.tokens)
+        self.accounts.drop("masked", certificate.masked_tokens - again.masked_tokens)
         self.outstanding.difference_update(slots)
         self.staleness.update(certificate.histogram)
         statistics = self.buffer.statistics()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.data import DataProtoFuture
 from asyncrl.interfaces import DroppedGroup, Ledger, SelectedGroup
 from asyncrl.ledger import (
     Committed,
@@ -14,13 +13,12 @@ from asyncrl.ledger import (
     Dropped,
     GivenUp,
     Issued,
-    RecordedGroup,
     Recovered,
     Reused,
     Rewarded,
 )
 
-__all__ = ["FAILURES", "Journal", "selected"]
+__all__ = ["FAILURES", "Journal"]
 
 FAILURES = frozenset({"environment_failed"})
 """Reasons under which a group is dropped because it failed, not by a decision."""
@@ -90,8 +88,3 @@ class Journal:
             self.ledger.append(GivenUp(slot=group.slot, failure=group.reason, tokens=group.tokens))
         else:
             self.ledger.append(Dropped(slot=group.slot, reason=group.reason, tokens=group.tokens))
-
-
-def selected(group: RecordedGroup) -> SelectedGroup:
-    """A recorded group as a buffer would hand it out."""
-    return SelectedGroup(summary=group.summary, rows=DataProtoFuture.of(group.rows), uses=group.uses)

@@ -66,7 +66,7 @@ class TrainingRun:
         self._trackers = open_trackers(
             config.telemetry.trackers, run.path, name=config.name, config=config.model_dump(mode="json")
         )
-        self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+        self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep, in_use=checkpoint)
         self._timeline = timeline
         self._phases_s: dict[str, float] = {}
         self._assembly = Assembly(config, log_folder=run.logs, meter_folder=run.meters)
@@ -183,7 +183,7 @@ class TrainingRun:
         step = self._resumed.step if self._resumed is not None else 0
         with self._phase("serve"):
             await asyncio.gather(
-                self._build_trainer(model, weight_version=step),
+                self._build_trainer(origin, weight_version=step),
                 assembly.pool.start(model, weight_version=step),
                 *([assembly.reference.build(origin, trainer_options(config))] if assembly.reference else []),
                 *([assembly.reward.start(model)] if assembly.reward else []),
@@ -194,7 +194,9 @@ class TrainingRun:
             self._resumed, found, total_groups=(config.steps - step) * config.trainer.groups_per_step
         )
         if self._resumed is not None:
-            self._buffer = assembly.make_buffer(at_least_groups=len(held) + len(again))
+            self._buffer = assembly.make_buffer(
+                at_least_groups=len(held) + len(again) + sum(1 for g in found.groups.values() if g.uses)
+            )
         scored = {record["step"] for record in self._recorder.history["evaluations"]}
         return Driver(
             plan=plan,
@@ -223,8 +225,9 @@ class TrainingRun:
             policy=config.staleness_policy,
         )
 
-    async def _build_trainer(self, model: str, *, weight_version: int) -> None:
-        await self._assembly.trainer.build(model, trainer_options(self._config), weight_version)
+    async def _build_trainer(self, origin: str, *, weight_version: int) -> None:
+        # From the model it began with, which stays; a checkpoint goes when newer ones are there.
+        await self._assembly.trainer.build(origin, trainer_options(self._config), weight_version)
         if self._checkpoint is not None:
             await self._assembly.trainer.load(self._checkpoint / "trainer")
 

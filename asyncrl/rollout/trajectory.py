@@ -145,4 +145,5 @@ def summarise(trajectories: Sequence[Trajectory], *, slot: int) -> GroupSummary:
         version_tokens=dict(sorted(versions.items())),
         rewards=tuple(trajectory.reward for trajectory in trajectories),
         lengths=tuple(trajectory.sampled_tokens for trajectory in trajectories),
+        environment=str(trajectories[0].task.get("environment", "")),
     )

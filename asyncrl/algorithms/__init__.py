@@ -27,6 +27,14 @@ from asyncrl.algorithms.corrections import (
     TruncatedImportance,
 )
 from asyncrl.algorithms.kl import KLEstimator, kl_estimate, probability_ratio
+from asyncrl.algorithms.kl_reward import (
+    AdaptiveKL,
+    FixedKL,
+    KLController,
+    penalised_rewards,
+    penalised_token_rewards,
+)
+from asyncrl.algorithms.kto import AnswerLosses, KTOObjective
 from asyncrl.algorithms.log_probs import log_probs_and_entropy
 from asyncrl.algorithms.policy import PolicyObjective
 from asyncrl.algorithms.policy_loss import PolicyLoss
@@ -44,8 +52,10 @@ from asyncrl.algorithms.policy_losses import (
 )
 from asyncrl.algorithms.policy_tokens import PolicyTokens
 from asyncrl.algorithms.preference import PairLosses, PreferenceObjective, answer_log_probs, preference_pairs
+from asyncrl.algorithms.reward_model import ComparisonLosses, bradley_terry_losses
 from asyncrl.algorithms.supervised import supervised_token_losses
 from asyncrl.algorithms.token_losses import TokenLosses
+from asyncrl.algorithms.values import value_token_losses
 
 __all__ = [
     "CISPO",
@@ -56,14 +66,20 @@ __all__ = [
     "PPO",
     "SAPO",
     "TOPR",
+    "AdaptiveKL",
     "AdvantageEstimator",
     "Aggregation",
     "Anchor",
+    "AnswerLosses",
     "ClipCov",
+    "ComparisonLosses",
     "Correction",
+    "FixedKL",
     "IcePop",
+    "KLController",
     "KLCov",
     "KLEstimator",
+    "KTOObjective",
     "MaskedImportance",
     "NoCorrection",
     "PairLosses",
@@ -77,6 +93,7 @@ __all__ = [
     "anchor_log_probs",
     "answer_log_probs",
     "best_of_group_advantages",
+    "bradley_terry_losses",
     "dr_grpo_advantages",
     "gae",
     "gae_advantages",
@@ -87,6 +104,8 @@ __all__ = [
     "log_probs_and_entropy",
     "opo_advantages",
     "pass_at_k_advantages",
+    "penalised_rewards",
+    "penalised_token_rewards",
     "preference_pairs",
     "probability_ratio",
     "reinforce_plus_plus_advantages",
@@ -95,4 +114,5 @@ __all__ = [
     "rloo_advantages",
     "supervised_token_losses",
     "token_weights",
+    "value_token_losses",
 ]

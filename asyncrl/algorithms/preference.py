@@ -1,10 +1,11 @@
-"""Learning from pairs: direct preference optimisation."""
+"""Learning from pairs: direct preference optimisation, DPO and IPO."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, sigmoid
@@ -40,23 +41,31 @@ class PairLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceObjective:
-    """DPO (arXiv:2305.18290, eq. 7), with the conservative label smoothing of its authors (cDPO).
+    """What is minimised for every pair, with x = log(policy / reference)(chosen) - log(policy / reference)(rejected).
 
-        loss = -(1 - smoothing) log sigmoid(margin) - smoothing log sigmoid(-margin)
-        margin = beta * (log(policy / reference)(chosen) - log(policy / reference)(rejected))
+    dpo: -(1 - smoothing) log sigmoid(beta x) - smoothing log sigmoid(-beta x). arXiv:2305.18290, eq. 7, with the
+        conservative label smoothing of its authors (cDPO).
+    ipo: (x - 1 / (2 beta))^2. arXiv:2310.12036, eq. 17: a distance to reach, not to grow for ever, so pairs that all
+        agree cannot make the policy certain.
 
     Attributes:
+        kind: ``dpo`` or ``ipo``.
         beta: > 0, how tightly the policy is held to the reference.
-        label_smoothing: 0 to below 0.5, the probability that a preference is the wrong way round.
+        label_smoothing: 0 to below 0.5, the probability that a preference is the wrong way round; DPO's only.
 
     Raises:
         ConfigError: a value outside its range.
     """
 
+    kind: Literal["dpo", "ipo"] = "dpo"
     beta: float = 0.1
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.kind not in ("dpo", "ipo"):
+            raise ConfigError(f"kind {self.kind!r} does not exist", path="kind", remedy="dpo or ipo")
+        if self.kind == "ipo" and self.label_smoothing:
+            raise ConfigError("label_smoothing is DPO's", path="label_smoothing", remedy="leave it out for ipo")
         if not (self.beta > 0 and math.isfinite(self.beta)):
             raise ConfigError(f"beta is {self.beta}", path="beta", remedy="a positive number, usually 0.01 to 0.5")
         if not 0 <= self.label_smoothing < 0.5:
@@ -99,15 +108,20 @@ class PreferenceObjective:
         chosen = self.beta * (chosen_log_probs - reference_chosen_log_probs.detach())
         rejected = self.beta * (rejected_log_probs - reference_rejected_log_probs.detach())
         margin = chosen - rejected
-        loss = -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)
         distance = margin.detach()
+        if self.kind == "ipo":
+            gap = margin / self.beta - 1.0 / (2.0 * self.beta)
+            loss, advantage = gap.square(), -2.0 * gap.detach()
+        else:
+            loss = -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)
+            # d/dm log sigmoid(m) = sigmoid(-m); (1 - s) sigmoid(-m) - s sigmoid(m) = sigmoid(-m) - s
+            advantage = self.beta * (sigmoid(-distance) - self.label_smoothing)
         return PairLosses(
             loss=loss,
             chosen_reward=chosen.detach(),
             rejected_reward=rejected.detach(),
             correct=(distance.sign() + 1) / 2,
-            # d/dm log sigmoid(m) = sigmoid(-m); (1 - s) sigmoid(-m) - s sigmoid(m) = sigmoid(-m) - s
-            advantage=self.beta * (sigmoid(-distance) - self.label_smoothing),
+            advantage=advantage,
         )
 
 

@@ -17,8 +17,10 @@ NAMES = ("chosen_log_probs", "rejected_log_probs", "reference_chosen_log_probs",
 pair = st.tuples(*[st.floats(-40, 0)] * 4)
 
 
-def plain(beta: float, smoothing: float, values: tuple[float, ...]) -> float:
+def plain(beta: float, smoothing: float, values: tuple[float, ...], kind: str = "dpo") -> float:
     chosen, rejected, reference_chosen, reference_rejected = values
+    if kind == "ipo":
+        return (((chosen - reference_chosen) - (rejected - reference_rejected)) - 1 / (2 * beta)) ** 2
     margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
     return (1 - smoothing) * math.log1p(math.exp(-margin)) + smoothing * math.log1p(math.exp(margin))
 
@@ -54,10 +56,37 @@ def test_loss_and_gradient_equal_plain_python(beta: float, smoothing: float, pai
     assert all(given_columns[name].grad is None for name in NAMES[2:])
 
 
+@pytest.mark.parametrize("beta", [0.05, 0.5])
+def test_ipo_and_its_gradient_equal_plain_python(beta: float) -> None:
+    pairs = [(-3.0, -1.0, -2.0, -2.5), (-1.0, -6.0, -2.0, -4.0), (-1.0, -1.0, -1.0, -1.0)]
+    given_columns = columns([*pairs])
+    got = PreferenceObjective(kind="ipo", beta=beta).pair_losses(**given_columns)
+    assert got.loss.tolist() == pytest.approx([plain(beta, 0.0, values, "ipo") for values in pairs])
+    assert got.chosen_reward.tolist() == pytest.approx([-beta, beta, 0.0])
+    got.loss.sum().backward()
+    for i, name in enumerate(NAMES[:2]):
+        slopes = [
+            (
+                plain(beta, 0.0, (*values[:i], values[i] + 1e-6, *values[i + 1 :]), "ipo")
+                - plain(beta, 0.0, (*values[:i], values[i] - 1e-6, *values[i + 1 :]), "ipo")
+            )
+            / 2e-6
+            for values in pairs
+        ]
+        gradient = given_columns[name].grad
+        assert gradient is not None
+        assert gradient.tolist() == pytest.approx(slopes, rel=1e-4, abs=1e-6)
+        assert gradient.tolist() == pytest.approx((got.advantage * (-1, 1)[i]).tolist(), rel=1e-9)
+    for wrong in ({"kind": "kpo"}, {"kind": "ipo", "label_smoothing": 0.1}):
+        with pytest.raises(ConfigError) as caught:
+            PreferenceObjective(**wrong)  # type: ignore[arg-type]
+        assert caught.value.remedy
+
+
 def test_policy_equal_to_the_reference_knows_nothing() -> None:
     given_columns = columns([(-3.0, -2.0, -3.0, -2.0)])
     got = PreferenceObjective(beta=0.1).pair_losses(**given_columns)
-    assert float(got.loss) == pytest.approx(math.log(2))
+    assert float(got.loss.detach()) == pytest.approx(math.log(2))
     assert (float(got.chosen_reward), float(got.rejected_reward), float(got.correct)) == (0.0, 0.0, 0.5)
     got.loss.sum().backward()
     chosen, rejected = given_columns["chosen_log_probs"].grad, given_columns["rejected_log_probs"].grad

@@ -1,0 +1,106 @@
+"""The divergence from a reference as a part of the reward, and how strongly it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.policy_loss import check_range
+from asyncrl.errors import SchemaError
+
+__all__ = ["AdaptiveKL", "FixedKL", "KLController", "penalised_rewards", "penalised_token_rewards"]
+
+
+class KLController(Protocol):
+    """How strongly the divergence counts. Immutable: an update makes the next one."""
+
+    @property
+    def coefficient(self) -> float: ...
+
+    def updated(self, divergence: float, *, rows: int) -> KLController:
+        """The controller after a step with this mean divergence per token, of ``rows`` rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedKL:
+    """The same coefficient for ever."""
+
+    coefficient: float
+
+    def __post_init__(self) -> None:
+        check_range("coefficient", self.coefficient, low=0.0)
+
+    def updated(self, divergence: float, *, rows: int) -> FixedKL:
+        """See :class:`KLController`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveKL:
+    """Proportional control in logs. Ziegler et al., arXiv:1909.08593, section 2.2.
+
+        coefficient *= 1 + clip(divergence / target - 1, -0.2, 0.2) * rows / horizon
+
+    Attributes:
+        coefficient: above 0; a coefficient of 0 would stay there.
+        target: above 0, nats per token.
+        horizon: above 0, rows over which the coefficient can change by a fifth.
+    """
+
+    coefficient: float
+    target: float
+    horizon: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        check_range("coefficient", self.coefficient, low=0.0, open_low=True)
+        check_range("target", self.target, low=0.0, open_low=True)
+        check_range("horizon", self.horizon, low=0.0, open_low=True)
+
+    def updated(self, divergence: float, *, rows: int) -> AdaptiveKL:
+        """See :class:`KLController`."""
+        error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
+        # More rows than five horizons at once would turn the coefficient negative.
+        return replace(self, coefficient=self.coefficient * max(1.0 + error * rows / self.horizon, 0.1))
+
+
+def penalised_rewards(rewards: Tensor, divergences: Tensor, *, coefficient: float) -> Tensor:
+    """Return of each row: ``rewards - coefficient * divergences``. arXiv:2203.02155, eq. 2.
+
+    Args:
+        rewards: [B]
+        divergences: [B] of each row, its sampled tokens' estimates summed.
+        coefficient: 0 or more.
+    """
+    if divergences.shape != rewards.shape:
+        raise SchemaError(f"divergences must be {tuple(rewards.shape)} like rewards, got {tuple(divergences.shape)}")
+    check_range("coefficient", coefficient, low=0.0)
+    return (rewards.detach().double() - coefficient * divergences.detach().double()).float()
+
+
+def penalised_token_rewards(rewards: Tensor, divergences: Tensor, lengths: Tensor, *, coefficient: float) -> Tensor:
+    """Reward of each token: ``-coefficient * divergence``, and the row's own reward at its last token.
+
+    Args:
+        rewards: [B]
+        divergences: [T] of each sampled token, row after row.
+        lengths: [B] integer, sampled tokens of each row; they sum to T.
+        coefficient: 0 or more.
+
+    Returns:
+        [T] float32. The reward of a row without tokens is lost: there is no token to give it to.
+    """
+    if divergences.shape != (int(lengths.sum()),) or rewards.shape != lengths.shape:
+        raise SchemaError(
+            f"divergences must be [{int(lengths.sum())}] and rewards {tuple(lengths.shape)}, "
+            f"got {tuple(divergences.shape)} and {tuple(rewards.shape)}"
+        )
+    check_range("coefficient", coefficient, low=0.0)
+    found = -coefficient * divergences.detach().double()
+    present = lengths > 0
+    last = torch.cumsum(lengths, 0)[present] - 1
+    found[last.to(found.device)] += rewards.detach().double()[present]
+    return found.float()

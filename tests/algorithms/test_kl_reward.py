@@ -1,0 +1,63 @@
+"""The divergence as a part of the reward, and its controllers, by hand."""
+
+import pytest
+import torch
+
+from asyncrl.algorithms import AdaptiveKL, FixedKL, gae, penalised_rewards, penalised_token_rewards
+from asyncrl.errors import ConfigError, SchemaError
+
+
+def test_rows_lose_what_they_diverged() -> None:
+    got = penalised_rewards(torch.tensor([1.0, 0.0]), torch.tensor([2.0, -1.0]), coefficient=0.25)
+    assert got.tolist() == [0.5, 0.25]
+    assert got.dtype == torch.float32
+    with pytest.raises(SchemaError, match="divergences"):
+        penalised_rewards(torch.zeros(2), torch.zeros(3), coefficient=0.1)
+    with pytest.raises(ConfigError, match="coefficient"):
+        penalised_rewards(torch.zeros(2), torch.zeros(2), coefficient=-0.1)
+
+
+def test_tokens_lose_their_own_share_and_the_last_one_gets_the_reward() -> None:
+    rewards, divergences, lengths = (
+        torch.tensor([1.0, 7.0, 2.0]),
+        torch.tensor([4.0, 8.0, 2.0]),
+        torch.tensor([2, 0, 1]),
+    )
+    got = penalised_token_rewards(rewards, divergences, lengths, coefficient=0.125)
+    assert got.tolist() == [-0.5, 0.0, 1.75]
+    assert got.dtype == torch.float32
+    # Summed over a row it is the row's penalised return.
+    rows = penalised_rewards(rewards[[0, 2]], torch.tensor([12.0, 2.0]), coefficient=0.125)
+    assert [float(got[:2].sum()), float(got[2])] == rows.tolist()
+    advantages, _ = gae(got, torch.zeros(3), lengths, trace=1.0)
+    assert advantages.tolist() == [-0.5, 0.0, 1.75]
+    with pytest.raises(SchemaError, match=r"divergences must be \[3\]"):
+        penalised_token_rewards(rewards, divergences[:2], lengths, coefficient=0.1)
+    with pytest.raises(SchemaError, match="rewards"):
+        penalised_token_rewards(rewards[:2], divergences, lengths, coefficient=0.1)
+    with pytest.raises(ConfigError, match="coefficient"):
+        penalised_token_rewards(rewards, divergences, lengths, coefficient=-1.0)
+    nothing = torch.zeros(0)
+    assert penalised_token_rewards(nothing, nothing, nothing.long(), coefficient=0.1).tolist() == []
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    fixed = FixedKL(coefficient=0.1)
+    assert fixed.updated(9.0, rows=1000) is fixed
+    assert FixedKL(coefficient=0.0).coefficient == 0.0
+    with pytest.raises(ConfigError, match="coefficient"):
+        FixedKL(coefficient=-0.1)
+
+
+def test_an_adaptive_one_is_drawn_to_its_target() -> None:
+    control = AdaptiveKL(coefficient=0.1, target=2.0, horizon=1000.0)
+    assert control.updated(2.0, rows=100).coefficient == pytest.approx(0.1)
+    assert control.updated(2.2, rows=100).coefficient == pytest.approx(0.1 * 1.01)  # a tenth too much
+    assert control.updated(100.0, rows=100).coefficient == pytest.approx(0.1 * 1.02)  # held at a fifth
+    assert control.updated(0.0, rows=100).coefficient == pytest.approx(0.1 * 0.98)
+    assert control.updated(0.0, rows=100_000).coefficient == pytest.approx(0.01)  # never through 0
+    assert (control.updated(5.0, rows=1).target, control.updated(5.0, rows=1).horizon) == (2.0, 1000.0)
+    assert AdaptiveKL(coefficient=1.0, target=1.0).horizon == 10_000.0
+    for wrong in ({"coefficient": 0.0}, {"target": 0.0}, {"horizon": 0.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            AdaptiveKL(**{"coefficient": 0.1, "target": 1.0, **wrong})

@@ -1,0 +1,61 @@
+"""The critic's loss against plain loops."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from asyncrl.algorithms import value_token_losses
+from asyncrl.errors import ConfigError, SchemaError
+
+
+def plain(value: float, old: float, target: float, clip: float | None) -> float:
+    free = (value - target) ** 2
+    if clip is None:
+        return free / 2
+    held = min(max(value, old - clip), old + clip)
+    return max(free, (held - target) ** 2) / 2
+
+
+@pytest.mark.parametrize("clip", [None, 0.1, 1.0])
+def test_equals_plain_loops_and_finite_differences(clip: float | None) -> None:
+    draw = random.Random(3)
+    rows = [tuple(draw.uniform(-2, 2) for _ in range(3)) for _ in range(60)]
+    values, old, targets = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    leaf = values.clone().requires_grad_()
+    got = value_token_losses(leaf, old_values=old, returns=targets, mask=torch.ones(60, dtype=torch.bool), clip=clip)
+    assert got.loss.tolist() == pytest.approx([plain(*row, clip) for row in rows])
+    got.loss.sum().backward()
+    slopes = [(plain(v + 1e-6, o, t, clip) - plain(v - 1e-6, o, t, clip)) / 2e-6 for v, o, t in rows]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-6)
+    stopped = [
+        float(clip is not None and abs(slope) < 1e-9 and v != t) for slope, (v, _, t) in zip(slopes, rows, strict=True)
+    ]
+    assert got.metrics["value_clip_fraction"].tolist() == stopped
+    assert got.metrics["value_error"].tolist() == pytest.approx([abs(v - t) for v, _, t in rows])
+    assert not got.metrics["value_error"].requires_grad
+
+
+def test_by_hand() -> None:
+    mask = torch.tensor([True, True, False])
+    leaf = torch.tensor([1.0, 1.0, math.nan], requires_grad=True)
+    got = value_token_losses(
+        leaf, old_values=torch.tensor([0.0, 0.0, math.inf]), returns=torch.tensor([2.0, 0.5, math.nan]), mask=mask
+    )
+    # Moved from 0 to 1 towards 2: held at 0.2, 1.8 away and without gradient. Past 0.5: the free square is larger? 0.5
+    # away, held 0.3 away: the larger is the free one.
+    assert got.loss.tolist() == pytest.approx([1.8**2 / 2, 0.125, 0.0])
+    got.loss.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == pytest.approx([0.0, 0.5, 0.0])
+    assert got.metrics["value_clip_fraction"].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    column, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    with pytest.raises(SchemaError, match="returns has shape"):
+        value_token_losses(column, old_values=column, returns=torch.zeros(3), mask=mask)
+    with pytest.raises(ConfigError, match="clip is 0"):
+        value_token_losses(column, old_values=column, returns=column, mask=mask, clip=0.0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from asyncrl.algorithms import PolicyObjective, TokenLosses, supervised_token_lo
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
-from engines.training.microbatch import assign_minibatches
+from engines.training.dealing import Dealing
+from engines.training.microbatch import Layout
 from engines.training.model import ComputeDtype, PolicyModel, load_policy_model, shard
 from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
-from engines.training.packed_rows import PackedRows, PaddedRows
+from engines.training.packed_rows import PackedRows, RowStream
 from engines.training.passes import LossesOf, Passes, Portion
 from engines.training.rank_group import RankGroup
 from engines.training.token_log_probs import Extras, TokenScores
@@ -28,6 +29,9 @@ __all__ = ["FSDPEngine"]
 
 _OPTIONAL = ("proximal_log_probs", "reference_log_probs", "ages")
 
+_PREPARED = "prepared."
+"""Prefix of the columns that an objective has made of the whole batch; they travel with their rows."""
+
 
 class FSDPEngine:
     """A :class:`~asyncrl.interfaces.TrainingEngine` on ``torch.distributed.fsdp.fully_shard``.
@@ -36,8 +40,9 @@ class FSDPEngine:
     batch: dropout is off, and neither how rows are spread over ranks nor how they are cut into micro-batches matters,
     up to the order of float32 additions. On the CPU the same calls give the same bits.
 
-    Rows are computed in padded micro-batches of similar lengths (see :func:`plan_microbatches`); on ranks with fewer
-    micro-batches, stand-ins of weight zero keep the collectives in step.
+    Rows are spread over the ranks so that all have about the same work (see
+    :class:`~engines.training.dealing.Dealing`) and computed in packed micro-batches (see :func:`plan_microbatches`); on
+    ranks with fewer micro-batches, stand-ins of weight zero keep the collectives in step.
 
     Args:
         model_path: folder or hub id of a transformers causal LM.
@@ -56,8 +61,10 @@ class FSDPEngine:
         schedule: see :class:`~engines.training.optimizer.LearningRate`.
         warmup_steps: optimizer steps; one :meth:`update` makes ``minibatches * epochs`` of them.
         total_steps: optimizer steps; needed unless the schedule is constant.
-        max_tokens_per_microbatch: padded tokens a rank computes at once. A longer row is computed alone.
+        max_tokens_per_microbatch: tokens a rank computes at once, padding included. A longer row is computed alone.
         gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
+        layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
+            whose attention cannot be told of rows), ``auto``: packed where the model allows it.
         minibatches: optimizer steps per pass over a batch.
         epochs: passes over a batch.
         temperature: the one that tokens are sampled with: log-probs are of softmax(logits / temperature).
@@ -92,6 +99,7 @@ class FSDPEngine:
         total_steps: int | None = None,
         max_tokens_per_microbatch: int = 8192,
         gradient_checkpointing: bool = False,
+        layout: Layout | Literal["auto"] = "auto",
         minibatches: int = 1,
         epochs: int = 1,
         temperature: float = 1.0,
@@ -132,7 +140,10 @@ class FSDPEngine:
             timeout_s=collective_timeout_s,
         )
         try:
-            self._model: PolicyModel = load_policy_model(model_path, gradient_checkpointing=gradient_checkpointing)
+            self._model: PolicyModel = load_policy_model(
+                model_path, gradient_checkpointing=gradient_checkpointing, layout=layout
+            )
+            self._cost = self._model.row_cost()
             shard(self._model, self._ranks.mesh, dtype=dtype)
             self._optimizer = ShardedAdamW(
                 self._model.parameters_by_name(), weight_decay=weight_decay, betas=betas, eps=eps
@@ -167,29 +178,31 @@ class FSDPEngine:
         """
         self._check_open()
         rows = self._read(batch, required=self._objective.columns, optional=_OPTIONAL)
-        held = self._ranks.gather([*(name in rows.columns for name in _OPTIONAL), len(rows), int(rows.scored.sum())])
-        if any(each[: len(_OPTIONAL)] != held[0][: len(_OPTIONAL)] for each in held):
+        held = self._ranks.gather([*(name in rows.columns for name in _OPTIONAL)])
+        if any(each != held[0] for each in held):
             raise InvalidDataError(f"some ranks have the columns {', '.join(_OPTIONAL)}, others have not")
-        row_counts, token_counts = [each[-2] for each in held], [each[-1] for each in held]
-        _check_some(sum(token_counts))
+        dealing = Dealing(rows, self._ranks, cost=self._cost)
+        _check_some(dealing.scored)
         prepares = self._objective.prepares
         if "proximal_log_probs" not in rows.columns and (prepares or self._minibatches * self._epochs > 1):
-            rows.columns["proximal_log_probs"], _ = self._passes.score(rows, extras="none")
-        prepared = self._prepare(rows, row_counts, token_counts) if prepares else {}
+            rows.columns["proximal_log_probs"], _ = self._score(dealing, extras="none")
+        if prepares:
+            rows.columns |= self._prepare(rows, dealing.row_counts, dealing.token_counts)
 
         steps: list[dict[str, float]] = []
         weights_of_steps: list[int] = []
         for epoch in range(self._epochs):
-            for members in self._deal(row_counts, epoch=epoch):
-                portion = self._passes.portion(rows, members)
+            seed = (self._seed << 40) + (self._updates << 10) + epoch
+            for dealt, members in dealing.minibatches(self._minibatches, seed=seed):
+                portion = self._passes.portion(dealt, members)
                 if portion.tokens == 0:
                     continue
                 weights = self._objective.token_weights(
-                    _only(rows.scored, members), total_tokens=portion.tokens, total_rows=portion.rows
+                    _only(dealt.scored, members), total_tokens=portion.tokens, total_rows=portion.rows
                 )
                 extras: Extras = "entropy_gradient" if self._objective.entropy_coefficient else "entropy"
-                losses_of = partial(self._policy_losses, rows, prepared)
-                steps.append(self._step(rows, portion, weights, losses_of=losses_of, extras=extras))
+                losses_of = partial(self._policy_losses, dealt)
+                steps.append(self._step(dealt, portion, weights, losses_of=losses_of, extras=extras))
                 weights_of_steps.append(portion.tokens)
         self._updates += 1
         per_step = {"loss", "grad_norm"}
@@ -199,8 +212,8 @@ class FSDPEngine:
         }
         return self._objective.report(metrics) | {
             "lr": steps[-1]["lr"],
-            "tokens_trained": float(sum(token_counts)),
-            "rows": float(sum(row_counts)),
+            "tokens_trained": float(dealing.scored),
+            "rows": float(dealing.rows),
         }
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
@@ -216,8 +229,8 @@ class FSDPEngine:
             EngineError: as :meth:`update`.
         """
         self._check_open()
-        rows = self._read(batch)
-        portion = self._passes.portion(rows, range(len(rows)))
+        ((rows, members),) = Dealing(self._read(batch), self._ranks, cost=self._cost).minibatches(1, seed=0)
+        portion = self._passes.portion(rows, members)
         _check_some(portion.tokens)
         weights = token_weights(
             rows.scored, aggregation="token_mean", total_tokens=portion.tokens, total_rows=portion.rows
@@ -230,7 +243,7 @@ class FSDPEngine:
         """Columns ``log_probs`` and ``entropy``: ragged float32, aligned with ``input_ids``, entry 0 of each row 0."""
         self._check_open()
         rows = self._read(batch, loss_mask=False)
-        log_probs, entropy = self._passes.score(rows, extras="entropy")
+        log_probs, entropy = self._score(Dealing(rows, self._ranks, cost=self._cost), extras="entropy")
         offsets = offsets_from_lengths(rows.lengths)
         return DataProto.from_dict(
             tensors={
@@ -345,19 +358,12 @@ class FSDPEngine:
         first = sum(token_counts[:rank])
         prepared: dict[str, Tensor] = {}
         for name, column in whole.items():
-            prepared[name] = torch.zeros(len(mine))
-            prepared[name][mine] = column[first : first + token_counts[rank]]
+            prepared[_PREPARED + name] = torch.zeros(len(mine))
+            prepared[_PREPARED + name][mine] = column[first : first + token_counts[rank]].float()
         return prepared
 
-    def _policy_losses(
-        self,
-        rows: PackedRows,
-        prepared: Mapping[str, Tensor],
-        scores: TokenScores,
-        padded: PaddedRows,
-        mask: Tensor,
-    ) -> TokenLosses:
-        columns = {name: padded.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}
+    def _policy_losses(self, rows: PackedRows, scores: TokenScores, stream: RowStream, mask: Tensor) -> TokenLosses:
+        columns = {name: stream.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}
         return self._objective.token_losses(
             current_log_probs=scores.log_probs,
             proximal_log_probs=columns.get("proximal_log_probs", scores.log_probs.detach()),
@@ -367,18 +373,17 @@ class FSDPEngine:
             ages=columns.get("ages"),
             entropy=scores.entropy,
             mask=mask,
-            rows=padded.of_tokens(rows.row_of).to(mask.device),
-            prepared={name: padded.of_tokens(column).to(mask.device) for name, column in prepared.items()},
+            rows=stream.of_tokens(rows.row_of).to(mask.device),
+            prepared={
+                name.removeprefix(_PREPARED): column for name, column in columns.items() if name.startswith(_PREPARED)
+            },
         )
 
-    def _deal(self, row_counts: Sequence[int], *, epoch: int) -> Iterator[list[int]]:
-        """This rank's rows of each minibatch."""
-        first = sum(row_counts[: self._ranks.rank])
-        seed = (self._seed << 40) + (self._updates << 10) + epoch
-        assigned = assign_minibatches(sum(row_counts), minibatches=self._minibatches, seed=seed)
-        mine = assigned[first : first + row_counts[self._ranks.rank]]
-        for minibatch in range(self._minibatches):
-            yield [row for row, its in enumerate(mine) if its == minibatch]
+    def _score(self, dealing: Dealing, *, extras: Extras) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every scored token of this rank's own rows; see :meth:`Passes.score`."""
+        ((rows, _),) = dealing.minibatches(1, seed=0)
+        log_probs, entropy = self._passes.score(rows, extras=extras)
+        return dealing.give_back(log_probs), dealing.give_back(entropy)
 
     def _read(
         self,
@@ -392,7 +397,7 @@ class FSDPEngine:
         rows: PackedRows | None = None
         failure: InvalidDataError | None = None
         try:
-            rows = PackedRows(
+            rows = PackedRows.read(
                 batch,
                 vocabulary=self._model.vocabulary,
                 loss_mask=loss_mask,
@@ -410,7 +415,7 @@ class FSDPEngine:
             raise EngineClosedError("the training engine is closed")
 
 
-def _supervised_losses(scores: TokenScores, _padded: PaddedRows, mask: Tensor) -> TokenLosses:
+def _supervised_losses(scores: TokenScores, _stream: RowStream, mask: Tensor) -> TokenLosses:
     losses = supervised_token_losses(scores.log_probs, mask=mask)
     return TokenLosses(loss=losses.loss, metrics={"accuracy": scores.correct * mask})
 

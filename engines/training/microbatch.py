@@ -1,71 +1,120 @@
-"""Which rows are computed together: pure plans, no tensors."""
+"""Which rows are computed together, and how they lie in memory: pure plans, no tensors."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["MicroBatch", "assign_minibatches", "plan_microbatches"]
+__all__ = ["Layout", "MicroBatch", "Rectangle", "assign_minibatches", "plan_microbatches"]
+
+Layout: TypeAlias = Literal["packed", "padded"]
+"""``packed``: rows of all lengths in one stream; ``padded``: one rectangle, for models that know nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Rows padded to one length and computed at once.
+class Rectangle:
+    """Rows side by side, each in as many cells as the longest of them has tokens.
 
     Attributes:
         rows: indices of the rows, longest first.
-        length: tokens of the longest row.
-        tokens: tokens of all rows, without padding.
+        length: cells of each row.
     """
 
     rows: tuple[int, ...]
     length: int
+
+    @property
+    def cells(self) -> int:
+        return len(self.rows) * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows computed at once: rectangles, one after the other.
+
+    Attributes:
+        rectangles: longest rows first.
+        tokens: tokens of all rows, without padding.
+    """
+
+    rectangles: tuple[Rectangle, ...]
     tokens: int
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """Indices of all rows, in the order they lie in."""
+        return tuple(row for rectangle in self.rectangles for row in rectangle.rows)
+
+    @property
+    def cells(self) -> int:
+        """What is computed: tokens and padding."""
+        return sum(rectangle.cells for rectangle in self.rectangles)
+
+    @property
     def padding(self) -> int:
-        """Cells of the padded rectangle that hold no token."""
-        return len(self.rows) * self.length - self.tokens
+        """Cells that hold no token."""
+        return self.cells - self.tokens
 
 
-def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int = 128) -> list[MicroBatch]:
-    """Cut rows, sorted by length, into micro-batches of at most ``max_tokens`` padded tokens.
+def plan_microbatches(
+    lengths: Sequence[int], *, max_tokens: int, layout: Layout = "packed", overhead_tokens: int
+) -> list[MicroBatch]:
+    """Cut rows, sorted by length, into micro-batches of at most ``max_tokens`` cells.
 
-    A micro-batch is closed when it is full, or when its padding has grown to what one more micro-batch costs
-    (``overhead_tokens``). As in ski rental, padding and overhead together then cost at most twice what the best cut of
-    the sorted rows costs: wherever this plan opens a micro-batch, the best one either opens one too or pads as much.
-    Longest first, so that a budget that is too large for the memory fails at once and not later.
+    A rectangle is closed when its padding has grown to what one more rectangle costs (``overhead_tokens``; with 0 there
+    is no padding at all: only rows of equal length share one). As in ski rental, padding and overhead together then
+    cost at most twice what the best cut of the sorted rows costs: wherever this plan opens a rectangle, the best one
+    either opens one too or pads as much. A micro-batch is closed when it is full; in the ``padded`` layout, with its
+    rectangle. Longest first, so that a budget that is too large for the memory fails at once and not later.
 
     Args:
         lengths: tokens of each row, 0 or more; empty rows are left out.
-        max_tokens: budget of padded tokens. A row that is longer by itself is computed alone.
-        overhead_tokens: fixed cost of a micro-batch, in tokens. Measured on one CPU core with a llama of 0.5M
-            parameters, anything from 64 to 256 is within 3% of the best.
+        max_tokens: budget of cells. A row that is longer by itself is computed alone.
+        layout: how rows may lie.
+        overhead_tokens: fixed cost of a rectangle, in tokens.
 
     >>> [plan.rows for plan in plan_microbatches([3, 9, 2, 8], max_tokens=20, overhead_tokens=4)]
     [(1, 3), (0, 2)]
+    >>> [plan.rows for plan in plan_microbatches([3, 9, 2, 8], max_tokens=21, overhead_tokens=0)]
+    [(1, 3, 0), (2,)]
     """
     if max_tokens < 1:
         raise ConfigError(f"max_tokens is {max_tokens}", remedy="at least 1 token per micro-batch")
     plans: list[MicroBatch] = []
-    rows: list[int] = []
-    longest = tokens = padding = 0
+    closed: list[Rectangle] = []
+    rows: list[int] = []  # of the open rectangle
+    longest = padding = cells = tokens = 0  # cells: of the whole micro-batch
+
+    def close_rectangle() -> None:
+        if rows:
+            closed.append(Rectangle(tuple(rows), longest))
+            rows.clear()
+
+    def close_microbatch() -> None:
+        close_rectangle()
+        if closed:
+            plans.append(MicroBatch(tuple(closed), tokens))
+            closed.clear()
+
     for row in sorted((row for row, length in enumerate(lengths) if length > 0), key=lambda row: (-lengths[row], row)):
         length = lengths[row]
-        full = (len(rows) + 1) * longest > max_tokens
-        if rows and (full or padding + longest - length > overhead_tokens):
-            plans.append(MicroBatch(tuple(rows), longest, tokens))
-            rows = []
-        if not rows:
-            longest, tokens, padding = length, 0, 0
+        fits = bool(rows) and padding + longest - length <= overhead_tokens
+        if cells + (longest if fits else length) > max_tokens or (not fits and layout == "padded"):
+            close_microbatch()
+            cells = tokens = 0
+            fits = False
+        if not fits:
+            close_rectangle()
+            longest, padding = length, 0
         rows.append(row)
+        cells += longest
         tokens += length
         padding += longest - length
-    if rows:
-        plans.append(MicroBatch(tuple(rows), longest, tokens))
+    close_microbatch()
     return plans
 
 

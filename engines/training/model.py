@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -15,24 +16,35 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import ConfigError
 from engines.loading import one_at_a_time
-from engines.training.token_log_probs import Extras, TokenScores, token_log_probs
+from engines.training.balance import RowCost
+from engines.training.microbatch import Layout
+from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowsOfStream, register_packed_attention
+from engines.training.token_log_probs import Extras, Head, TokenScores, token_log_probs
 
 __all__ = ["ComputeDtype", "PolicyModel", "load_policy_model", "local_shard", "shard"]
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
+_log = logging.getLogger(__name__)
+
 
 class PolicyModel(nn.Module):
-    """Scores chosen tokens of padded rows.
+    """Scores chosen tokens of rows that lie in a stream, one after the other.
 
     Only the hidden states that predict a wanted token reach the output head, which for large vocabularies is most of
-    the work saved. Rows are padded on the right and attention is causal, so no token ever sees padding and no
-    attention mask is needed: the fastest attention kernels apply.
+    the work saved. Attention is causal and stays within rows (:mod:`engines.training.packed_attention`). A model whose
+    attention cannot be told of rows is given single rectangles instead; padding is on the right there, so no token
+    ever sees it. Neither way needs an attention mask: the fastest kernels apply.
+
+    Attributes:
+        causal_lm: the model of transformers.
+        layout: how rows may lie; ``packed`` if :meth:`pack` found that the model allows it.
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.layout: Layout = "padded"
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -45,31 +57,80 @@ class PolicyModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
+        positions: Tensor,
         predictors: Tensor,
         targets: Tensor,
         *,
+        rectangles: tuple[tuple[int, int], ...],
         extras: Extras = "none",
         temperature: float = 1.0,
     ) -> TokenScores:
-        """Score N tokens.
+        """Score N tokens of a stream of T cells.
 
         Args:
-            input_ids: [B, L] int64, padded on the right with any valid id.
-            predictors: [N] positions in the flattened [B * L], each one before its target.
+            input_ids: [T] int64; any valid id in cells of padding, which lie behind their row.
+            positions: [T] int64, place of each cell in its row.
+            predictors: [N] cells, each one before its target.
             targets: [N] int64, the tokens there.
+            rectangles: ``(rows, length)`` in the order of the stream; a single one in the padded layout.
             extras: see :data:`~engines.training.token_log_probs.Extras`.
             temperature: divides the logits.
         """
-        states = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        hidden = states.flatten(0, 1).index_select(0, predictors)
+        states = self.hidden_states(input_ids, positions, rectangles=rectangles)
         return token_log_probs(
-            hidden,
+            states.index_select(0, predictors),
             targets,
-            logits_of=self.logits_of,
+            head=self._head() or self.logits_of,
             vocabulary=self.vocabulary,
             extras=extras,
             temperature=temperature,
         )
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, *, rectangles: tuple[tuple[int, int], ...]) -> Tensor:
+        """[T, H] last hidden states of a stream."""
+        if self.layout == "packed":
+            rows = RowsOfStream.of(rectangles, device=input_ids.device)
+            states = self._decode(input_ids[None], position_ids=positions[None], **{ROWS: rows})
+        else:
+            (shape,) = rectangles
+            states = self._decode(input_ids.view(shape))
+        return states.flatten(0, 1)
+
+    def pack(self) -> str:
+        """Use the packed layout if the model computes in it what it computes row by row; returns why not, or ``""``.
+
+        Must be called before sharding, on the CPU.
+        """
+        foreign = _foreign_attention(self.causal_lm.config.get_text_config())
+        if foreign:
+            return foreign
+        lengths = (7, 5, 5, 2)
+        draw = torch.Generator().manual_seed(0)
+        ids = [torch.randint(0, self.vocabulary, (length,), generator=draw) for length in lengths]
+        with torch.no_grad():
+            expected = torch.cat([self._decode(row[None])[0] for row in ids])
+            config: Any = self.causal_lm.config
+            before = config._attn_implementation  # noqa: SLF001  # transformers' own setter has no getter
+            rows = RowsOfStream.of([(1, 7), (2, 5), (1, 2)], device=expected.device)
+            register_packed_attention()
+            try:
+                self.causal_lm.set_attn_implementation(PACKED_ATTENTION)
+                positions = torch.cat([torch.arange(length) for length in lengths])
+                found = self._decode(torch.cat(ids)[None], position_ids=positions[None], **{ROWS: rows})[0]
+            except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+                self.causal_lm.set_attn_implementation(before)
+                return f"{self.architecture} refuses: {error}"
+        windows = [window for window in rows.windows if window is not None]
+        reason = ""
+        if not rows.windows or not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+            reason = f"{self.architecture} mixes packed rows: its attention does not ask transformers for its function"
+        elif windows != _windows(config.get_text_config(), layers=len(rows.windows)):
+            reason = f"{self.architecture} does not tell its attention function of its sliding window"
+        if reason:
+            self.causal_lm.set_attn_implementation(before)
+        else:
+            self.layout = "packed"
+        return reason
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """[N, V] logits of hidden states [N, H]."""
@@ -80,6 +141,32 @@ class PolicyModel(nn.Module):
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    def row_cost(self) -> RowCost:
+        """What rows cost, from the numbers of weights; before or after sharding."""
+        config: Any = self.causal_lm.config.get_text_config()
+        weights = sum(parameter.numel() for parameter in self.causal_lm.parameters() if parameter.ndim >= 2)
+        embeddings = self.vocabulary * int(config.hidden_size)
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        heads = int(getattr(config, "num_attention_heads", 1))
+        size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return RowCost(
+            per_token=float(max(0, weights - embeddings * (1 if tied else 2))),
+            per_scored_token=float(embeddings),
+            per_pair=2.0 * config.num_hidden_layers * heads * size,
+        )
+
+    def _decode(self, input_ids: Tensor, **keywords: Any) -> Tensor:
+        """[B, L, H] last hidden states of the model without its head."""
+        states: Tensor = self.causal_lm.base_model(input_ids=input_ids, use_cache=False, **keywords).last_hidden_state
+        return states
+
+    def _head(self) -> Head | None:
+        """The output head as a matrix, if it is one."""
+        head: Any = self.causal_lm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return None
+        return Head(head.weight, head.bias, self._scale, self._softcap)
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their names in the causal LM, tied ones once."""
@@ -112,14 +199,18 @@ class PolicyModel(nn.Module):
                 module.reshard()
 
 
-def load_policy_model(path: str, *, gradient_checkpointing: bool = False) -> PolicyModel:
+def load_policy_model(
+    path: str, *, gradient_checkpointing: bool = False, layout: Layout | Literal["auto"] = "auto"
+) -> PolicyModel:
     """Load a causal LM from a folder or the hub, in float32 on the CPU.
+
+    Rows will lie as ``layout`` says; ``auto`` packs them if the model allows it and says so in the log if not.
 
     Dropout is switched off wherever the config names it: the policy that is trained must be the policy that is
     sampled from, and a training step is then a function of its batch alone.
 
     Raises:
-        ConfigError: the model computes logits in a way that is not covered here.
+        ConfigError: the model computes logits in a way that is not covered here, or cannot be packed and must be.
         OSError: there is no such model.
     """
     config: Any = AutoConfig.from_pretrained(path)
@@ -138,6 +229,10 @@ def load_policy_model(path: str, *, gradient_checkpointing: bool = False) -> Pol
     model = PolicyModel(causal_lm)
     model.train()
     _check_logits(model)
+    if layout != "padded" and (reason := model.pack()):
+        if layout == "packed":
+            raise ConfigError(reason, path="layout", remedy="'padded', or 'auto'")
+        _log.warning("rows are padded, not packed: %s", reason)
     return model
 
 
@@ -168,6 +263,23 @@ def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor (the same memory), or the tensor itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _foreign_attention(config: Any) -> str:
+    """Why layers see something else than all tokens before them, or a window of those; empty if they do not."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"{config.model_type} has layers of {', '.join(sorted(kinds))}"
+    if getattr(config, "attention_chunk_size", None):
+        return f"{config.model_type} attends in chunks"
+    return ""
+
+
+def _windows(config: Any, *, layers: int) -> list[int]:
+    """The sliding windows its layers must ask for, in order."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    return [window for kind in kinds if kind == "sliding_attention" and window]
 
 
 def _check_logits(model: PolicyModel) -> None:

@@ -10,15 +10,22 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms import TokenLosses
-from engines.training.microbatch import MicroBatch, plan_microbatches
+from engines.training.microbatch import Layout, MicroBatch, plan_microbatches
 from engines.training.model import PolicyModel
-from engines.training.packed_rows import PackedRows, PaddedRows
+from engines.training.packed_rows import PackedRows, RowStream
 from engines.training.rank_group import RankGroup
 from engines.training.token_log_probs import Extras, TokenScores
 
 __all__ = ["Gradients", "LossesOf", "Passes", "Portion"]
 
-LossesOf: TypeAlias = Callable[[TokenScores, PaddedRows, Tensor], TokenLosses]
+_OVERHEAD_TOKENS: dict[Layout, int] = {"packed": 0, "padded": 128}
+"""Cost of one more rectangle, in tokens: one more call of the attention kernel a layer, or one more micro-batch.
+
+Measured on one CPU core with a llama of 0.5M parameters and 128 rows of 24..60 tokens, 0 to 64 are the same within
+the noise for ``packed``, so no row is padded; 64 to 256 are within 3% of the best for ``padded``.
+"""
+
+LossesOf: TypeAlias = Callable[[TokenScores, RowStream, Tensor], TokenLosses]
 """(scores of N tokens, their rows, mask [N]) -> losses of N tokens. The mask is all False for a stand-in."""
 
 
@@ -58,7 +65,7 @@ class Passes:
     """Runs a sharded model over packed rows. Every method is collective.
 
     Attributes:
-        max_tokens: padded tokens of a micro-batch.
+        max_tokens: cells of a micro-batch.
         temperature: divides the logits.
     """
 
@@ -67,6 +74,7 @@ class Passes:
         self._ranks = ranks
         self.max_tokens = max_tokens
         self.temperature = temperature
+        self._overhead_tokens = _OVERHEAD_TOKENS[model.layout]
 
     def portion(self, rows: PackedRows, members: Iterable[int]) -> Portion:
         """Plan an optimizer step over these rows of this rank; rows without a token to train are left out."""
@@ -75,7 +83,9 @@ class Passes:
         for row in members:
             if scored[row]:
                 lengths[row] = rows.lengths[row]
-        plan = plan_microbatches(lengths, max_tokens=self.max_tokens)
+        plan = plan_microbatches(
+            lengths, max_tokens=self.max_tokens, layout=self._model.layout, overhead_tokens=self._overhead_tokens
+        )
         tokens = sum(scored[row] for each in plan for row in each.rows)
         held = self._ranks.gather([len(plan), tokens, sum(len(each.rows) for each in plan)])
         return Portion(
@@ -94,12 +104,12 @@ class Passes:
         entropy = torch.zeros_like(log_probs)
         portion = self.portion(rows, range(len(rows)))
         with torch.no_grad():
-            for padded in self._microbatches(rows, portion):
-                scores = self._forward(padded, extras)
-                if padded.real:
-                    log_probs[padded.tokens] = scores.log_probs.float().cpu()
+            for stream in self._microbatches(rows, portion):
+                scores = self._forward(stream, extras)
+                if stream.real:
+                    log_probs[stream.tokens] = scores.log_probs.float().cpu()
                     if extras != "none":
-                        entropy[padded.tokens] = scores.entropy.float().cpu()
+                        entropy[stream.tokens] = scores.entropy.float().cpu()
         self._model.free_gathered()
         return log_probs, entropy
 
@@ -124,12 +134,12 @@ class Passes:
             extras: what ``losses_of`` needs beside log-probs.
         """
         sums: dict[str, Tensor] = {}
-        for padded in self._microbatches(rows, portion):
-            scores = self._forward(padded, extras)
+        for stream in self._microbatches(rows, portion):
+            scores = self._forward(stream, extras)
             device = scores.log_probs.device
-            mask = torch.full_like(scores.log_probs, padded.real, dtype=torch.bool)
-            losses = losses_of(scores, padded, mask)
-            loss = (losses.loss * padded.of_rows(weights).to(device)).sum()
+            mask = torch.full_like(scores.log_probs, stream.real, dtype=torch.bool)
+            losses = losses_of(scores, stream, mask)
+            loss = (losses.loss * stream.of_rows(weights).to(device)).sum()
             # FSDP averages over ranks; the sum is wanted.
             (loss * self._ranks.world_size).backward()
             found = {"loss": loss.detach(), **{name: each.sum() for name, each in losses.metrics.items()}}
@@ -142,16 +152,18 @@ class Passes:
         loss_of_portion = means.pop("loss") * portion.tokens
         return Gradients(loss=loss_of_portion, norm=squared**0.5, metrics=means)
 
-    def _microbatches(self, rows: PackedRows, portion: Portion) -> Iterable[PaddedRows]:
+    def _microbatches(self, rows: PackedRows, portion: Portion) -> Iterable[RowStream]:
         for number in range(portion.microbatches):
-            yield rows.padded(portion.plan[number].rows) if number < len(portion.plan) else PaddedRows.stand_in()
+            yield rows.stream(portion.plan[number]) if number < len(portion.plan) else RowStream.stand_in()
 
-    def _forward(self, padded: PaddedRows, extras: Extras) -> TokenScores:
+    def _forward(self, stream: RowStream, extras: Extras) -> TokenScores:
         device = self._ranks.device
         scores: TokenScores = self._model(
-            padded.input_ids.to(device),
-            padded.predictors.to(device),
-            padded.targets.to(device),
+            stream.input_ids.to(device),
+            stream.positions.to(device),
+            stream.predictors.to(device),
+            stream.targets.to(device),
+            rectangles=stream.rectangles,
             extras=extras,
             temperature=self.temperature,
         )

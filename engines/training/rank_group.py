@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -87,7 +88,30 @@ class RankGroup:
         dist.all_gather(everyone, mine, group=self._group)
         return [tensor.tolist() for tensor in everyone]
 
-    def concatenated(self, column: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def gather_lists(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of every rank, by rank; ranks may give different numbers of them."""
+        if self.world_size == 1:
+            return [list(values)]
+        counts = [count for (count,) in self.gather([len(values)])]
+        padded = self.gather([*values, *[0] * (max(counts) - len(values))]) if max(counts) else [[] for _ in counts]
+        return [each[:count] for each, count in zip(padded, counts, strict=True)]
+
+    def all_to_all(self, rows: Tensor, *, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Rows of a matrix to the ranks they are meant for; CPU in, CPU out.
+
+        Args:
+            rows: [sum of sends, C], in the order of the ranks they go to.
+            sends: how many go to each rank.
+            receives: how many come from each rank.
+
+        Returns:
+            [sum of receives, C], in the order of the ranks they come from.
+        """
+        found = torch.empty(sum(receives), rows.shape[1], dtype=rows.dtype, device=self.device)
+        dist.all_to_all_single(found, rows.to(self.device).contiguous(), list(receives), list(sends), group=self._group)
+        return found.cpu()
+
+    def concatenated(self, column: Tensor, lengths: Sequence[int]) -> Tensor:
         """Every rank's ``column`` [lengths[rank]] one after another, by rank, on every rank; float64 on the CPU."""
         mine = column.to(device="cpu", dtype=torch.float64)
         if self.world_size == 1:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.algorithms import log_probs_and_entropy
 
-__all__ = ["Extras", "TokenScores", "token_log_probs"]
+__all__ = ["Extras", "Head", "TokenScores", "token_log_probs"]
 
 Extras: TypeAlias = Literal["none", "entropy", "entropy_gradient", "correct"]
 """What is computed beside the log-prob: nothing, entropy as a number, entropy to be differentiated, greedy hits."""
@@ -31,30 +32,237 @@ class TokenScores(NamedTuple):
     correct: Tensor
 
 
+class Head(NamedTuple):
+    """An output head that is one matrix: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``.
+
+    Attributes:
+        weight: [V, H].
+        bias: [V], or None.
+        scale: factor of the logits.
+        softcap: bound of their absolute value; None for no bound.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
 def token_log_probs(
     hidden: Tensor,
     targets: Tensor,
     *,
-    logits_of: Callable[[Tensor], Tensor],
+    head: Head | Callable[[Tensor], Tensor],
     vocabulary: int,
     extras: Extras = "none",
     temperature: float = 1.0,
-    max_logits_bytes: int = 256 * 2**20,
+    chunk_bytes: int = 64 * 2**20,
+    kept_bytes: int = 256 * 2**20,
 ) -> TokenScores:
-    """Score ``targets`` under softmax(logits_of(hidden) / temperature).
+    """Score ``targets`` under softmax(logits / temperature), with logits = ``head`` of ``hidden``.
 
-    Tokens are worked on in chunks whose float32 logits fill at most ``max_logits_bytes``. If there is more than one
-    chunk, none keeps its logits: the backward pass makes them again, one chunk at a time.
+    Tokens are worked on in chunks. For the backward pass the first chunks are kept as long as they fill at most
+    ``kept_bytes``; the logits of the others are made again, one chunk at a time, and their gradient goes into those of
+    hidden states and head right away. At no moment is there more than that, one chunk, and its gradient.
 
     Args:
         hidden: [N, H] last hidden states, each at the position *before* its target.
         targets: [N] int64.
-        logits_of: the output head, [n, H] -> [n, V].
+        head: a matrix, or any function [n, H] -> [n, V] of single hidden states; the matrix is faster.
         vocabulary: V.
         extras: what to compute beside the log-probs.
         temperature: positive; the one the tokens were sampled with.
-        max_logits_bytes: peak memory of the logits of a chunk; several times this is used for moments.
+        chunk_bytes: float32 logits of a chunk.
+        kept_bytes: float32 logits that are kept from the forward to the backward pass, in whole chunks.
     """
+    chunk = max(1, chunk_bytes // (4 * vocabulary))
+    if isinstance(head, Head):
+        kept = kept_bytes // (4 * vocabulary)
+        scores = _HeadScores.apply(  # type: ignore[no-untyped-call]  # torch leaves apply unannotated
+            hidden, targets, head.weight, head.bias, _Plan(head.scale, head.softcap, temperature, extras, chunk, kept)
+        )
+        return TokenScores(*scores)
+    return _by_function(hidden, targets, head, extras=extras, temperature=temperature, chunk=chunk)
+
+
+class _Plan(NamedTuple):
+    """Everything about a scoring that is no tensor; counts of tokens."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    extras: Extras
+    chunk: int
+    kept: int
+
+
+class _HeadScores(torch.autograd.Function):
+    """Head and log-softmax in one. With x = logits / temperature, p = softmax(x), H = -sum p log p.
+
+    d log p_target / d x_j = [j = target] - p_j
+    d H            / d x_j = -p_j (log p_j + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # torch's context object: attributes are set on it freely
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: _Plan,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = _wide(hidden.dtype)
+        log_probs = torch.empty(len(targets), dtype=wide, device=hidden.device)
+        nothing = log_probs.new_empty(0)
+        entropy = torch.empty_like(log_probs) if plan.extras in ("entropy", "entropy_gradient") else nothing
+        correct = torch.empty_like(log_probs) if plan.extras == "correct" else log_probs.new_empty(0)
+        differentiated = any(ctx.needs_input_grad)
+        kept: list[Tensor] = []
+        for part in _parts(len(targets), plan.chunk):
+            logits = _logits(hidden[part], weight, bias, plan)
+            for block in _blocks(logits):
+                these = slice(part.start + block.start, part.start + block.stop)
+                log_p = _log_softmax(logits[block], plan.temperature)
+                log_probs[these] = log_p.gather(1, targets[these, None]).squeeze(1)
+                if len(entropy):
+                    entropy[these] = -_dot(log_p.exp(), log_p)
+                if len(correct):
+                    correct[these] = (log_p.argmax(dim=-1) == targets[these]).to(wide)
+            if differentiated and part.stop <= plan.kept:
+                kept.append(logits)
+        ctx.save_for_backward(hidden, targets, weight, bias, entropy, *kept)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(correct, *([entropy] if plan.extras != "entropy_gradient" else []))
+        return log_probs, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the parameter's name
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+        by_log_prob, by_entropy, _ = gradients
+        if by_log_prob is None and by_entropy is None:
+            return None, None, None, None, None
+        hidden, targets, weight, bias, entropy, *kept = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        wants_hidden, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks are float32 even where single products are not.
+        wide = _wide(hidden.dtype)
+        weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+        bias_gradient = torch.zeros(len(weight), dtype=wide, device=weight.device) if wants_bias else None
+        for number, part in enumerate(_parts(len(targets), plan.chunk)):
+            logits = kept[number] if number < len(kept) else _logits(hidden[part], weight, bias, plan)
+            gradient = torch.empty_like(logits)
+            for block in _blocks(logits):
+                these = slice(part.start + block.start, part.start + block.stop)
+                gradient[block] = _logits_gradient(
+                    logits[block],
+                    targets[these],
+                    by_log_prob[these] if by_log_prob is not None else None,
+                    by_entropy[these] if by_entropy is not None else None,
+                    entropy=entropy[these],
+                    plan=plan,
+                )
+            if hidden_gradient is not None:
+                torch.mm(gradient, weight, out=hidden_gradient[part])
+            if weight_gradient is not None:
+                if wide == gradient.dtype:
+                    weight_gradient.addmm_(gradient.T, hidden[part])
+                else:
+                    weight_gradient += gradient.T @ hidden[part]
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(dim=0, dtype=wide)
+        return (
+            hidden_gradient,
+            None,
+            weight_gradient.to(weight.dtype) if weight_gradient is not None else None,
+            bias_gradient.to(weight.dtype) if bias_gradient is not None else None,
+            None,
+        )
+
+
+def _logits_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    by_log_prob: Tensor | None,
+    by_entropy: Tensor | None,
+    *,
+    entropy: Tensor,
+    plan: _Plan,
+) -> Tensor:
+    """[n, V] gradient with respect to the product of hidden states and matrix."""
+    log_p = _log_softmax(logits, plan.temperature)
+    p = log_p.exp()
+    if by_entropy is not None:
+        slope = log_p.add_(entropy[:, None]).mul_(by_entropy[:, None])
+        if by_log_prob is not None:
+            slope += by_log_prob[:, None]
+        gradient = p.mul_(slope).neg_()
+    else:
+        assert by_log_prob is not None
+        gradient = p.mul_(by_log_prob[:, None]).neg_()
+    if by_log_prob is not None:
+        gradient.scatter_add_(1, targets[:, None], by_log_prob[:, None])
+    if plan.scale != plan.temperature:
+        gradient.mul_(plan.scale / plan.temperature)
+    if plan.softcap is not None:
+        gradient.mul_(1.0 - (logits.to(gradient.dtype) / plan.softcap).square())
+    return gradient
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    """[n, V], before the temperature."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if plan.scale != 1.0:
+        logits.mul_(plan.scale)
+    if plan.softcap is not None:
+        logits.div_(plan.softcap).tanh_().mul_(plan.softcap)
+    return logits
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    # log_softmax takes the maximum off first; x - logsumexp(x) would lose the digits of large logits.
+    wide = logits.to(_wide(logits.dtype))
+    return torch.log_softmax(wide / temperature if temperature != 1.0 else wide, dim=-1)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """[n]: dot products of the rows of two [n, V], without their product in memory."""
+    return torch.bmm(left.unsqueeze(1), right.unsqueeze(2)).flatten()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _parts(tokens: int, size: int) -> Iterator[slice]:
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows of a chunk whose passes over single numbers are done one after another, while they lie in the cache."""
+    tokens, vocabulary = logits.shape
+    on_cpu = logits.device.type == "cpu"
+    yield from _parts(tokens, max(1, _BLOCK_BYTES // (4 * vocabulary)) if on_cpu else tokens)
+
+
+_BLOCK_BYTES = 2**20
+
+
+def _by_function(
+    hidden: Tensor,
+    targets: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    *,
+    extras: Extras,
+    temperature: float,
+    chunk: int,
+) -> TokenScores:
+    """The same for a head that is not one matrix: chunks under torch's checkpointing."""
 
     def score(part: Tensor, wanted: Tensor) -> TokenScores:
         logits = logits_of(part)
@@ -67,7 +275,6 @@ def token_log_probs(
             entropy = entropy.detach()
         return TokenScores(log_probs, entropy if extras in ("entropy", "entropy_gradient") else nothing, correct)
 
-    chunk = max(1, max_logits_bytes // (4 * vocabulary))
     if len(targets) <= chunk:
         return score(hidden, targets)
     parts: list[TokenScores] = []

@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -30,6 +31,7 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "gemma2": Gemma2Config,
     "granite": GraniteConfig,
     "cohere": CohereConfig,
+    "mistral": MistralConfig,
 }
 
 

@@ -1,4 +1,4 @@
-"""What one rank of the two-rank tests does: ``python rank_program.py MODEL FOLDER RANK PORT`` (port 0: one rank alone).
+"""What one rank of the tests with several does: ``python rank_program.py MODEL FOLDER RANK PORT RANKS SCENES``.
 
 Every scene writes its metrics to ``FOLDER/SCENE.RANK.json``, weights are left in checkpoints of the same name. The
 test runs the very same scenes in its own process with all rows on one rank.
@@ -39,14 +39,17 @@ def trajectories(seed: int) -> DataProto:
 
 
 class Rank:
-    """One rank, and which rows of a batch it holds: the first ``split`` are rank 0's."""
+    """One rank, and which rows of a batch it holds.
 
-    def __init__(self, model: str, folder: Path, *, rank: int, port: int) -> None:
+    Of two ranks, the first has ``split`` rows. Of four, the first two share those, and the third has none.
+    """
+
+    def __init__(self, model: str, folder: Path, *, rank: int, port: int | None = None, world_size: int = 1) -> None:
         self.model = model
         self.folder = folder
         self.rank = rank
-        self.world_size = 2 if port else 1
-        self.port = port or None
+        self.world_size = world_size
+        self.port = port
 
     def engine(self, *, objective: PolicyObjective | None = None, **options: Any) -> FSDPEngine:
         # A large epsilon keeps Adam from magnifying the rounding of gradients that are nearly 0.
@@ -63,9 +66,9 @@ class Rank:
 
     def rows(self, seed: int, *, split: int) -> DataProto:
         batch = trajectories(seed)
-        if self.world_size == 1:
-            return batch
-        return batch[:split] if self.rank == 0 else batch[split:]
+        rows = len(batch)
+        cuts = {1: [0, rows], 2: [0, split, rows], 4: [0, split // 2, split, split, rows]}[self.world_size]
+        return batch[cuts[self.rank] : cuts[self.rank + 1]]
 
     def report(self, scene: str, value: Any) -> None:
         (self.folder / f"{scene}.{self.rank}.json").write_text(json.dumps(value))
@@ -73,13 +76,22 @@ class Rank:
     def updates(self, scene: str, *, split: int, objective: PolicyObjective | None = None, **options: Any) -> None:
         """Three updates, then a checkpoint."""
         engine = self.engine(objective=objective, **options)
+        computed = _watched(engine)
         self.report(scene, [engine.update(self.rows(seed, split=split)) for seed in range(3)])
+        self.report(f"{scene}.computed", computed)
         engine.save(self.folder / scene)
         engine.close()
 
 
+def _watched(engine: FSDPEngine) -> list[int]:
+    """Grows by the scored tokens of every stream that the engine computes."""
+    computed: list[int] = []
+    engine._model.register_forward_pre_hook(lambda _, inputs: computed.append(len(inputs[3])))
+    return computed
+
+
 def uneven(rank: Rank) -> None:
-    """Five rows here, three there; micro-batches of 20 padded tokens: different numbers of them on the two ranks."""
+    """Five rows here, three there; micro-batches of 20 tokens."""
     rank.updates("uneven", split=5, max_tokens_per_microbatch=20)
 
 
@@ -174,11 +186,13 @@ def errors(rank: Rank) -> None:
 
 
 SHARED_SCENES = (uneven, empty, by_row, minibatches, whole_batch, whole_rows, supervised, scored)
-"""Scenes with the same outcome on one rank and on two."""
+"""Scenes with the same outcome on any number of ranks."""
+
+SCENES = {scene.__name__: scene for scene in (*SHARED_SCENES, resumed, errors)}
 
 
 if __name__ == "__main__":
-    _, model, folder, rank, port = sys.argv
-    this = Rank(model, Path(folder), rank=int(rank), port=int(port))
-    for scene in (*SHARED_SCENES, resumed, errors):
-        scene(this)
+    _, model, folder, rank, port, ranks, *names = sys.argv
+    this = Rank(model, Path(folder), rank=int(rank), port=int(port), world_size=int(ranks))
+    for name in names:
+        SCENES[name](this)

@@ -1,4 +1,4 @@
-"""Two real processes over gloo against one, all scenes in one start of the processes."""
+"""Real processes over gloo against one, all scenes in one start of the processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,43 +44,71 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def outcome(model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def program() -> Any:
     spec = importlib.util.spec_from_file_location("rank_program", _PROGRAM)
     assert spec is not None
     assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    model = model_folder("qwen2")
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    alone = program.Rank(model, one, rank=0, port=0)
-    engine = alone.engine(minibatches=2)
-    engine.update(alone.rows(4, split=8))
-    engine.save(two / "from_one_rank")
-    engine.close()
-    (two / "in_the_way").write_text("a file where a folder is wanted")
 
+@contextmanager
+def _running(model: str, folder: Path, *, ranks: int, scenes: Iterable[str]) -> Iterator[None]:
+    """The scenes, in ``ranks`` processes meanwhile; they must end well."""
     port = _free_port()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(_PROGRAM), model, str(two), str(rank), str(port)],
+            [sys.executable, str(_PROGRAM), model, str(folder), str(rank), str(port), str(ranks), *scenes],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
-    for scene in program.SHARED_SCENES:
-        scene(alone)
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
+        yield
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    return Outcome(one, two)
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
+
+
+@pytest.fixture(scope="module")
+def alone(program: Any, model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One rank, which has played every shared scene."""
+    rank = program.Rank(model_folder("qwen2"), tmp_path_factory.mktemp("one"), rank=0)
+    for scene in program.SHARED_SCENES:
+        scene(rank)
+    return rank
+
+
+@pytest.fixture(scope="module")
+def outcome(program: Any, alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    two = tmp_path_factory.mktemp("two")
+    engine = alone.engine(minibatches=2)
+    engine.update(alone.rows(4, split=8))
+    engine.save(two / "from_one_rank")
+    engine.close()
+    (two / "in_the_way").write_text("a file where a folder is wanted")
+    with _running(alone.model, two, ranks=2, scenes=program.SCENES):
+        pass
+    return Outcome(alone.folder, two)
+
+
+def _check_same_updates(one: Path, several: Path, scene: str, *, ranks: int) -> None:
+    expected = Outcome.report(one, scene)
+    for rank in range(ranks):
+        for found, single in zip(Outcome.report(several, scene, rank), expected, strict=True):
+            assert found == pytest.approx(single, rel=1e-4, abs=1e-6)
+        assert Outcome.report(several, scene, rank) == Outcome.report(several, scene, 0)
+    whole, parted = (load_file(folder / scene / "model.safetensors") for folder in (one, several))
+    assert whole.keys() == parted.keys()
+    left, right = (torch.cat([weights[name].flatten() for name in whole]) for weights in (whole, parted))
+    assert (right - left).norm() <= 1e-6 * left.norm()
 
 
 @pytest.mark.parametrize(
@@ -87,16 +116,27 @@ def outcome(model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathF
 )
 def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
     """Metrics to 1e-4; the weights after three updates to 1e-6 of their norm, in float32."""
-    expected = outcome.report(outcome.one, scene)
-    for rank in range(2):
-        for found, single in zip(outcome.report(outcome.two, scene, rank), expected, strict=True):
-            assert found == pytest.approx(single, rel=1e-4, abs=1e-6)
-    assert outcome.report(outcome.two, scene, 0) == outcome.report(outcome.two, scene, 1)
-    one = load_file(outcome.one / scene / "model.safetensors")
-    two = load_file(outcome.two / scene / "model.safetensors")
-    assert one.keys() == two.keys()
-    whole, parted = (torch.cat([weights[name].flatten() for name in one]) for weights in (one, two))
-    assert (parted - whole).norm() <= 1e-6 * whole.norm()
+    _check_same_updates(outcome.one, outcome.two, scene, ranks=2)
+
+
+@pytest.mark.slow
+def test_so_do_four(program: Any, alone: Any, tmp_path: Path) -> None:
+    scenes = ["uneven", "by_row", "minibatches", "scored"]
+    with _running(alone.model, tmp_path, ranks=4, scenes=scenes):
+        pass
+    for scene in scenes[:-1]:
+        _check_same_updates(alone.folder, tmp_path, scene, ranks=4)
+    for name, expected in Outcome.report(alone.folder, "scored").items():
+        parts = [Outcome.report(tmp_path, "scored", rank)[name] for rank in range(4)]
+        assert [len(part) for part in parts] == [30, 27, 0, 14]
+        assert [score for part in parts for score in part] == pytest.approx(expected, abs=1e-5)
+
+
+def test_work_is_spread_evenly_whoever_came_with_the_rows(outcome: Outcome) -> None:
+    """All rows are on rank 0, with 14, 11, 9, 6, 3, 3, 1 and 0 tokens to train: 47 in each of three updates."""
+    computed = [sum(outcome.report(outcome.two, "empty.computed", rank)) / 3 for rank in range(2)]
+    assert sum(computed) == pytest.approx(47, abs=1)  # stand-ins score a token each
+    assert computed == pytest.approx([23.5, 23.5], abs=3)
 
 
 def test_tokens_and_rows_are_counted_over_both_ranks(outcome: Outcome) -> None:

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from engines.training.model import load_policy_model
+from engines.training.model import PolicyModel, load_policy_model
+
+
+def _scores(model: PolicyModel, row: Tensor, predictors: Tensor) -> Tensor:
+    """Log-probs of the tokens after ``predictors`` of a single row."""
+    positions = torch.arange(len(row))
+    scores = model(row, positions, predictors, row[predictors + 1], rectangles=((1, len(row)),))
+    log_probs: Tensor = scores.log_probs
+    return log_probs
 
 
 @pytest.mark.parametrize(
@@ -24,7 +33,7 @@ def test_scores_are_those_of_the_models_own_logits(
     ids = torch.tensor([[5, 9, 2, 7, 1]])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=ids).logits[0]
-        found = load_policy_model(folder)(ids, torch.tensor([1, 3]), ids[0, [2, 4]]).log_probs
+        found = _scores(load_policy_model(folder), ids[0], torch.tensor([1, 3]))
     assert torch.allclose(found, logits.log_softmax(dim=-1)[[1, 3], ids[0, [2, 4]]], atol=1e-5)
 
 
@@ -40,8 +49,8 @@ def test_a_head_that_is_not_understood_is_refused(model_folder: Callable[..., st
 
 def test_dropout_is_off_although_the_model_is_in_training_mode(model_folder: Callable[..., str]) -> None:
     model = load_policy_model(model_folder("llama", attention_dropout=0.5))
-    ids = torch.arange(12).unsqueeze(0)
-    first, second = (model(ids, torch.arange(11), ids[0, 1:]).log_probs for _ in range(2))
+    ids = torch.arange(12)
+    first, second = (_scores(model, ids, torch.arange(11)) for _ in range(2))
     assert model.training
     assert torch.equal(first, second)
 
@@ -53,6 +62,5 @@ def test_checkpointed_layers_are_computed_twice(model_folder: Callable[..., str]
         layer: Any = model.causal_lm.get_submodule("model.layers.0.mlp")
         # Before, not after: recomputing stops where nothing more is needed.
         layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        ids = torch.arange(12).unsqueeze(0)
-        model(ids, torch.arange(11), ids[0, 1:]).log_probs.sum().backward()
+        _scores(model, torch.arange(12), torch.arange(11)).sum().backward()
         assert len(calls) == times

@@ -14,7 +14,7 @@ from asyncrl.algorithms import PolicyObjective, TokenLosses, token_weights
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import rows_of
 from engines.training.model import load_policy_model, shard
-from engines.training.packed_rows import PackedRows, PaddedRows
+from engines.training.packed_rows import PackedRows, RowStream
 from engines.training.passes import Passes
 from engines.training.rank_group import RankGroup
 from engines.training.token_log_probs import TokenScores
@@ -84,19 +84,19 @@ def test_gradient_equals_that_of_one_padded_batch(
     model = load_policy_model(folder, gradient_checkpointing=checkpointing)
     shard(model, ranks.mesh, dtype="float32")
     passes = Passes(model, ranks, max_tokens=max_tokens, temperature=1.0)
-    rows = PackedRows(batch, vocabulary=model.vocabulary, required=["behaviour_log_probs", "advantages"])
+    rows = PackedRows.read(batch, vocabulary=model.vocabulary, required=["behaviour_log_probs", "advantages"])
     portion = passes.portion(rows, range(len(rows)))
     assert portion.tokens == sum(max(0, length - 3) for length in LENGTHS)
     assert portion.rows == 6
     assert (portion.microbatches == 1) == (max_tokens == 10_000)
     weights = objective.token_weights(rows.scored, total_tokens=portion.tokens, total_rows=portion.rows)
 
-    def losses_of(scores: TokenScores, padded: PaddedRows, mask: Tensor) -> TokenLosses:
+    def losses_of(scores: TokenScores, stream: RowStream, mask: Tensor) -> TokenLosses:
         return objective.token_losses(
             current_log_probs=scores.log_probs,
             proximal_log_probs=scores.log_probs.detach(),
-            behaviour_log_probs=padded.of_tokens(rows.columns["behaviour_log_probs"]),
-            advantages=padded.of_tokens(rows.columns["advantages"]),
+            behaviour_log_probs=stream.of_tokens(rows.columns["behaviour_log_probs"]),
+            advantages=stream.of_tokens(rows.columns["advantages"]),
             mask=mask,
             entropy=scores.entropy,
         )
@@ -114,6 +114,6 @@ def test_gradient_equals_that_of_one_padded_batch(
 
 
 def test_weights_of_rows_with_nothing_to_train_are_zero(trajectories: Callable[..., DataProto]) -> None:
-    rows = PackedRows(trajectories(LENGTHS), vocabulary=61)
+    rows = PackedRows.read(trajectories(LENGTHS), vocabulary=61)
     weights = token_weights(rows.scored, aggregation="sequence_mean", total_tokens=37, total_rows=6)
     assert weights[6:].tolist() == [0.0, 0.0]

@@ -1,0 +1,160 @@
+"""Packed equals padded equals a plain forward pass of transformers, row by row, for every family; weights come back."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncrl.algorithms import PolicyObjective
+from asyncrl.data import DataProto
+from asyncrl.data.ragged import rows_of
+from asyncrl.errors import ConfigError
+from engines.training.fsdp_engine import FSDPEngine
+from engines.training.model import load_policy_model
+
+LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14, 1]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"tied": False, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gemma2": {"sliding_window": 5},
+    "mistral": {"sliding_window": 4},
+    "qwen2 windowed": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "custom": {},
+}
+PADDED = {"custom"}
+"""Families that cannot be packed."""
+
+
+def _custom_model() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "asyncrl_test_custom_model", Path(__file__).with_name("custom_model.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def family_folder(model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    custom = tmp_path_factory.mktemp("custom")
+    module = _custom_model()
+    module.register()
+    torch.manual_seed(3)
+    module.DecayForCausalLM(module.DecayConfig()).save_pretrained(custom)
+    return lambda name: str(custom) if name == "custom" else model_folder(name.split()[0], **FAMILIES[name])
+
+
+@pytest.fixture
+def engine(family_folder: Callable[[str], str]) -> Iterator[Callable[..., FSDPEngine]]:
+    made: list[FSDPEngine] = []
+
+    def make(path: str, **options: Any) -> FSDPEngine:
+        settings = {"lr": 1e-2, "eps": 1e-3, "device": "cpu", "objective": PolicyObjective()} | options
+        made.append(FSDPEngine(path, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def _plain_log_probs(folder: str, batch: DataProto) -> list[Tensor]:
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert batch.batch is not None
+    with torch.no_grad():
+        return [
+            plain(input_ids=ids[None]).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[1:, None]).squeeze(1)
+            for ids in rows_of(batch.batch["input_ids"])
+        ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_padded_equals_plain(
+    engine: Callable[..., FSDPEngine],
+    family_folder: Callable[[str], str],
+    trajectories: Callable[..., DataProto],
+    family: str,
+) -> None:
+    folder, batch = family_folder(family), trajectories(LENGTHS)
+    expected = _plain_log_probs(folder, batch)
+    assert load_policy_model(folder).layout == ("padded" if family in PADDED else "packed")
+    trained: list[dict[str, float]] = []
+    for layout in ("auto", "padded"):
+        trainer = engine(folder, layout=layout, max_tokens_per_microbatch=40)
+        scored = trainer.log_probs(batch).batch
+        assert scored is not None
+        for found, plain in zip(rows_of(scored["log_probs"]), expected, strict=True):
+            assert torch.allclose(found[1:], plain, rtol=0, atol=1e-5)
+        trained.append(trainer.update(batch))
+    assert trained[0] == pytest.approx(trained[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_by_fsdp_the_same_tensors_leave_and_load_back(
+    engine: Callable[..., FSDPEngine],
+    family_folder: Callable[[str], str],
+    trajectories: Callable[..., DataProto],
+    family: str,
+    tmp_path: Path,
+) -> None:
+    """bfloat16 makes even one rank shard its model; its weights stay float32."""
+    folder, batch = family_folder(family), trajectories(LENGTHS)
+    trainer = engine(folder, dtype="bfloat16")
+    published = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+    on_disk = load_file(Path(folder) / "model.safetensors")
+    assert published.keys() == on_disk.keys()
+    assert all(torch.equal(published[name], on_disk[name]) for name in published)
+
+    trainer.update(batch)
+    trainer.save(tmp_path / "checkpoint")
+    trainer.export(tmp_path / "export")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert type(plain).__name__ == type(AutoModelForCausalLM.from_pretrained(folder)).__name__
+    exported = engine(str(tmp_path / "export"), dtype="bfloat16")
+    for (name, mine), (_, theirs) in zip(trainer.named_tensors(), exported.named_tensors(), strict=True):
+        assert torch.equal(mine, theirs), name
+    exported.load(tmp_path / "checkpoint")
+    assert exported.update(batch) == trainer.update(batch)
+
+
+def test_a_model_that_cannot_be_packed_says_so(
+    family_folder: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="DecayForCausalLM mixes packed rows"):
+        load_policy_model(family_folder("custom"), layout="packed")
+    with caplog.at_level(logging.WARNING):
+        load_policy_model(family_folder("custom"))
+    assert "rows are padded, not packed: DecayForCausalLM mixes packed rows" in caplog.text
+
+
+def test_checkpointed_layers_see_the_same_rows_again(
+    family_folder: Callable[[str], str], trajectories: Callable[..., DataProto]
+) -> None:
+    gradients: list[dict[str, Tensor]] = []
+    for checkpointing in (False, True):
+        model = load_policy_model(family_folder("qwen3"), gradient_checkpointing=checkpointing, layout="packed")
+        ids = torch.arange(20) % 61
+        positions = torch.cat([torch.arange(7), torch.arange(7), torch.arange(6)])
+        predictors = torch.tensor([2, 5, 9, 15, 18])
+        scores = model(ids, positions, predictors, ids[predictors + 1], rectangles=((2, 7), (1, 6)))
+        scores.log_probs.sum().backward()
+        gradients.append(
+            {name: each.grad.clone() for name, each in model.parameters_by_name() if each.grad is not None}
+        )
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engines.training.packed_attention import RowsOfStream, packed_attention
+
+LAYER = cast(Any, SimpleNamespace())
+DEVICES = [
+    pytest.param("cpu", torch.float64),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def _stream(lengths: list[int], *, heads: int, groups: int, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(len(lengths))
+    total = sum(lengths)
+    query = torch.randn(1, heads * groups, total, size, generator=draw, dtype=torch.float64)
+    key, value = torch.randn(2, 1, heads, total, size, generator=draw, dtype=torch.float64)
+    return query, key, value
+
+
+def _by_hand(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], *, window: int | None, softcap: float | None
+) -> Tensor:
+    """Token by token, head by head."""
+    groups = query.shape[1] // key.shape[1]
+    rows: list[Tensor] = []
+    start = 0
+    for length in lengths:
+        for place in range(length):
+            first = 0 if window is None else max(0, place - window + 1)
+            seen = slice(start + first, start + place + 1)
+            heads = []
+            for head in range(query.shape[1]):
+                scores = key[0, head // groups, seen] @ query[0, head, start + place] / math.sqrt(query.shape[-1])
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
+                heads.append(scores.softmax(dim=0) @ value[0, head // groups, seen])
+            rows.append(torch.stack(heads))
+        start += length
+    return torch.stack(rows)[None]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.integers(1, 7)),
+    st.one_of(st.none(), st.floats(0.5, 3.0)),
+)
+def test_every_token_sees_its_own_row(
+    rectangles: list[tuple[int, int]], heads: int, groups: int, window: int | None, softcap: float | None
+) -> None:
+    lengths = [length for rows, length in rectangles for _ in range(rows)]
+    query, key, value = _stream(lengths, heads=heads, groups=groups)
+    rows = RowsOfStream.of(rectangles, device=torch.device("cpu"))
+    found, _ = packed_attention(LAYER, query, key, value, asyncrl_rows=rows, sliding_window=window, softcap=softcap)
+    expected = _by_hand(query, key, value, lengths, window=window, softcap=softcap)
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, atol=1e-6)  # the soft-capped softmax is float32
+    assert rows.windows == [window]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_are_those_of_rows_alone(device: str, dtype: torch.dtype, window: int | None) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    rectangles = [(2, 7), (1, 5), (3, 2)]
+    lengths = [7, 7, 5, 2, 2, 2]
+    leaves = [each.to(device, dtype).requires_grad_() for each in _stream(lengths, heads=2, groups=2, size=16)]
+    rows = RowsOfStream.of(rectangles, device=torch.device(device))
+    packed, _ = packed_attention(LAYER, *leaves, asyncrl_rows=rows, sliding_window=window)
+    direction = torch.linspace(-1, 1, packed.numel(), device=device, dtype=dtype).view(packed.shape)
+    found = torch.autograd.grad((packed * direction).sum(), leaves)
+
+    alone = []
+    start = 0
+    for length in lengths:
+        row = [each[:, :, start : start + length] for each in leaves]
+        alone.append(packed_attention(LAYER, row[0], row[1], row[2], sliding_window=window)[0])
+        start += length
+    apart = torch.cat(alone, dim=1)
+    expected = torch.autograd.grad((apart * direction).sum(), leaves)
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    assert torch.allclose(packed, apart, atol=tolerance)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(mine, theirs, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"attention_mask": torch.ones(1)}, {"s_aux": torch.ones(1)}, {"dropout": 0.1}, {"is_causal": False}]
+)
+def test_what_it_cannot_do_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="packed attention is causal"):
+        packed_attention(LAYER, *_stream([3], heads=1, groups=1), **asked)

@@ -63,7 +63,7 @@ class StalenessPolicy:
         too_old: what is done with tokens past the bound when their group is trained on. ``none``: there are none, since
             slow groups are waited for. ``drop``: their whole group is dropped. ``mask``: they are left out of the loss;
             the rewards of their group count for its baseline as ever. ``correct``: they are trained on, with the weight
-            that their measured log-probs give them (``algorithm.behaviour_weight_cap``).
+            that their measured log-probs give them (``algorithm.correction``).
         overdue: whether a group that is out for very long gives its place away.
     """
 

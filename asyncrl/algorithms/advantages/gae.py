@@ -73,5 +73,5 @@ def gae(
 def gae_advantages(
     token_rewards: Tensor, values: Tensor, lengths: Tensor, *, discount: float = 1.0, trace: float = 0.95
 ) -> Tensor:
-    """The advantages of :func:`gae` alone."""
+    """The advantages of :func:`gae` alone. arXiv:1506.02438, eq. 16."""
     return gae(token_rewards, values, lengths, discount=discount, trace=trace)[0]

@@ -37,7 +37,7 @@ def covariances(tokens: PolicyTokens) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(PolicyLoss):
-    """The clipped surrogate without the gradient of a few tokens of high covariance. Eq. 11 to 13.
+    """The clipped surrogate without the gradient of a few tokens of high covariance. arXiv:2505.22617, eq. 11 to 13.
 
     Attributes:
         clip_low: as PPO's.
@@ -82,7 +82,7 @@ class ClipCov(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCov(PolicyLoss):
-    """The plain surrogate -r A, with a penalty |log r| on the tokens of the highest covariance. Eq. 14 and 15.
+    """The surrogate -r A, with a penalty |log r| on the tokens of highest covariance. arXiv:2505.22617, eq. 14, 15.
 
     The penalty's gradient is 0 at r = 1 (within :data:`ROUNDING`), so it does something only from the second optimizer
     step on a batch on.

@@ -3,15 +3,20 @@
     may insert   iff  samples_per_insert * (inserts + 1) - samples <= upper
     may sample k iff  samples_per_insert * inserts - samples - k >= lower
 
-with ``upper - lower = 2 * tolerance``. The meaning is that of Reverb's SampleToInsertRatio (arXiv:2102.04736); an
-insert is an admission here, and one that is dropped unused is taken back.
+with ``upper = -lower = tolerance``. The meaning is that of Reverb's SampleToInsertRatio (arXiv:2102.04736); an
+insert is an admission here. What leaves early is settled: an unused group takes its insert back, a used one counts as
+if it had had its share.
 
-No deadlock between the two: if inserting is forbidden, ``samples_per_insert * inserts - samples > upper -
-samples_per_insert``, so sampling k is allowed as long as ``upper - samples_per_insert - k >= lower``: that is ``2 *
-tolerance >= samples_per_insert + k``. Less is refused. And as many samples must be there as the limit asks for: with
-``samples_per_insert > max_uses`` groups would be used up before they had been sampled often enough, and inserting would
-be forbidden for ever: refused. With ``samples_per_insert < max_uses`` groups stay when their share of samples is taken,
-and fill the places; then the most used one makes room (``BufferState.make_room``).
+No deadlock, for k groups a sample and r samples an insert. Let ``owed = r * inserts - samples``.
+
+- Inserting and sampling are never both forbidden: inserting is only if ``owed > tolerance - r``, and then sampling is
+  allowed as long as ``2 * tolerance >= r + k``.
+- When inserting is forbidden, k groups are there: those that left owe nothing, so ``owed <= r * groups there``, and
+  ``owed > tolerance - r >= r * (k - 1)`` as long as ``tolerance >= r * k``.
+- With ``r > max_uses`` groups would be gone before they had had their share: refused.
+- With ``r < max_uses`` groups stay when they have had it and fill the places; then the most used one makes room
+  (``BufferState.make_room``). If none was used, at least the k groups of the last sample were replaced since, and owe
+  at least k together, so sampling is allowed again. With ``r < 1`` they would owe less: refused.
 """
 
 from __future__ import annotations
@@ -41,9 +46,11 @@ class RateLimit:
         def refuse(message: str, key: str, remedy: str) -> ConfigError:
             return ConfigError(message, path=f"buffer.options.{key}", remedy=remedy)
 
-        if samples_per_insert <= 0:
+        if samples_per_insert < 1:
             raise refuse(
-                f"samples_per_insert = {samples_per_insert:g} must be above 0", "samples_per_insert", "use 1 or more"
+                f"samples_per_insert = {samples_per_insert:g} would deadlock: groups never used fill the places",
+                "samples_per_insert",
+                "use 1 or more; what is not worth a use is dropped by an eviction or by zero_variance",
             )
         if samples_per_insert > max_uses:
             raise refuse(
@@ -51,8 +58,8 @@ class RateLimit:
                 "samples_per_insert",
                 f"use at most {max_uses}, or raise max_uses",
             )
-        if 2 * tolerance < samples_per_insert + batch_groups:
-            least = (samples_per_insert + batch_groups) / 2
+        least = max(samples_per_insert * batch_groups, (samples_per_insert + batch_groups) / 2)
+        if tolerance < least:
             raise refuse(
                 f"insert_tolerance = {tolerance:g} would deadlock: a step takes {batch_groups} groups at once",
                 "insert_tolerance",
@@ -68,7 +75,7 @@ class RateLimit:
         self._lower = -tolerance
         self._upper = tolerance
         self.inserts = 0
-        self.samples = 0
+        self.samples = 0.0
 
     def may_insert(self) -> bool:
         """True if another group may come in."""
@@ -81,6 +88,10 @@ class RateLimit:
     def inserted(self, groups: int = 1) -> None:
         """Groups came in, or (below 0) went unused."""
         self.inserts += groups
+
+    def settled(self, uses: int) -> None:
+        """A group went that had been used, but not as often as its share."""
+        self.samples += max(0.0, self._ratio - uses)
 
     def sampled(self, groups: int) -> None:
         """Groups were used, or (below 0) their step did not happen."""

@@ -145,7 +145,7 @@ class AsyncReplayBuffer:
         if samples_per_insert is not None:
             self._rate = RateLimit(
                 samples_per_insert=samples_per_insert,
-                tolerance=samples_per_insert + batch_groups if insert_tolerance is None else insert_tolerance,
+                tolerance=(samples_per_insert * (batch_groups + 1) if insert_tolerance is None else insert_tolerance),
                 batch_groups=batch_groups,
                 max_uses=max_uses,
                 capacity=capacity,
@@ -322,6 +322,7 @@ class AsyncReplayBuffer:
 
     def _settle(self) -> None:
         """Serve whoever can be served, in order; then tell the listeners what was dropped."""
+        self._settle_rate()
         while self._requests and not self._closed:
             ticket, request = next(iter(self._requests.items()))
             if not request.future.done():
@@ -364,7 +365,15 @@ class AsyncReplayBuffer:
         if self._state.has_room:
             return True
         stuck = self._rate is not None and not self._rate.may_sample(self._batch_groups)
-        return stuck and self._state.make_room()
+        made = stuck and self._state.make_room()
+        self._settle_rate()
+        return made and (self._rate is None or self._rate.may_insert())
+
+    def _settle_rate(self) -> None:
+        used_up = self._state.drain_used_up()
+        if self._rate is not None:
+            for uses in used_up:
+                self._rate.settled(uses)
 
     @contextmanager
     def _deadline(self, waiter: _Admission | _Request, timeout_s: float | None) -> Iterator[None]:
@@ -392,10 +401,10 @@ class AsyncReplayBuffer:
             if waiter.slots is not None:
                 return f"slots {', '.join(map(str, waiter.slots))} are not all ready"
             if self._rate is not None and not self._rate.may_sample(waiter.groups):
-                return f"{self._rate.samples} uses of {self._rate.inserts} groups: new groups must come in first"
+                return f"{self._rate.samples:g} uses of {self._rate.inserts} groups: new groups must come in first"
             return self._state.explain(waiter.groups)
         if self._rate is not None and not self._rate.may_insert():
-            return f"{self._rate.samples} uses of {self._rate.inserts} groups: they must be used first"
+            return f"{self._rate.samples:g} uses of {self._rate.inserts} groups: they must be used first"
         counts = self._state.statistics()
         return (
             f"all {counts.capacity} places are taken "

@@ -85,6 +85,7 @@ class BufferState:
         self._columns = frozenset(columns)
         self._refuse = refuse
         self._used = SlotHeap()
+        self._used_up: list[int] = []
         self._selection = selection
         self._eviction: Eviction = eviction or StalenessBound(max_staleness)
         self._groups: dict[int, _Group] = {}
@@ -268,6 +269,7 @@ class BufferState:
         self._forget(slot)
         if group.held is not None and group.held.uses:
             self._released += 1
+            self._used_up.append(group.held.uses)
             return
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
         self._dropped_tokens[reason] = self._dropped_tokens.get(reason, 0) + tokens
@@ -277,6 +279,11 @@ class BufferState:
         """Groups dropped since the last call, in order."""
         news, self._news = tuple(self._news), []
         return news
+
+    def drain_used_up(self) -> tuple[int, ...]:
+        """Uses of the groups that left since the last call with fewer than ``max_uses``."""
+        used, self._used_up = tuple(self._used_up), []
+        return used
 
     def explain(self, groups: int) -> str:
         """Why :meth:`take` would wait, in words."""

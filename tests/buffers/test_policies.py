@@ -1,0 +1,430 @@
+"""Selections, evictions, quotas and rates: hand-worked stories, and laws over random ones."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.errors import ConfigError, DeadlineError, InvalidDataError
+from asyncrl.interfaces import GroupSummary
+from asyncrl.pipeline.staleness import AdmissionLaw
+from buffers.eviction import Reservoir
+from buffers.quotas import apportion
+from buffers.rate_limit import RateLimit
+from buffers.replay import AsyncReplayBuffer
+from buffers.sampling import PrioritizedOrder, UniformOrder
+from buffers.selection import make_selection, windowed_staleness
+from buffers.sum_tree import SumTree
+
+ROWS = object()
+
+
+def summary(
+    slot: int, version: int = 0, *, rewards: tuple[float, ...] = (0.0, 1.0), environment: str = ""
+) -> GroupSummary:
+    return GroupSummary(
+        slot=slot,
+        rows=len(rewards),
+        oldest_version=version,
+        tokens=10,
+        version_tokens={version: 10},
+        rewards=rewards,
+        lengths=(5,) * len(rewards),
+        environment=environment,
+    )
+
+
+async def filled(buffer: AsyncReplayBuffer, *groups: GroupSummary) -> AsyncReplayBuffer:
+    for group in groups:
+        await buffer.admit(group.slot)
+        buffer.put(group, ROWS)
+    return buffer
+
+
+def slots_of(groups: tuple) -> list[int]:
+    return [group.summary.slot for group in groups]
+
+
+# ---------------------------------------------------------------------------------------------------------- selections
+
+
+async def test_a_window_lets_some_pass_and_then_waits():
+    buffer = AsyncReplayBuffer(capacity=8, max_staleness=9, selection="windowed_fifo", window=3)
+    for slot in range(6):
+        await buffer.admit(slot)
+    for slot in (4, 2, 1, 3):  # 0 is slow
+        buffer.put(summary(slot), ROWS)
+    assert slots_of(await buffer.select(2, weight_version=0)) == [1, 2]
+    with pytest.raises(DeadlineError, match="slot 0 is not finished"):
+        await buffer.select(1, weight_version=0, timeout_s=0.0)
+    buffer.put(summary(0), ROWS)
+    assert slots_of(await buffer.select(3, weight_version=0)) == [0, 3, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups_per_step=st.integers(1, 4),
+    window=st.integers(1, 9),
+    lead=st.integers(0, 3),
+)
+def test_the_bound_of_a_window_holds_and_nothing_is_dropped(seed: int, groups_per_step: int, window: int, lead: int):
+    """The proof in ``buffers/selection.py``, tried: any finishing order, tokens sampled from issue to finish."""
+    dice = random.Random(seed)
+    steps = 12
+    law = AdmissionLaw(groups_per_step, max_staleness=lead, total_groups=steps * groups_per_step)
+    order = make_selection("windowed_fifo", window=window)
+    issued_at: dict[int, int] = {}
+    running: list[int] = []
+    worst = 0
+    for version in range(steps):
+        law.published(version)
+        while True:
+            while law.may_issue():
+                slot = law.issue()
+                issued_at[slot] = version
+                running.append(slot)
+                order.admitted(slot)
+            chosen = order.choose(groups_per_step, weight_version=version)
+            if chosen is not None:
+                break
+            slot = running.pop(dice.randrange(len(running)))
+            order.ready(summary(slot, issued_at[slot]))
+        for slot in chosen:
+            order.forget(slot)
+            worst = max(worst, version - issued_at[slot])
+    assert worst <= windowed_staleness(lead, window=window, groups_per_step=groups_per_step)
+
+
+async def test_the_freshest_go_first():
+    buffer = AsyncReplayBuffer(capacity=8, max_staleness=9, selection="freshest")
+    await filled(buffer, summary(0, 3), summary(1, 5), summary(2, 5), summary(3, 4))
+    assert slots_of(await buffer.select(3, weight_version=5)) == [1, 2, 3]
+
+
+def test_uniform_draws_are_uniform_and_repeatable():
+    counts: Counter[int] = Counter()
+    order = UniformOrder(seed=1)
+    for slot in range(5):
+        order.ready(summary(slot))
+    order.forget(2)
+    for _ in range(4000):
+        counts.update(order.choose(2, weight_version=0) or ())
+    assert set(counts) == {0, 1, 3, 4}
+    assert all(abs(count - 2000) < 150 for count in counts.values())  # five standard deviations
+    again = UniformOrder(seed=1)
+    for slot in range(5):
+        again.ready(summary(slot))
+    again.forget(2)
+    first = UniformOrder(seed=1)
+    for slot in range(5):
+        first.ready(summary(slot))
+    first.forget(2)
+    assert [again.choose(2, weight_version=0) for _ in range(9)] == [
+        first.choose(2, weight_version=0) for _ in range(9)
+    ]
+
+
+def test_advantage_is_drawn_in_proportion_and_dull_groups_rarely():
+    order = PrioritizedOrder(priority="advantage", exponent=1.0)
+    order.ready(summary(0, rewards=(0.0, 1.0)))  # mean distance 0.5
+    order.ready(summary(1, rewards=(0.0, 0.0, 0.0, 1.0)))  # 0.375
+    order.ready(summary(2, rewards=(1.0, 1.0)))  # 0
+    counts: Counter[int] = Counter()
+    for _ in range(6000):
+        counts.update(order.choose(1, weight_version=0) or ())
+    total = 0.51 + 0.385 + 0.01
+    for slot, weight in ((0, 0.51), (1, 0.385), (2, 0.01)):
+        assert abs(counts[slot] - 6000 * weight / total) < 200
+
+
+def test_age_draws_the_old_more_often_by_the_same_factor_each_version():
+    order = PrioritizedOrder(priority="age", exponent=1.0, seed=3)
+    for slot, version in enumerate((0, 2, 1000, 998)):  # far apart: the weights are put on another scale
+        order.ready(summary(slot, version))
+    order.forget(0)
+    order.forget(1)
+    counts: Counter[int] = Counter()
+    for _ in range(6000):
+        counts.update(order.choose(1, weight_version=1001) or ())
+    share = 1 / (1 + 2.718281828**2)
+    assert abs(counts[2] - 6000 * share) < 200
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.floats(0.001, 1000) | st.none()), max_size=120))
+def test_a_sum_tree_is_a_dictionary_of_weights(changes: list[tuple[int, float | None]]):
+    tree, model = SumTree(), {}
+    for slot, weight in changes:
+        if weight is None:
+            tree.discard(slot)
+            model.pop(slot, None)
+        else:
+            tree.set(slot, weight)
+            model[slot] = weight
+    assert len(tree) == len(model)
+    assert tree.total == pytest.approx(sum(model.values()))
+    found = {tree.find(place / 97 * tree.total) for place in range(97)} if model else set()
+    assert found <= set(model)
+    assert {slot for slot, weight in model.items() if weight > tree.total / 48} <= found
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "why"),
+    [
+        ({"selection": "fifa"}, "buffer.selection", "no selection is called"),
+        ({"selection": "fifo", "window": 3}, "buffer.options.window", "has no window"),
+        ({"selection": "windowed_fifo"}, "buffer.options.window", "needs its window"),
+        ({"selection": "uniform", "priority": "age"}, "buffer.options.priority", "has no priority"),
+        ({"selection": "fifo", "quotas": {"a": 1.0}}, "buffer.options.quotas", "quotas cannot hold"),
+        ({"selection": "uniform", "quotas": {"a": 0.5}}, "buffer.options.quotas", "add up to 1"),
+        ({"eviction": "newest", "keep_groups": 4}, "buffer.options.eviction", "no eviction is called"),
+        ({"eviction": "oldest"}, "buffer.options.keep_groups", "takes 2 at once"),
+        ({"keep_groups": 4}, "buffer.options.keep_groups", "belongs to an eviction"),
+        ({"insert_tolerance": 4.0}, "buffer.options.insert_tolerance", "belongs to samples_per_insert"),
+        ({"samples_per_insert": 2.0}, "buffer.options.samples_per_insert", "1 uses end a group"),
+        ({"samples_per_insert": 0.5}, "buffer.options.samples_per_insert", "never used fill the places"),
+        (
+            {"samples_per_insert": 1.0, "insert_tolerance": 1.0},
+            "buffer.options.insert_tolerance",
+            "would deadlock",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_their_path(options: dict, path: str, why: str):
+    with pytest.raises(ConfigError, match=why) as caught:
+        AsyncReplayBuffer(**{"capacity": 8, "max_staleness": 1, "batch_groups": 2, **options})
+    assert caught.value.path == path
+    assert caught.value.remedy
+
+
+# ----------------------------------------------------------------------------------------------------------- evictions
+
+
+@pytest.mark.parametrize(("eviction", "kept"), [("oldest", [1, 2]), ("dullest", [0, 2])])
+async def test_an_overflow_gives_up_the_oldest_or_the_dullest(eviction: str, kept: list[int]):
+    buffer = AsyncReplayBuffer(
+        capacity=8, max_staleness=9, selection="fifo_ready", eviction=eviction, keep_groups=2, batch_groups=2
+    )
+    await filled(buffer, summary(0, 0), summary(1, 1, rewards=(1.0, 1.0)), summary(2, 2))
+    assert buffer.statistics().dropped == {"overflow": 1}
+    assert slots_of(await buffer.select(2, weight_version=2)) == kept
+
+
+def test_a_reservoir_keeps_each_of_all_groups_with_the_same_chance():
+    counts: Counter[int] = Counter()
+    for seed in range(1500):
+        reservoir, kept = Reservoir(4, seed=seed), set()
+        for slot in range(12):
+            reservoir.ready(summary(slot))
+            kept.add(slot)
+            for evicted in reservoir.evict(weight_version=None):
+                reservoir.forget(evicted.slot)
+                kept.discard(evicted.slot)
+            assert reservoir.evict(weight_version=None) == ()
+        assert len(kept) == 4
+        counts.update(kept)
+    assert all(abs(counts[slot] - 500) < 100 for slot in range(12))  # five standard deviations
+
+
+async def test_groups_that_teach_nothing_are_replaced_exactly():
+    buffer = AsyncReplayBuffer(capacity=4, max_staleness=0, zero_variance="drop", zero_variance_limit=3)
+    law = AdmissionLaw(2, max_staleness=0, total_groups=2)
+    dropped: list[int] = []
+    buffer.on_drop(lambda group: (law.dropped(group.slot), dropped.append(group.slot)))
+    issued = 0
+    while law.may_issue():
+        slot = law.issue()
+        issued += 1
+        await buffer.admit(slot)
+        buffer.put(summary(slot, rewards=(1.0, 1.0) if slot in (0, 1, 3) else (0.0, 1.0)), ROWS)
+    assert slots_of(await buffer.select(2, weight_version=0)) == [2, 4]
+    assert (dropped, issued, law.finished) == ([0, 1, 3], 5, True)
+
+
+async def test_tasks_that_never_teach_anything_end_the_run_by_name():
+    buffer = AsyncReplayBuffer(capacity=4, max_staleness=0, zero_variance="drop", zero_variance_limit=3)
+    await filled(buffer, *[summary(slot, rewards=(0.0, 0.0)) for slot in range(2)])
+    with pytest.raises(InvalidDataError, match="3 groups in a row got the same reward"):
+        await filled(buffer, summary(2, rewards=(0.0, 0.0)))
+
+
+# -------------------------------------------------------------------------------------------------------------- quotas
+
+
+def test_places_are_apportioned_by_largest_remainder():
+    assert apportion(10, {"a": 0.75, "b": 0.25}) == {"a": 8, "b": 2}
+    assert apportion(1, {"a": 0.5, "b": 0.5}) == {"a": 1, "b": 0}
+    assert sum(apportion(7, {"a": 0.1, "b": 0.2, "c": 0.7}).values()) == 7
+
+
+async def test_each_environment_gets_its_share_and_none_blocks_another():
+    buffer = AsyncReplayBuffer(
+        capacity=4, max_staleness=9, selection="fifo_ready", batch_groups=2, quotas={"a": 0.5, "b": 0.5}
+    )
+    await filled(buffer, *[summary(slot, environment="a") for slot in range(4)])
+    assert buffer.statistics().dropped == {"over_quota": 1}  # a place is kept for the other one
+    with pytest.raises(DeadlineError, match="b: 0 of 1 groups are ready"):
+        await buffer.select(2, weight_version=0, timeout_s=0.0)
+    await filled(buffer, summary(4, environment="b"))
+    assert slots_of(await buffer.select(2, weight_version=0)) == [1, 4]
+    buffer.release([1, 4])
+    with pytest.raises(InvalidDataError, match="'c', which has no quota"):
+        await filled(buffer, summary(5, environment="c"))
+
+
+# --------------------------------------------------------------------------------------------------------- uses, rates
+
+
+async def test_a_group_is_used_as_often_as_it_may_be():
+    buffer = AsyncReplayBuffer(capacity=4, max_staleness=1, selection="fifo_ready", max_uses=2)
+    await filled(buffer, summary(0), summary(1))
+    first = await buffer.select(2, weight_version=0)
+    assert [group.uses for group in first] == [0, 0]
+    assert buffer.statistics().ready_tokens == 0
+    buffer.release([0, 1])
+    assert buffer.statistics().ready == 2
+    assert buffer.statistics().ready_tokens == 0  # trained on: these tokens wait for nothing
+    (second,) = await buffer.select(1, weight_version=1)
+    assert (second.summary.slot, second.uses) == (0, 1)
+    buffer.release([0])
+    with pytest.raises(DeadlineError):
+        await buffer.select(1, weight_version=2, timeout_s=0.0)  # the other one passed the bound
+    counts = buffer.statistics()
+    assert (counts.released, counts.dropped, counts.ready) == (2, {}, 0)  # used once: it is released, not lost
+
+
+class Ends:
+    """Producers that admit and finish, a trainer that selects and releases; says when nobody can move any more."""
+
+    def __init__(self, buffer: AsyncReplayBuffer, batch: int, seed: int) -> None:
+        self.buffer, self.batch, self.dice = buffer, batch, random.Random(seed)
+        self.slot = 0
+        self.running: list[int] = []
+
+    async def one_move(self) -> bool:
+        moves = [self.admit, self.finish, self.train]
+        self.dice.shuffle(moves)
+        for move in moves:
+            if await move():
+                return True
+        return False
+
+    async def admit(self) -> bool:
+        try:
+            await self.buffer.admit(self.slot, timeout_s=0.0)
+        except DeadlineError:
+            return False
+        self.running.append(self.slot)
+        self.slot += 1
+        return True
+
+    async def finish(self) -> bool:
+        if not self.running:
+            return False
+        slot = self.running.pop(self.dice.randrange(len(self.running)))
+        self.buffer.put(summary(slot), ROWS)
+        return True
+
+    async def train(self) -> bool:
+        try:
+            groups = await self.buffer.select(self.batch, weight_version=0, timeout_s=0.0)
+        except DeadlineError:
+            return False
+        self.buffer.release(slots_of(groups))
+        return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 4),
+    extra=st.integers(0, 8),
+    max_uses=st.integers(1, 4),
+    ratio=st.floats(1.0, 4.0),
+    tolerance=st.none() | st.floats(0.5, 10.0),
+    selection=st.sampled_from(["fifo", "fifo_ready", "uniform", "freshest", "prioritized"]),
+)
+def test_a_rate_that_is_accepted_never_deadlocks(
+    seed: int, batch: int, extra: int, max_uses: int, ratio: float, tolerance: float | None, selection: str
+):
+    try:
+        buffer = AsyncReplayBuffer(
+            capacity=batch + extra,
+            max_staleness=0,
+            selection=selection,
+            batch_groups=batch,
+            max_uses=max_uses,
+            samples_per_insert=ratio,
+            insert_tolerance=tolerance,
+        )
+    except ConfigError:
+        assume(False)
+        raise
+
+    async def story() -> None:
+        ends = Ends(buffer, batch, seed)
+        for _ in range(100):
+            assert await ends.one_move(), buffer.explain()
+
+    asyncio.run(story())
+
+
+def test_a_rate_keeps_either_side_close():
+    rate = RateLimit(samples_per_insert=1.0, tolerance=3.0, batch_groups=2, max_uses=1, capacity=8)
+    assert not rate.may_sample(4)
+    for _ in range(3):
+        assert rate.may_insert()
+        rate.inserted()
+    assert not rate.may_insert()
+    rate.sampled(2)
+    assert rate.may_insert()
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+@pytest.mark.parametrize("first", ["rows", "scores"])
+async def test_a_group_is_ready_when_all_its_columns_are_there_in_any_order(first: str):
+    buffer = AsyncReplayBuffer(capacity=2, max_staleness=0, columns=["scores", "reference"], zero_variance="drop")
+    await buffer.admit(0)
+    rows = DataProtoFuture.of(DataProto.from_dict({"x": torch.arange(2)}))
+    scores = DataProto.from_dict({"scores": torch.tensor([1.0, 0.5])})
+    reference = DataProtoFuture.of(DataProto.from_dict({"reference": torch.zeros(2)}))
+    put = summary(0, rewards=(0.0, 0.0))  # of the environment: they do not count
+    if first == "rows":
+        buffer.put(put, rows)
+        buffer.extend(0, ["scores"], scores, rewards=(1.0, 0.5))
+    else:
+        buffer.extend(0, ["scores"], scores, rewards=(1.0, 0.5))
+        buffer.put(put, rows)
+    assert buffer.statistics().ready == 0
+    with pytest.raises(InvalidDataError, match="came twice"):
+        buffer.extend(0, ["scores"], scores)
+    buffer.extend(0, ["reference"], reference)
+    (group,) = await buffer.select(1, weight_version=0)
+    assert group.summary.rewards == (1.0, 0.5)
+    whole = await group.rows
+    assert sorted(whole.batch.keys()) == ["reference", "scores", "x"]
+    with pytest.raises(InvalidDataError, match="must be pending"):
+        buffer.extend(0, ["reference"], reference)
+
+
+async def test_exactly_these_groups_are_taken_again():
+    buffer = AsyncReplayBuffer(capacity=4, max_staleness=0)
+    for slot in range(4):
+        await buffer.admit(slot)
+    for slot in (3, 1):
+        buffer.put(summary(slot, 0), ROWS, uses=int(slot == 3))
+    taken = await buffer.select(2, weight_version=5, slots=(3, 1))
+    assert slots_of(taken) == [3, 1]
+    assert [group.uses for group in taken] == [1, 0]
+    with pytest.raises(DeadlineError, match="slots 0, 2 are not all ready"):
+        await buffer.select(2, weight_version=5, slots=(0, 2), timeout_s=0.0)

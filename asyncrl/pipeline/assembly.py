@@ -6,6 +6,7 @@ Everything made here is closed by :meth:`Assembly.aclose`, in the reverse order,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
+from asyncrl.errors import InfrastructureError
 from asyncrl.interfaces import EnvironmentFactory, Ledger, ReplayBuffer, SamplingParams
 from asyncrl.ledger import LedgerBase
 from asyncrl.parts import load_part, make_part
@@ -118,22 +120,37 @@ class Assembly:
         make_group = self._ray_backend(requests) if self.config.cluster.backend == "ray" else _local_group
         groups: list[WorkerGroup] = []
         replicas: dict[str, WorkerGroup] = {}
+        of_replica: dict[str, _Request] = {}
         for request in requests:
             group = make_group(request)
             groups.append(group)
             self._stack.push_async_callback(group.aclose)
             if request.role == "rollout":
-                replicas[request.name] = group
+                replicas[request.name], of_replica[request.name] = group, request
             else:
                 setattr(self, request.role, group)
         started = await asyncio.gather(*(group.ready() for group in groups), return_exceptions=True)
         for error in started:
             if error is not None:
                 raise error
-        if replicas:
-            self.pool = RolloutPool(
-                replicas, kv_cache=self.config.weights.kv_cache, rollout_deadline_s=self.config.rollout.deadline_s
-            )
+        if not replicas:
+            return
+
+        async def revive(name: str) -> WorkerGroup:
+            with contextlib.suppress(InfrastructureError):  # it is dead: closing it only gives its seats back
+                await replicas[name].aclose()
+            group = replicas[name] = make_group(of_replica[name])
+            self._stack.push_async_callback(group.aclose)
+            await group.ready()
+            return group
+
+        self.pool = RolloutPool(
+            replicas,
+            kv_cache=self.config.weights.kv_cache,
+            rollout_deadline_s=self.config.rollout.deadline_s,
+            revive=revive,
+        )
+        self._stack.push_async_callback(self.pool.aclose)
 
     def make_ledger(self, path: Path, *, resume: LedgerBase | None) -> Ledger | None:
         """The ledger of this run, in the file ``path``; ``resume`` goes on with it. None where none is kept. Blocks."""

@@ -146,6 +146,7 @@ class Driver:
     _done: bool = False
     _failures_in_a_row: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
+    _published: set[int] = field(default_factory=set)
     _dropped_rows: int = 0
     _dropped_tokens: int = 0
 
@@ -228,7 +229,7 @@ class Driver:
         )
         attempt = await self.journal.dispatched(slot, version=self.law.version)
         with self.timeline.span("rollout", f"group {slot}"):
-            rows = self.pool.rollout(prompts)
+            rows = await self.pool.rollout(prompts)
             header = await rows.header()
         meta = header.meta_info
         summary = GroupSummary(**meta["summary"])
@@ -390,8 +391,11 @@ class Driver:
         """Bring the weights of ``version`` into every engine, then let the law admit new groups."""
         with self.timeline.span("publish", f"version {version}"):
             (from_rank_zero, *_others) = await manifest
+            self._published.add(version)
             await self.pool.publish(from_rank_zero)
-            await self.trainer.release(version)
+            for old in sorted(self._published - self.pool.needed_versions):
+                self._published.discard(old)
+                await self.trainer.release(old)
         self.law.published(version)
         self._admission_changed.set()
 

@@ -46,7 +46,7 @@ async def evaluate(
 ) -> EvaluationResult:
     """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool."""
     version = pool.weight_version
-    headers = []
+    calls = []
     for first in range(0, tasks, _ROWS_PER_CALL):
         numbers = range(first, min(first + _ROWS_PER_CALL, tasks))
         rows = prompt_rows(
@@ -55,8 +55,8 @@ async def evaluate(
             seeds=[derive_seed(seed, "eval", number) for number in numbers],
             purpose="eval",
         )
-        headers.append(pool.rollout(rows).header())
-    summaries = [header.meta_info["summary"] for header in await asyncio.gather(*headers)]
+        calls.append(pool.rollout(rows))
+    summaries = [(await done.header()).meta_info["summary"] for done in await asyncio.gather(*calls)]
     rewards = [reward for summary in summaries for reward in summary["rewards"]]
     tokens = sum(summary["tokens"] for summary in summaries)
     return EvaluationResult(

@@ -128,7 +128,7 @@ async def _show(assembly: Assembly, number: int) -> dict[str, Any]:
     task = assembly.environments.task(number, split="held_out")
     seed = derive_seed(assembly.config.seed, "eval", number)
     rows = prompt_rows([task], slot=number, seeds=[seed], purpose="eval", sample=True)
-    header = await assembly.pool.rollout(rows).header()
+    header = await (await assembly.pool.rollout(rows)).header()
     record: dict[str, Any] = header.meta_info["sample"]
     return record
 

@@ -73,6 +73,7 @@ class TrainingRun:
         self._buffer = self._assembly.make_buffer()  # here, so that a wrong option is told before minutes of work
         self._journal = Journal()
         self._generated_before = 0
+        self._lost_with_replicas = 0
         self._recorder: Recorder  # made when the lines of what is done again are gone
 
     async def train(self) -> dict[str, Any]:
@@ -241,6 +242,8 @@ class TrainingRun:
     async def _balance(self, driver: Driver) -> TokenBalance:
         """The token equation now. Exact when nothing is being generated, as at the end of a run."""
         counts = await self._assembly.pool.token_counts()
+        driver.accounts.drop("replica_lost", counts.lost - self._lost_with_replicas)
+        self._lost_with_replicas = counts.lost
         return driver.balance(generated=self._generated_before + counts.delivered, in_flight=counts.in_flight)
 
     async def _summary(self, driver: Driver) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, TokenGenerator
 
-__all__ = ["MeteredEngine", "TokenAccount", "TokenMeter", "metered_tokens"]
+__all__ = ["MeteredEngine", "TokenAccount", "TokenMeter", "meter_tokens", "metered_tokens"]
 
 _PURPOSES = ("train", "eval")
 _COUNTS = struct.Struct("<qq")
@@ -42,10 +42,12 @@ class TokenMeter:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
+        self.path: Path | None = None
         self._file: mmap.mmap | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"{os.getpid()}-{secrets.token_hex(4)}.tokens").open("x+b") as file:
+            self.path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.tokens"
+            with self.path.open("x+b") as file:
                 file.write(bytes(_COUNTS.size))
                 file.flush()
                 self._file = mmap.mmap(file.fileno(), _COUNTS.size)
@@ -81,10 +83,14 @@ class TokenMeter:
         return sum(account.tokens for account in self._accounts.values() if account.purpose == purpose)
 
 
+def meter_tokens(file: Path, purpose: str) -> int:
+    """Tokens that the meter with this file has counted, living or dead."""
+    return int(_COUNTS.unpack(file.read_bytes())[_PURPOSES.index(purpose)])
+
+
 def metered_tokens(folder: Path, purpose: str) -> int:
-    """Tokens that all meters with a file in ``folder`` have counted, living or dead."""
-    place = _PURPOSES.index(purpose)
-    return sum(int(_COUNTS.unpack(file.read_bytes())[place]) for file in folder.glob("*.tokens"))
+    """Tokens that all meters with a file in ``folder`` have counted."""
+    return sum(meter_tokens(file, purpose) for file in folder.glob("*.tokens"))
 
 
 class MeteredEngine:

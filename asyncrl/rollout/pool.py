@@ -1,48 +1,92 @@
 """The pool: rollout replicas that are asked as one, and get new weights without stopping.
 
 Where a call goes is decided in :mod:`asyncrl.rollout.routing`, who may serve in :mod:`asyncrl.weights.publication`;
-here the decisions are carried out. A replica is a worker group, so it may span several ranks.
+here the decisions are carried out. A replica is a worker group, so it may span several ranks. What a replica was doing
+when it died or was fenced is done again elsewhere, from the prompt; a dead one is made again, and serves when it holds
+the current weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import InfrastructureError, WeightError
+from asyncrl.errors import (
+    DeadlineError,
+    EngineError,
+    EnvironmentFailure,
+    GroupClosedError,
+    InfrastructureError,
+    RequestAbortedError,
+    ResourceError,
+    WeightError,
+    WorkerDiedError,
+)
 from asyncrl.interfaces import KVCachePolicy
-from asyncrl.rollout.routing import ReplicaLoad, least_expected_work
+from asyncrl.rollout.metering import meter_tokens
+from asyncrl.rollout.routing import ReplicaLoad, choose
+from asyncrl.rollout.weight_updates import WeightUpdates
 from asyncrl.weights.manifest import WeightManifest
-from asyncrl.weights.publication import Commit, Decision, Ended, Fence, Prepare, Publication, Serve
+from asyncrl.weights.publication import Ended
 
 __all__ = ["RolloutPool", "TokenCounts"]
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_DELAY_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Tokens that the pool's engines delivered for one purpose, and how many of them running episodes hold."""
+    """Tokens that the pool's engines delivered for one purpose.
+
+    Attributes:
+        delivered: all of them, by engines that are gone, too.
+        in_flight: those that running episodes hold.
+        lost: those of episodes that were begun again elsewhere.
+    """
 
     delivered: int
     in_flight: int
+    lost: int = 0
 
 
-@dataclass(slots=True)
-class _Replica:
-    group: Any  # a worker group of RolloutWorkers: its methods are bound at run time
+@dataclass(slots=True, eq=False)
+class _Life:
+    """A worker group under a replica's name, from its start to its death.
+
+    Attributes:
+        group: a worker group of RolloutWorkers: its methods are bound at run time.
+        meter: file in which its token counts outlive it.
+        answered: tokens that its answers account for, by purpose.
+        calls: rollouts sent and not answered, and how many rows each has.
+        taken_back: those that are done elsewhere instead.
+    """
+
+    group: Any
+    meter: Path | None = None
     serving: bool = False
-    running: list[tuple[DataProtoFuture, int]] = field(default_factory=list)
+    dead: bool = False
+    answered: Counter[str] = field(default_factory=Counter)
+    calls: dict[DataProtoFuture, int] = field(default_factory=dict)
+    taken_back: set[DataProtoFuture] = field(default_factory=set)
 
-    def rows(self) -> int:
-        """Rollouts sent and not answered."""
-        self.running = [(future, rows) for future, rows in self.running if not future.outcome.complete]
-        return sum(rows for _future, rows in self.running)
+    def take_back(self) -> None:
+        """What it was doing is done elsewhere."""
+        for call in self.calls:
+            self.taken_back.add(call)
+            call.cancel()
+
+
+class _Closed(Exception):
+    """Ends the pool's tasks."""
 
 
 class RolloutPool:
@@ -52,7 +96,11 @@ class RolloutPool:
         replicas: worker groups by name. The pool does not close them: whoever made them does.
         kv_cache: what running requests do with keys and values of older weights when new ones are committed.
         deadline_s: seconds each replica has for each phase of a weight update; past it, it is fenced.
-        rollout_deadline_s: seconds a call of :meth:`rollout` may take; past it, its future fails.
+        rollout_deadline_s: seconds a call of :meth:`rollout` may take; past it, it fails.
+        revive: makes the worker group of a dead replica again, ready for its start; None leaves the dead alone.
+        attempts: replicas that may die or fail under the same rollouts before these fail: they may be the reason.
+        restarts: starts in a row that may fail before a replica is given up.
+        restart_s: seconds before the first of them; doubled after each that fails.
     """
 
     def __init__(
@@ -62,12 +110,27 @@ class RolloutPool:
         kv_cache: KVCachePolicy = "keep",
         deadline_s: float = 300.0,
         rollout_deadline_s: float | None = None,
+        revive: Callable[[str], Awaitable[Any]] | None = None,
+        attempts: int = 3,
+        restarts: int = 5,
+        restart_s: float = 0.5,
     ) -> None:
-        self._replicas = {name: _Replica(group) for name, group in replicas.items()}
+        self._lives = {name: _Life(group) for name, group in replicas.items()}
+        self._past: list[_Life] = []
+        self._reviving: set[str] = set()
         self._kv_cache: KVCachePolicy = kv_cache
         self._deadline_s = deadline_s
         self._rollout_deadline_s = rollout_deadline_s
-        self._publication: Publication | None = None
+        self._revive = revive
+        self._attempts = attempts
+        self._restarts = restarts
+        self._restart_s = restart_s
+        self._changed = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._updates: WeightUpdates | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._owner: asyncio.Task[None] | None = None
+        self._model_path, self._first_version = "", 0
 
     @property
     def weight_version(self) -> int:
@@ -76,107 +139,243 @@ class RolloutPool:
         Raises:
             WeightError: the pool was not started.
         """
-        if self._publication is None or self._publication.version is None:
+        return self._weights().version
+
+    @property
+    def needed_versions(self) -> frozenset[int]:
+        """Published versions whose bytes must stay available, for replicas that are made again."""
+        return self._weights().needed_versions
+
+    def _weights(self) -> WeightUpdates:
+        if self._updates is None:
             raise WeightError("the pool serves no weights yet: call start(model_path, weight_version=...) first")
-        return self._publication.version
+        return self._updates
+
+    # ------------------------------------------------------------------------------------------------------- life
 
     async def start(self, model_path: str, *, weight_version: int) -> None:
         """Load the model on every replica, all at once, and serve it as ``weight_version``."""
-        await asyncio.gather(*(replica.group.start(model_path, weight_version) for replica in self._replicas.values()))
-        self._publication = Publication(version=weight_version)
-        for name in self._replicas:
-            self._carry_out_notices(self._publication.joined(name, holds=weight_version))
+        self._model_path, self._first_version = model_path, weight_version
+        await asyncio.gather(*(self._load(life) for life in self._lives.values()))
+        opened: asyncio.Future[WeightUpdates] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(opened, weight_version), name="rollout pool")
+        self._updates = await opened
+        for name in self._lives:
+            self._updates.joined(name, holds=weight_version)
 
-    def rollout(self, prompts: DataProto) -> DataProtoFuture:
-        """Roll the rows out on the replica that has least to do; at once, as a future.
+    async def aclose(self) -> None:
+        """Stop reviving replicas and updating weights. Idempotent."""
+        self._closing.set()
+        if self._owner is not None:
+            await self._owner
+
+    async def _own(self, opened: asyncio.Future[WeightUpdates], version: int) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                opened.set_result(
+                    WeightUpdates(
+                        version=version,
+                        prepare=self._prepare,
+                        commit=self._commit,
+                        serve=self._serve,
+                        fence=self._fence,
+                        tasks=tasks,
+                        deadline_s=self._deadline_s,
+                    )
+                )
+                await self._closing.wait()
+                raise _Closed
+        except* _Closed:
+            pass
+
+    async def _load(self, life: _Life) -> None:
+        await life.group.start(self._model_path, self._first_version)
+        (answer,) = await self._answers([life])
+        meter = answer.get("meter")
+        life.meter = Path(meter) if meter else None
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --------------------------------------------------------------------------------------------------- rollouts
+
+    async def rollout(self, prompts: DataProto) -> DataProtoFuture:
+        """Roll the rows out on the replica that has least to do; returns when they are there, as a future of them.
+
+        Rollouts of a replica that dies or is fenced meanwhile are done again on another.
 
         Raises:
-            ResourceError: no replica serves.
+            ResourceError: no replica serves, and none is coming back.
+            WorkerDiedError, EngineError: ``attempts`` replicas died or failed under these rows.
+            EnvironmentFailure: as :meth:`asyncrl.rollout.worker.RolloutWorker.rollout`.
+            DeadlineError: they were not there in time.
         """
-        name = least_expected_work(
-            ReplicaLoad(name=name, rows=replica.rows(), serving=replica.serving)
-            for name, replica in self._replicas.items()
-        )
-        replica = self._replicas[name]
-        future: DataProtoFuture = replica.group.rollout(prompts)
-        if self._rollout_deadline_s is not None:
-            future.deadline(self._rollout_deadline_s)
-        replica.running.append((future, len(prompts)))
-        return future
+        purpose: str = prompts.meta_info["purpose"]
+        failures = 0
+        while True:
+            name, life = await self._place()
+            call: DataProtoFuture = life.group.rollout(prompts)
+            if self._rollout_deadline_s is not None:
+                call.deadline(self._rollout_deadline_s)
+            life.calls[call] = len(prompts)
+            try:
+                header = await call.header()
+            except EnvironmentFailure as failure:
+                life.answered[purpose] += failure.tokens_generated
+                raise
+            except RequestAbortedError as error:
+                life.answered[purpose] += error.tokens_generated
+                raise
+            except (WorkerDiedError, GroupClosedError, EngineError) as error:
+                self._bury(name, life, str(error))
+                failures += 1
+                if failures >= self._attempts or self._closing.is_set():
+                    raise
+            except (asyncio.CancelledError, concurrent.futures.CancelledError):
+                task = asyncio.current_task()
+                if call not in life.taken_back or (task is not None and task.cancelling()):
+                    raise
+            else:
+                meta = header.meta_info
+                life.answered[purpose] += meta.get("summary", {}).get("tokens", 0) + meta.get("wasted_tokens", 0)
+                return call
+            finally:
+                del life.calls[call]
+
+    async def _place(self) -> tuple[str, _Life]:
+        """The serving replica with the fewest rows; waits while one is coming back."""
+        try:
+            async with asyncio.timeout(self._rollout_deadline_s):
+                while True:
+                    changed = self._changed
+                    name = choose(
+                        ReplicaLoad(name=name, rows=sum(life.calls.values()), serving=life.serving)
+                        for name, life in self._lives.items()
+                    )
+                    if name is not None:
+                        return name, self._lives[name]
+                    if self._closing.is_set() or not self._reviving:
+                        raise ResourceError("no rollout replica serves: every one is fenced, draining or gone")
+                    await changed.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"no rollout replica served for {self._rollout_deadline_s:g} s",
+                waiting_for="a replica",
+                timeout_s=self._rollout_deadline_s or 0.0,
+            ) from None
+
+    # ---------------------------------------------------------------------------------------------- life and death
+
+    def _bury(self, name: str, life: _Life, reason: str) -> None:
+        """The replica's process or engine is gone: what it had is done elsewhere, and it is made again."""
+        if life.dead:
+            return
+        life.dead, life.serving = True, False
+        life.take_back()
+        self._past.append(life)
+        if self._updates is not None and not self._closing.is_set():
+            self._updates.left(name)
+            if self._revive is not None and self._tasks is not None:
+                self._reviving.add(name)
+                self._tasks.create_task(self._bring_back(name), name=f"bringing {name} back")
+        _log.warning("replica %s is lost: %s", name, reason)
+        self._tell()
+
+    async def _bring_back(self, name: str) -> None:
+        assert self._revive is not None
+        delay_s = self._restart_s
+        for _ in range(self._restarts):
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+            try:
+                life = _Life(await self._revive(name))
+                await self._load(life)
+            except InfrastructureError as error:
+                _log.warning("replica %s could not be made again: %s", name, error)
+                continue
+            self._lives[name] = life
+            self._weights().joined(name, holds=self._first_version)
+            return
+        self._reviving.discard(name)
+        self._tell()
+
+    def _serve(self, name: str, version: int) -> None:
+        self._lives[name].serving = True
+        if name in self._reviving:
+            self._reviving.discard(name)
+            _log.warning("replica %s is back, with weight version %d", name, version)
+        self._tell()
+
+    def _fence(self, name: str, _reason: str) -> None:
+        self._lives[name].serving = False
+        self._lives[name].take_back()
+        self._reviving.discard(name)
+        self._tell()
+
+    # ---------------------------------------------------------------------------------------------------- weights
 
     async def publish(self, manifest: WeightManifest) -> Ended:
         """Bring a published version into every serving replica; they go on generating meanwhile.
 
-        Every replica fetches and verifies it before the first one samples from it. One that fails is fenced and
-        serves nothing more.
+        Every replica fetches and verifies it before the first one samples from it. One that fails is fenced: its
+        rollouts are done elsewhere, and it is sent the next version.
 
         Raises:
-            WeightError: no replica is left that serves, or a fenced one has rollouts under way.
+            WeightError: no replica is left that serves, and none is coming back.
             WeightVersionError: the version is not newer than the one served.
         """
-        if self._publication is None:
-            raise WeightError("the pool serves no weights yet: call start(model_path, weight_version=...) first")
-        fleet = self._publication
-        running: dict[asyncio.Task[None], Prepare | Commit] = {}
-        ended: Ended | None = None
-        decisions: deque[Decision] = deque(fleet.begin(manifest.version))
-        try:
-            while ended is None:
-                while decisions:
-                    decision = decisions.popleft()
-                    if isinstance(decision, Prepare | Commit):
-                        task = asyncio.create_task(self._command(decision, manifest), name=f"weights {decision}")
-                        running[task] = decision
-                    elif isinstance(decision, Ended):
-                        ended = decision
-                    else:
-                        self._carry_out_notices([decision])
-                if ended is None:
-                    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        command, error = running.pop(task), task.exception()
-                        if error is None:
-                            decisions += fleet.succeeded(command)
-                        elif isinstance(error, InfrastructureError):
-                            decisions += fleet.failed(command, str(error))
-                        else:
-                            raise error
-        finally:
-            for task in running:
-                task.cancel()
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
-        if not any(replica.serving for replica in self._replicas.values()):
+        ended = await self._weights().publish(manifest)
+        if not self._reviving and not any(life.serving for life in self._lives.values()):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
-        if lost := sum(self._replicas[name].rows() for name in ended.fenced):
-            raise WeightError(f"{lost} rollouts were under way on replicas that are fenced now: {reasons}")
         return ended
 
+    async def _prepare(self, name: str, manifest: WeightManifest) -> None:
+        life = self._lives[name]
+        await self._ask(name, life, life.group.prepare_weights(manifest))
+
+    async def _commit(self, name: str, version: int) -> None:
+        life = self._lives[name]
+        await self._ask(name, life, life.group.commit_weights(version, self._kv_cache))
+
+    async def _ask(self, name: str, life: _Life, call: Any) -> None:
+        try:
+            await call.deadline(self._deadline_s)
+        except (WorkerDiedError, GroupClosedError, EngineError) as error:
+            self._bury(name, life, str(error))
+            raise
+
+    # ------------------------------------------------------------------------------------------------ token counts
+
     async def token_counts(self, purpose: str = "train") -> TokenCounts:
-        """Add up the replicas' token meters."""
-        answers = await self.statistics()
-        return TokenCounts(
-            delivered=sum(answer["delivered"][purpose] for answer in answers.values()),
-            in_flight=sum(answer["in_flight"][purpose] for answer in answers.values()),
-        )
+        """Add up the token meters of replicas, living and dead. Exact when nothing is being generated.
+
+        What was lost is what a replica delivered beyond its answers, where calls of it were taken back; no worker can
+        tell, because an answer may cross the taking back.
+        """
+        delivered = in_flight = lost = 0
+        living = [life for life in self._lives.values() if not life.dead]
+        for life, answer in zip(living, await self._answers(living), strict=True):
+            delivered += answer["delivered"][purpose]
+            in_flight += answer["in_flight"][purpose]
+            if life.taken_back:
+                lost += answer["delivered"][purpose] - answer["in_flight"][purpose] - life.answered[purpose]
+        for life in self._past:
+            counted = life.answered[purpose]  # all that is known of the dead without a file
+            if life.meter is not None:
+                counted = await asyncio.to_thread(meter_tokens, life.meter, purpose)
+            delivered += counted
+            lost += counted - life.answered[purpose]
+        return TokenCounts(delivered=delivered, in_flight=in_flight, lost=lost)
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Each replica's :meth:`asyncrl.rollout.worker.RolloutWorker.statistics`, by name."""
-        names = list(self._replicas)
-        answers = await asyncio.gather(*(self._replicas[name].group.statistics() for name in names))
-        return dict(zip(names, answers, strict=True))
+        """Each living replica's :meth:`asyncrl.rollout.worker.RolloutWorker.statistics`, by name."""
+        names = [name for name, life in self._lives.items() if not life.dead]
+        return dict(zip(names, await self._answers([self._lives[name] for name in names]), strict=True))
 
-    async def _command(self, command: Prepare | Commit, manifest: WeightManifest) -> None:
-        group = self._replicas[command.replica].group
-        if isinstance(command, Prepare):
-            call = group.prepare_weights(manifest)
-        else:
-            call = group.commit_weights(command.version, self._kv_cache)
-        await call.deadline(self._deadline_s)
-
-    def _carry_out_notices(self, decisions: Iterable[Decision]) -> None:
-        for decision in decisions:
-            if isinstance(decision, Serve):
-                self._replicas[decision.replica].serving = True
-            elif isinstance(decision, Fence):
-                self._replicas[decision.replica].serving = False
-                _log.warning("replica %s is fenced: %s", decision.replica, decision.reason)
+    @staticmethod
+    async def _answers(lives: list[_Life]) -> list[dict[str, Any]]:
+        answers = await asyncio.gather(*(life.group.statistics() for life in lives))
+        return list(answers)

@@ -26,6 +26,7 @@ from asyncrl.rollout.metering import MeteredEngine, TokenMeter
 from asyncrl.rollout.prompts import derive_seed
 from asyncrl.rollout.record import encode_rows
 from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
+from asyncrl.rollout.weight_fetch import fetch_into
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
@@ -187,13 +188,7 @@ class RolloutWorker(Worker):
     async def prepare_weights(self, manifest: WeightManifest) -> float:
         """First phase: fetch, verify and shadow the weights. Returns the seconds it took."""
         started = time.monotonic()
-        pulled = self._transport.pull(manifest)
-        tensors = await asyncio.to_thread(pulled.__enter__)
-        try:
-            await self._running_engine().prepare_weights(tensors, version=manifest.version)
-        finally:
-            del tensors
-            pulled.__exit__(None, None, None)
+        await fetch_into(self._running_engine(), manifest, transport=self._transport)
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -215,9 +210,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def statistics(self) -> dict[str, Any]:
-        """The engine's statistics, and tokens delivered and in flight for training and evaluation."""
+        """The engine's statistics, tokens delivered and in flight by purpose, and the file that outlives this."""
         return {
             "engine": asdict(self._running_engine().statistics()),
+            "meter": str(self._meter.path or ""),
             "delivered": {purpose: self._meter.delivered(purpose) for purpose in ("train", "eval")},
             "in_flight": {purpose: self._meter.in_flight(purpose) for purpose in ("train", "eval")},
         }

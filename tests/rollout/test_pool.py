@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.data import DataProto
-from asyncrl.errors import DeadlineError, ResourceError, WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.errors import (
+    DeadlineError,
+    ResourceError,
+    WeightError,
+    WeightMismatchError,
+    WeightVersionError,
+    WorkerDiedError,
+)
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import prompt_rows
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Execute, Worker, register
@@ -36,14 +44,21 @@ class Pretender(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def start(self, model_path: str, weight_version: int) -> None:
         self.version = weight_version
+        self.delivered = self.in_flight = 0
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def rollout(self, prompts: DataProto) -> DataProto:
-        if prompts.meta_info["purpose"] == "slow":
-            await self.gate.wait()
-        return DataProto.from_dict(
-            {"row": torch.arange(len(prompts))}, meta_info={"by": self.name, "version": self.version}
-        )
+        self.delivered += len(prompts)
+        self.in_flight += len(prompts)
+        try:
+            if prompts.meta_info["purpose"] == "poison":
+                raise WorkerDiedError(f"{self.name} died", group=self.name)
+            if prompts.meta_info["sample"]:
+                await self.gate.wait()
+        finally:
+            self.in_flight -= len(prompts)
+        meta = {"by": self.name, "version": self.version, "summary": {"tokens": len(prompts)}, "wasted_tokens": 0}
+        return DataProto.from_dict({"row": torch.arange(len(prompts))}, meta_info=meta)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def prepare_weights(self, manifest: WeightManifest) -> None:
@@ -63,59 +78,85 @@ class Pretender(Worker):
         self.gate.set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    async def statistics(self) -> dict[str, dict[str, int]]:
-        return {"delivered": {"train": 10}, "in_flight": {"train": 3}}
+    async def statistics(self) -> dict[str, Any]:
+        return {"delivered": {"train": self.delivered}, "in_flight": {"train": self.in_flight}}
 
 
 def group(name: str, **options: object) -> LocalWorkerGroup:
     return LocalWorkerGroup(ClassWithInitArgs(Pretender, name, **options), name=name)
 
 
+Pair = tuple[RolloutPool, dict[str, LocalWorkerGroup]]
+
+
 @pytest.fixture
-async def pair() -> AsyncIterator[RolloutPool]:
-    a, b = group("a"), group("b", fails_to_prepare=(2,))
-    pool = RolloutPool({"a": a, "b": b})
+async def pair() -> AsyncIterator[Pair]:
+    """Two replicas, of which b cannot take version 2; the dead come back as new groups."""
+    groups = {"a": group("a"), "b": group("b", fails_to_prepare=(2,))}
+    every = list(groups.values())
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        groups[name] = group(name)
+        every.append(groups[name])
+        return groups[name]
+
+    pool = RolloutPool(groups, revive=revive, restart_s=0.0)
     await pool.start("model", weight_version=0)
-    yield pool
-    await a.aclose()
-    await b.aclose()
+    yield pool, groups
+    await pool.aclose()
+    for one in every:
+        await one.aclose()
 
 
-def rows(count: int, purpose: str = "train") -> DataProto:
-    return prompt_rows([{}] * count, slot=0, seeds=[0] * count, purpose=purpose)
+def rows(count: int, *, slow: bool = False, purpose: str = "train") -> DataProto:
+    return prompt_rows([{}] * count, slot=0, seeds=[0] * count, purpose=purpose, sample=slow)
+
+
+async def meta_of(pool: RolloutPool, prompts: DataProto) -> dict[str, Any]:
+    return (await (await pool.rollout(prompts)).header()).meta_info
 
 
 async def by(pool: RolloutPool, count: int = 2) -> str:
-    return str((await pool.rollout(rows(count)).header()).meta_info["by"])
+    return str((await meta_of(pool, rows(count)))["by"])
 
 
-async def test_work_goes_where_least_is_waiting(pair: RolloutPool):
-    slow = pair.rollout(rows(4, "slow"))
-    assert [await by(pair) for _ in range(3)] == ["b", "b", "b"]
-    await pair._replicas["a"].group.open()
-    assert (await slow.header()).meta_info["by"] == "a"
-    assert await by(pair) == "a"
+async def begun(pool: RolloutPool, name: str) -> None:
+    while not pool._lives[name].calls:
+        await asyncio.sleep(0)
 
 
-async def test_a_version_is_served_by_all_or_its_replica_is_fenced(pair: RolloutPool):
-    assert set((await pair.publish(manifest(1))).committed) == {"a", "b"}
-    assert pair.weight_version == 1
-    ended = await pair.publish(manifest(2))
+async def test_work_goes_where_least_is_waiting(pair: Pair):
+    pool, groups = pair
+    slow = asyncio.ensure_future(meta_of(pool, rows(4, slow=True)))
+    await begun(pool, "a")
+    assert [await by(pool) for _ in range(3)] == ["b", "b", "b"]
+    await groups["a"].open()
+    assert (await slow)["by"] == "a"
+    assert await by(pool) == "a"
+
+
+async def test_a_version_is_served_by_all_or_its_replica_is_fenced_until_the_next(pair: Pair):
+    pool, _ = pair
+    assert set((await pool.publish(manifest(1))).committed) == {"a", "b"}
+    assert pool.weight_version == 1
+    ended = await pool.publish(manifest(2))
     assert ended.committed == ("a",)
     assert "checksum differs" in ended.fenced["b"]
-    assert [await by(pair) for _ in range(3)] == ["a", "a", "a"]
-    assert (await pair.rollout(rows(1)).header()).meta_info["version"] == 2
+    assert [await by(pool) for _ in range(3)] == ["a", "a", "a"]
+    assert (await meta_of(pool, rows(1)))["version"] == 2
+    assert pool.needed_versions == {2}
+    await pool.publish(manifest(3))
+    busy = asyncio.ensure_future(meta_of(pool, rows(1, slow=True)))
+    await begun(pool, "a")
+    assert (await meta_of(pool, rows(1)))["by"] == "b", "it took version 3, and serves again"
+    busy.cancel()
 
 
-async def test_versions_only_grow(pair: RolloutPool):
-    await pair.publish(manifest(3))
+async def test_versions_only_grow(pair: Pair):
+    pool, _ = pair
+    await pool.publish(manifest(3))
     with pytest.raises(WeightVersionError):
-        await pair.publish(manifest(3))
-
-
-async def test_token_counts_add_up(pair: RolloutPool):
-    counts = await pair.token_counts()
-    assert (counts.delivered, counts.in_flight) == (20, 6)
+        await pool.publish(manifest(3))
 
 
 async def test_a_replica_that_hangs_meets_the_deadline_and_the_last_one_lost_is_an_error():
@@ -125,7 +166,8 @@ async def test_a_replica_that_hangs_meets_the_deadline_and_the_last_one_lost_is_
     with pytest.raises(WeightError, match="no replica could take weight version 1"):
         await pool.publish(manifest(1))
     with pytest.raises(ResourceError, match="no rollout replica serves"):
-        pool.rollout(rows(1))
+        await pool.rollout(rows(1))
+    await pool.aclose()
     await only.aclose()
 
 
@@ -134,17 +176,64 @@ async def test_rollouts_that_never_end_meet_their_deadline_by_name():
     pool = RolloutPool({"only": only}, rollout_deadline_s=0.1)
     await pool.start("model", weight_version=0)
     with pytest.raises(DeadlineError, match=r"only\.rollout did not finish within 0\.1 s"):
-        await pool.rollout(rows(1, "slow")).header()
+        await pool.rollout(rows(1, slow=True))
+    await pool.aclose()
     await only.aclose()
 
 
-async def test_a_replica_fenced_in_the_middle_of_its_work_is_an_error_not_a_silence(pair: RolloutPool):
-    first = pair.rollout(rows(1, "slow"))
-    second = pair.rollout(rows(1, "slow"))  # on b, which fails to prepare version 2
-    with pytest.raises(WeightError, match="1 rollouts were under way on replicas that are fenced now: b:"):
-        await pair.publish(manifest(2))
-    first.cancel()
-    second.cancel()
+async def test_what_a_fenced_replica_was_doing_is_done_elsewhere_and_its_tokens_are_told(pair: Pair):
+    pool, groups = pair
+    first = asyncio.ensure_future(meta_of(pool, rows(3, slow=True)))
+    await begun(pool, "a")
+    second = asyncio.ensure_future(meta_of(pool, rows(2, slow=True)))
+    await begun(pool, "b")
+    assert (await pool.token_counts()).in_flight == 5
+    await pool.publish(manifest(2))  # which b cannot take
+    await groups["a"].open()
+    assert [(await one)["by"] for one in (first, second)] == ["a", "a"]
+    counts = await pool.token_counts()
+    assert (counts.delivered, counts.in_flight, counts.lost) == (7, 0, 2)
+
+
+async def test_a_dead_replica_costs_time_and_comes_back_with_the_current_weights(pair: Pair):
+    pool, groups = pair
+    await pool.publish(manifest(1))
+    first = asyncio.ensure_future(meta_of(pool, rows(3, slow=True)))
+    await begun(pool, "a")
+    second = asyncio.ensure_future(meta_of(pool, rows(1, slow=True)))
+    await begun(pool, "b")
+    dead = pool._lives["a"]
+    pool._bury("a", dead, "killed by SIGKILL")
+    assert [await by(pool, 1)] == ["b"]
+    while not pool._lives["a"].serving:
+        await asyncio.sleep(0)
+    assert pool._lives["a"] is not dead
+    for one in groups.values():
+        await one.open()
+    assert {(await one)["version"] for one in (first, second)} == {1}
+    assert (await meta_of(pool, rows(1)))["by"] == "a"
+    assert (await meta_of(pool, rows(1)))["version"] == 1
+
+
+async def test_rows_that_kill_every_replica_fail_by_name(pair: Pair):
+    pool, _ = pair
+    with pytest.raises(WorkerDiedError, match="died"):
+        await pool.rollout(rows(1, purpose="poison"))
+    assert await by(pool, 1) in ("a", "b")
+
+
+async def test_one_that_cannot_be_made_again_is_given_up():
+    only = group("only")
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        raise ResourceError("no seat is free")
+
+    pool = RolloutPool({"only": only}, revive=revive, restarts=2, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    with pytest.raises(ResourceError, match="no rollout replica serves"):
+        await pool.rollout(rows(1, purpose="poison"))
+    await pool.aclose()
+    await only.aclose()
 
 
 async def test_a_pool_that_was_not_started_says_so():

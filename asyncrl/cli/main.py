@@ -21,6 +21,7 @@ from .failure import BAD_USAGE, INTERRUPTED, TERMINATED, tell_failure
 from .output import quiet_pipe, tolerate_any_encoding
 from .pool import add_pool_options, pool_command
 from .serving import add_serve_options, serve_command
+from .simulation import add_plan_options
 
 __all__ = ["main"]
 
@@ -81,6 +82,11 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
                 return serve_command(namespace, settings)
             if namespace.command == "pool":
                 return pool_command(namespace, settings)
+            if namespace.command in {"simulate", "plan"}:
+                from . import simulation
+
+                planned = simulation.plan_command if namespace.command == "plan" else simulation.simulate_command
+                return planned(namespace, settings)
             from . import commands
 
             command = getattr(commands, f"{namespace.command}_command")
@@ -153,6 +159,11 @@ def command_line() -> CommandLine:
         generate.add_argument("--checkpoint", type=Path, metavar="DIR", help="weights to use; else the model's own"),
         generate.add_argument("--out", type=Path, metavar="FILE", help="write the JSON lines there instead"),
     ]
+    simulate = add("simulate", "simulate a planned run: step time, idle time, staleness, waste", settings=True)
+    options["simulate"] += [simulate.add_argument("--json", action="store_true", help="print the forecast as JSON")]
+    plan = add("plan", "search split and max_staleness for a planned run", settings=True)
+    options["plan"] += add_plan_options(plan)
+
     plot = add("plot", "draw a run: scores, timeline, staleness, queue", settings=False)
     plot.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     plot.add_argument("--out", type=Path, metavar="FILE", help="picture to write, .png, .svg or .pdf (RUN/plot.png)")

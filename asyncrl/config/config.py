@@ -25,6 +25,7 @@ from .sections import (
     RewardConfig,
     RolloutConfig,
     SftConfig,
+    SimulationConfig,
     StalenessConfig,
     TelemetryConfig,
     TrainerConfig,
@@ -86,6 +87,8 @@ class Config(Section):
     """What a run can be resumed from."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What is told about a run."""
+    simulation: SimulationConfig = SimulationConfig()
+    """Durations for `asyncrl simulate` and `asyncrl plan`."""
 
     @property
     def rows_per_step(self) -> int:
@@ -186,6 +189,14 @@ class Config(Section):
                 f"a step takes {trainer.groups_per_step} groups at once and would wait for ever",
                 value=str(capacity),
                 remedy=f"use at least {trainer.groups_per_step}, or leave it out",
+            )
+        algorithm = self.algorithm
+        if algorithm.kl_target is not None and (algorithm.kl_placement == "loss" or not algorithm.kl_coefficient):
+            yield Problem(
+                "algorithm.kl_target",
+                "steers the coefficient of a penalty in the reward, and there is none",
+                value=f"{algorithm.kl_target:g}",
+                remedy='use kl_placement = "reward" with a kl_coefficient above 0, or leave it out',
             )
         if self.reward.source == "environment" and self.reward.options:
             yield Problem(

@@ -70,6 +70,17 @@ class Certificate:
         lost = self.masked_tokens + self.dropped_tokens
         return lost / (self.tokens + lost) if lost else 0.0
 
+    def as_metrics(self) -> dict[str, float]:
+        """What a step logs of its batch: tokens by staleness, and what was masked and thrown away."""
+        return {
+            "staleness_max": float(self.maximum),
+            "staleness_mean": self.mean,
+            "masked_tokens": float(self.masked_tokens),
+            "dropped_tokens": float(self.dropped_tokens),
+            "length_ratio": self.length_ratio,
+            **{f"staleness/{age}": float(tokens) for age, tokens in self.histogram.items()},
+        }
+
     @property
     def masked_share(self) -> float:
         """Share of the tokens of trained rows that were masked, 0..1."""

@@ -37,6 +37,7 @@ class ModelledDecoder:
         self._saturation = saturation
         self._pace = 1.0
         self._work = 0.0
+        self._used_s = 0.0
         self._as_of_s = asyncio.get_running_loop().time()
         self._running = 0
         self._ends: list[tuple[float, int, _Request]] = []
@@ -55,6 +56,11 @@ class ModelledDecoder:
     def weight_version(self) -> int:
         """Version that the next token is sampled under."""
         return self._versions[-1]
+
+    def used_until_now(self) -> float:
+        """Seconds at full speed that what was decoded took: at half of it, half of the time."""
+        self._advance()
+        return self._used_s
 
     async def generate(self, tokens: int) -> Counter[int]:
         """Decode ``tokens`` tokens; how many were sampled under each version. Cancelling it ends the request."""
@@ -87,6 +93,10 @@ class ModelledDecoder:
         self._pace = pace
         self._arm()
 
+    def _most(self) -> float:
+        """Requests at which the decoder is at full speed; one without a saturation is so with any."""
+        return self._saturation if self._saturation < math.inf else 1.0
+
     def _speed(self) -> float:
         shared = min(1.0, self._saturation / self._running) if self._running else 1.0
         return self._tokens_per_s * self._pace * shared
@@ -95,6 +105,7 @@ class ModelledDecoder:
         now_s = asyncio.get_running_loop().time()
         if self._running:
             self._work += (now_s - self._as_of_s) * self._speed()
+            self._used_s += (now_s - self._as_of_s) * min(1.0, self._running / self._most())
         self._as_of_s = now_s
 
     def _arm(self) -> None:

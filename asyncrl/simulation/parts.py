@@ -115,6 +115,11 @@ class ModelledReplica:
 
     # ------------------------------------------------------------------------------------------- calls of the pool
 
+    @property
+    def used_s(self) -> float:
+        """Seconds at full speed that what was decoded so far took."""
+        return self.decoder.used_until_now()
+
     async def aclose(self) -> None:
         """The process ends, with everything it was doing."""
         await self._calls.owner.cancel_all()
@@ -201,8 +206,8 @@ class ModelledReplica:
     async def _row(self, slot: int, row: int, made: Counter[int]) -> Counter[int]:
         """One rollout: turns of tokens, each followed by the environment."""
         scenario = self._scenario
-        dice = random.Random(((scenario.seed * 1_000_003 + slot) << 16) + row)  # noqa: S311  reproducible, not secret
-        tokens = max(1, round(scenario.tokens.sample(dice)))
+        dice = scenario.dice(slot, row)
+        tokens = scenario.length(dice)
         turns = min(scenario.turns, tokens)
         versions: Counter[int] = Counter()
         for turn in range(turns):
@@ -223,12 +228,14 @@ class Trained:
     Attributes:
         step: training step, from 1.
         slots: groups, in the batch's order.
+        oldest: for each of them the staleness of its oldest token, masked or not.
         staleness: tokens in the loss, by trainer version minus sampling version.
         masked: tokens left out of it.
     """
 
     step: int
     slots: tuple[int, ...]
+    oldest: tuple[int, ...]
     staleness: Counter[int]
     masked: int
 
@@ -301,7 +308,8 @@ class ModelledTrainer:
             await asyncio.sleep(self._scenario.update_s.sample(self._dice))
             self._version = step
             slots = tuple(group.slot for group in groups)
-            self.trained.append(Trained(step=step, slots=slots, staleness=staleness, masked=masked))
+            oldest = tuple(step - 1 - min(group.version_tokens) for group in groups)
+            self.trained.append(Trained(step=step, slots=slots, oldest=oldest, staleness=staleness, masked=masked))
             return [{"tokens_trained": float(staleness.total()), "loss": 0.0}]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import random
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -46,7 +46,7 @@ class Scenario:
         groups_per_step: groups in a batch.
         group_size: rollouts in a group.
         max_staleness: the bound.
-        policy: what becomes of the slow ones.
+        policy: what becomes of the slow ones: a name, or a policy of one's own.
         tokens: length of a rollout, over all its turns.
         token_s: seconds a token takes a request that decodes alone.
         turns: turns of a rollout.
@@ -69,7 +69,7 @@ class Scenario:
     groups_per_step: int
     group_size: int = 1
     max_staleness: int = 1
-    policy: str = "mask"
+    policy: str | StalenessPolicy = "mask"
     tokens: Distribution = field(default_factory=lambda: Distribution("constant", (16.0,)))
     token_s: float = 1 / 16
     turns: int = 1
@@ -90,6 +90,8 @@ class Scenario:
     @property
     def staleness(self) -> StalenessPolicy:
         """The policy that holds under this bound."""
+        if isinstance(self.policy, StalenessPolicy):
+            return self.policy
         return staleness_policy(self.policy, max_staleness=self.max_staleness)
 
     @property
@@ -98,16 +100,10 @@ class Scenario:
         lead = (self.max_staleness + 1) * self.groups_per_step
         return 2 * lead if self.staleness.overdue else lead
 
-    def faults_at(self, at: int, *kinds: FaultKind) -> list[Fault]:
-        """Those of ``kinds`` that are to happen at this slot or step."""
-        return [fault for fault in self.faults if fault.at == at and fault.kind in kinds]
+    def dice(self, slot: int, row: int) -> random.Random:
+        """What a rollout's length and pauses are drawn with: its own, wherever and whenever it runs."""
+        return random.Random(((self.seed * 1_000_003 + slot) << 16) + row)  # noqa: S311  reproducible, not secret
 
-    def described(self) -> Mapping[str, str]:
-        """The sizes and durations in words, for a head line."""
-        return {
-            "batch": f"{self.groups_per_step} groups of {self.group_size}",
-            "max_staleness": f"{self.max_staleness} ({self.staleness.name})",
-            "tokens": str(self.tokens),
-            "replicas": f"{self.replicas}, saturated by {self.saturation:g} requests each",
-            "update_s": str(self.update_s),
-        }
+    def length(self, dice: random.Random) -> int:
+        """Tokens of a rollout."""
+        return max(1, round(self.tokens.sample(dice)))

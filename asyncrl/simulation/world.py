@@ -55,9 +55,10 @@ class Simulation:
         struck: faults that happened.
         issued: slots issued.
         dropped: slots given up for good, with the reason.
-        waits_s: seconds waited in the last life, by stage and reason.
-        busy_s: seconds at work in the last life, by stage.
-        span_s: length of the last life.
+        waits_s: seconds waited in the last life, by stage and reason, until its last step was done; so the next three.
+        busy_s: seconds at work, by stage.
+        span_s: seconds that passed.
+        used_s: seconds that all replicas together would have decoded at full speed.
         rollouts: mean tokens of all rollouts that ended.
         violations: rules that were broken; empty if all is well.
     """
@@ -71,6 +72,7 @@ class Simulation:
     waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy_s: Mapping[str, float] = field(default_factory=dict)
     span_s: float = 0.0
+    used_s: float = 0.0
     rollouts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
 
@@ -161,8 +163,8 @@ class _DuplicatingBuffer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture) -> None:
-        self._buffer.put(summary, rows)
+    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, **options: Any) -> None:
+        self._buffer.put(summary, rows, **options)
         if self._world.strike(summary.slot, "duplicate"):
             asyncio.get_running_loop().call_later(0.1, self._put_again, summary, rows)
 
@@ -202,6 +204,7 @@ class _Life:
             capacity=scenario.capacity_groups,
             max_staleness=scenario.steps if policy.keeps_groups else scenario.max_staleness,
             selection=policy.selection,
+            columns=("scores",) if scenario.reward_s is not None else (),
         )
         self._buffer: ReplayBuffer = cast("ReplayBuffer", _DuplicatingBuffer(buffer, world))
         self._buffer.on_drop(self._dropped)
@@ -266,16 +269,19 @@ class _Life:
         result.issued = self.driver.law.next_slot
 
     async def close(self) -> None:
-        """Every process ends; the clock and the timeline are read."""
+        """Every process ends."""
         await self._trainer.aclose()
         await self._rewards.aclose()
         for replica in self._replicas.values():
             await replica.aclose()
             self._world.result.rollouts.update(replica.finished)
+
+    def _read_clocks(self) -> None:
         result, timeline = self._world.result, self.driver.timeline
         result.waits_s = timeline.wait_s()
         result.busy_s = {stage: timeline.busy_s(stage) for stage in timeline.stages}
         result.span_s = self._clock() - self._begun_s
+        result.used_s = sum(replica.used_s for replica in self._replicas.values())
 
     # ---------------------------------------------------------------------------------------------- the observer's face
 
@@ -295,6 +301,8 @@ class _Life:
                 overdue=driver.law.overdue,
             )
         )
+        if record.step == scenario.steps:
+            self._read_clocks()
         oldest = max(truth.staleness, default=0)
         if oldest > scenario.max_staleness and driver.policy.too_old != "correct":
             self._violated(f"step {record.step} trained on tokens {oldest} versions old")

@@ -1,0 +1,84 @@
+"""``asyncrl simulate`` and ``asyncrl plan``: what they print is what the simulation gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.main import main
+
+PLAN = """
+name = "planned"
+steps = 12
+max_staleness = 1
+
+[model]
+source = "scratch"
+
+[env]
+name = "calculator"
+
+[trainer]
+groups_per_step = 4
+group_size = 2
+
+[simulation]
+tokens = "100"
+token_s = 0.1
+saturation = 8
+update_s = "5"
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    file = tmp_path / "plan.toml"
+    file.write_text(PLAN)
+    return str(file)
+
+
+def test_a_forecast_by_hand(plan: str, capsys: pytest.CaptureFixture[str]):
+    # Synchronous: 8 rollouts of 100 tokens side by side take 10 s at full speed, then an update takes 5 s.
+    assert main(["simulate", plan, "--json", "--max-staleness", "0"]) == 0
+    synchronous = json.loads(capsys.readouterr().out)
+    assert synchronous["step_s"] == pytest.approx(15.0)
+    assert synchronous["tokens_per_s"] == pytest.approx(800 / 15)
+    assert synchronous["trainer_idle"]["rollouts"] == pytest.approx(2 / 3, rel=0.01)
+    assert synchronous["replicas_idle"] == pytest.approx(1 / 3, rel=0.01)
+    assert synchronous["staleness"].keys() == {"0"}
+    # One step ahead the replica never rests.
+    assert main(["simulate", plan, "--json"]) == 0
+    overlapped = json.loads(capsys.readouterr().out)
+    assert overlapped["step_s"] == pytest.approx(10.0, rel=0.1)
+    assert overlapped["replicas_idle"] == pytest.approx(0.0, abs=0.05)
+
+
+def test_it_is_told_in_words(plan: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", plan, "--max-staleness", "0"]) == 0
+    told = capsys.readouterr().out
+    assert "step                           15 s" in told
+    assert "staleness policy               wait, bound 0" in told
+
+
+def test_the_plan_names_the_split_that_wastes_least(plan: str, capsys: pytest.CaptureFixture[str]):
+    # Two replicas need 5 s for the tokens of a step, as long as the update. Full speed takes 16 rollouts at once beside
+    # the 8 that are trained on: three batches, two steps ahead.
+    arguments = ["plan", plan, "--devices", "3", "--json"]
+    assert main(arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["candidates"]) == 2 * 5
+    assert (answer["best"]["replicas"], answer["best"]["max_staleness"]) == (2, 2)
+    assert main(arguments[:-1]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 1 + 2 * 5
+    assert sum("<-- least stale" in line for line in table) == 1
+
+
+@pytest.mark.parametrize(
+    "setting", [("--simulation.tokens", "gauss(1,2)"), ("--steps", "1"), ("--simulation.update-s", "-1")]
+)
+def test_what_cannot_be_simulated_is_refused(plan: str, setting: tuple[str, str], capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", plan, *setting]) == 2
+    assert setting[1].replace(",", ", ") in capsys.readouterr().err

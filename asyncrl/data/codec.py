@@ -18,8 +18,10 @@ run, and nothing is allocated beyond the bytes that are there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pickle import PickleBuffer
+from typing import Annotated, Any, SupportsIndex, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,9 +32,10 @@ from asyncrl.data.columns import Columns
 from asyncrl.data.objects import MALFORMED, extension, object_array, packed
 from asyncrl.data.proto import DataProto
 from asyncrl.data.ragged import check_offsets, offsets_of, ragged_from_values, values_of
+from asyncrl.data.schema import Column, ColumnKind, Schema
 from asyncrl.errors import CodecError
 
-__all__ = ["Encoded", "decode", "encode"]
+__all__ = ["Encoded", "decode", "decode_joined", "encode", "encode_slices", "schema_of"]
 
 _VERSION = 1
 
@@ -70,16 +73,43 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     meta_info: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
     """A batch as bytes. The buffers are views of the batch's memory: use them before it changes."""
 
     header: bytes
     buffers: list[memoryview]
+    _fields: _Header | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def fields(self) -> _Header:
+        """The header, read.
+
+        Raises:
+            CodecError: no header of a batch.
+        """
+        if self._fields is None:
+            try:
+                self._fields = _DECODER.decode(self.header)
+            except MALFORMED as error:
+                raise CodecError(f"not a batch: {error}") from error
+        return self._fields
 
     @property
     def size_bytes(self) -> int:
         return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
+
+    def own(self) -> Encoded:
+        """The same over a copy of the memory."""
+        return Encoded(self.header, [memoryview(bytearray(buffer)) for buffer in self.buffers])
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Pickle as the batch, out of band from protocol 5 on: Ray then copies nothing twice."""
+        out_of_band = int(protocol) >= 5
+        return decode, (
+            self.header,
+            [PickleBuffer(each) if out_of_band else bytearray(each) for each in self.buffers],
+        )
 
 
 def encode(data: DataProto) -> Encoded:
@@ -88,56 +118,106 @@ def encode(data: DataProto) -> Encoded:
     Raises:
         CodecError: naming the column or the entry of ``meta_info`` that holds something that is no data.
     """
+    return encode_slices(data, [range(len(data))])[0]
+
+
+def encode_slices(data: DataProto, slices: Sequence[range]) -> list[Encoded]:
+    """:func:`encode` of the rows of each slice (consecutive ones), for little more than the price of one.
+
+    Raises:
+        CodecError: as :func:`encode`.
+    """
     columns = data.columns()
-    buffers: list[memoryview] = []
-
-    def added(buffer: memoryview) -> int:
-        buffers.append(buffer)
-        return len(buffers) - 1
-
-    tensors: list[_Tensor] = []
-    arrays: list[_Array] = []
-    offsets_buffer: dict[int, int] = {}
-    for name, value in columns.tensors.items():
-        try:
-            dense, offsets = value, None
-            if value.is_nested:
-                dense, shared = values_of(value), offsets_of(value)
-                if id(shared) not in offsets_buffer:
-                    offsets_buffer[id(shared)] = added(tensor_bytes(shared))
-                offsets = offsets_buffer[id(shared)]
-            tensors.append(_Tensor(name, dtype_name(dense), list(dense.shape), added(tensor_bytes(dense)), offsets))
-        except CodecError as error:
-            raise CodecError(f"column {name!r}: {error}") from error
-    for name, array in columns.arrays.items():
-        try:
-            if array.dtype == object:
-                arrays.append(_Array(name, "object", list(array.shape), None, packed(list(array.flat))))
-            else:
-                dtype, buffer = array_bytes(array)
-                arrays.append(_Array(name, dtype, list(array.shape), added(buffer), None))
-        except CodecError as error:
-            raise CodecError(f"column {name!r}: {error}") from error
+    tensors = [_in_memory(name, value) for name, value in columns.tensors.items()]
+    arrays = [_in_memory(name, array) for name, array in columns.arrays.items()]
     meta_info: dict[str, Any] = {}
     for key, entry in data.meta_info.items():
         try:
             meta_info[key] = packed(entry)
         except CodecError as error:
             raise CodecError(f"meta_info {key!r}: {error}") from error
-    header = _Header(
-        version=_VERSION,
-        rows=columns.rows,
-        has_batch=data.batch is not None,
-        auto_padding=data.auto_padding,
-        buffer_bytes=[buffer.nbytes for buffer in buffers],
-        tensors=tensors,
-        arrays=arrays,
-        meta_info=meta_info if all(type(key) is str and key.isascii() for key in meta_info) else packed(data.meta_info),
-    )
+    if not all(type(key) is str and key.isascii() for key in meta_info):
+        meta_info = packed(data.meta_info)
+    parts: list[Encoded] = []
+    for rows in slices:
+        buffers: list[memoryview] = []
+        seen: dict[int, int] = {}
+        header = _Header(
+            version=_VERSION,
+            rows=len(rows),
+            has_batch=data.batch is not None,
+            auto_padding=data.auto_padding,
+            buffer_bytes=[],
+            tensors=[_Tensor(each.name, each.dtype, *each.cut(rows, buffers, seen)) for each in tensors],
+            arrays=[each.cut_array(rows, buffers) for each in arrays],
+            meta_info=meta_info,
+        )
+        header.buffer_bytes = [buffer.nbytes for buffer in buffers]
+        try:
+            parts.append(Encoded(header=_ENCODER.encode(header), buffers=buffers))
+        except UnicodeEncodeError as error:
+            raise CodecError(f"the name of a column is not text: {error}") from error
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """The bytes of a column, to be cut by rows.
+
+    ``memory`` holds entries of ``entry_bytes`` and ``shape``: one for each row, or for each value of a ragged column;
+    ``objects`` are those of an array that has no memory of its own.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    memory: memoryview
+    entry_bytes: int
+    offsets: torch.Tensor | None = None
+    objects: np.ndarray[Any, Any] | None = None
+
+    def cut(self, rows: range, buffers: list[memoryview], seen: dict[int, int]) -> tuple[list[int], int, int | None]:
+        """Add what these rows need to ``buffers``: their shape, and the numbers of the values and of the offsets.
+
+        ``seen``: offsets that are there already, by their id.
+        """
+        start, stop, place = rows.start, rows.stop, None
+        if self.offsets is not None:
+            offsets = self.offsets[start : stop + 1]
+            start, stop = int(offsets[0]), int(offsets[-1])
+            place = seen.get(id(self.offsets))
+            if place is None:
+                place = seen[id(self.offsets)] = len(buffers)
+                buffers.append(tensor_bytes(offsets - start if start else offsets))
+        buffers.append(self.memory[start * self.entry_bytes : stop * self.entry_bytes])
+        return [stop - start, *self.shape], len(buffers) - 1, place
+
+    def cut_array(self, rows: range, buffers: list[memoryview]) -> _Array:
+        if self.objects is not None:
+            items = self.objects[rows.start : rows.stop]
+            try:
+                return _Array(self.name, "object", list(items.shape), None, packed(list(items.flat)))
+            except CodecError as error:
+                raise CodecError(f"column {self.name!r}: {error}") from error
+        shape, buffer, _ = self.cut(rows, buffers, {})
+        return _Array(self.name, self.dtype, shape, buffer, None)
+
+
+def _in_memory(name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> _InMemory:
     try:
-        return Encoded(header=_ENCODER.encode(header), buffers=buffers)
-    except UnicodeEncodeError as error:
-        raise CodecError(f"the name of a column is not text: {error}") from error
+        if isinstance(value, np.ndarray):
+            if value.dtype == object:
+                return _InMemory(name, "object", value.shape[1:], memoryview(b""), 0, objects=value)
+            dtype, memory = array_bytes(value)
+            return _InMemory(name, dtype, value.shape[1:], memory, memory.nbytes // max(1, len(value)))
+        offsets = None
+        if value.is_nested:
+            value, offsets = values_of(value), offsets_of(value)
+        memory = tensor_bytes(value)
+        entry_bytes = memory.nbytes // max(1, len(value))
+        return _InMemory(name, dtype_name(value), tuple(value.shape[1:]), memory, entry_bytes, offsets)
+    except CodecError as error:
+        raise CodecError(f"column {name!r}: {error}") from error
 
 
 def decode(header: Any, buffers: Sequence[Any], *, copy: bool = False) -> DataProto:
@@ -168,6 +248,50 @@ def decode(header: Any, buffers: Sequence[Any], *, copy: bool = False) -> DataPr
         raise CodecError(f"not a batch: {error}") from error
 
 
+def schema_of(fields: _Header) -> Schema:
+    """The schema of an encoded batch, from its header alone."""
+    columns = [
+        _column(each.name, "tensor" if each.offsets is None else "ragged", each.dtype, tuple(each.shape[1:]))
+        for each in fields.tensors
+    ]
+    columns += [
+        _column(each.name, "array" if each.items is None else "object", each.dtype, tuple(each.shape[1:]))
+        for each in fields.arrays
+    ]
+    return Schema(columns=tuple(columns), rows=fields.rows)
+
+
+@lru_cache(maxsize=1024)
+def _column(name: str, kind: ColumnKind, dtype: str, shape: tuple[int, ...]) -> Column:
+    if kind == "array":
+        numpy_dtype = np.dtype(dtype)
+        dtype = {"U": "str", "S": "bytes"}.get(numpy_dtype.kind, str(numpy_dtype))
+    return Column(name, kind, dtype, shape)
+
+
+def decode_joined(parts: Sequence[Encoded]) -> DataProto:
+    """The rows of all parts, in order, in memory of their own; without ``meta_info``. Their columns are the same.
+
+    Raises:
+        CodecError: these bytes are no batches.
+        SchemaError: their columns differ.
+    """
+    fields = [part.fields for part in parts]
+    dense = [[(each.name, each.dtype, each.shape[1:], each.offsets) for each in part.tensors] for part in fields]
+    alike = all(each == dense[0] for each in dense) and not any(part.arrays for part in fields)
+    if not alike or any(offsets is not None for _, _, _, offsets in dense[0]):
+        decoded = [decode(part.header, part.buffers) for part in parts]
+        return DataProto.concat([DataProto(each.batch, each.non_tensor_batch) for each in decoded])
+    rows = sum(part.rows for part in fields)
+    tensors: dict[str, torch.Tensor] = {}
+    for number, (name, dtype, shape, _) in enumerate(dense[0]):
+        memory = bytearray().join(
+            part.buffers[each.tensors[number].values] for part, each in zip(parts, fields, strict=True)
+        )
+        tensors[name] = tensor_over(as_bytes(memory), dtype, [rows, *shape])
+    return DataProto.from_columns(Columns(tensors=tensors, arrays={}, rows=rows), has_batch=fields[0].has_batch)
+
+
 def _batch(fields: _Header, memory: list[np.ndarray[Any, Any]]) -> DataProto:
     def buffer(number: int | None) -> np.ndarray[Any, Any]:
         if number is None or number >= len(memory):
@@ -191,11 +315,11 @@ def _batch(fields: _Header, memory: list[np.ndarray[Any, Any]]) -> DataProto:
         if value.dim() == 0 or value.shape[0] != fields.rows:
             raise CodecError(f"column {column.name!r} has not the {fields.rows} rows of the batch")
         tensors[column.name] = value
-    for field in fields.arrays:
-        if field.items is not None:
-            arrays[field.name] = object_array(field.shape, field.items)
+    for array in fields.arrays:
+        if array.items is not None:
+            arrays[array.name] = object_array(array.shape, array.items)
         else:
-            arrays[field.name] = array_over(buffer(field.buffer), field.dtype, field.shape)
+            arrays[array.name] = array_over(buffer(array.buffer), array.dtype, array.shape)
     if len(tensors) != len(fields.tensors) or len(arrays) != len(fields.arrays) or type(fields.meta_info) is not dict:
         raise CodecError("two columns have one name, or meta_info is no dictionary")
     if fields.tensors and not fields.has_batch:

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from asyncrl.data.proto import DataProto
 from asyncrl.data.row_function import RowFunction
 
+if TYPE_CHECKING:
+    from asyncrl.data.codec import Encoded
+
 __all__ = [
     "Block",
+    "Coded",
     "Given",
     "Joined",
     "Mapped",
@@ -69,6 +73,22 @@ class Given:
 
     data: DataProto
     rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """A small batch that is here as it came: as bytes. Pickles as :class:`Given`."""
+
+    encoded: Encoded
+    rows: int
+
+    def decoded(self) -> DataProto:
+        from asyncrl.data.codec import decode
+
+        return decode(self.encoded.header, self.encoded.buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Given, (self.encoded, self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +158,7 @@ class Mapped:
         return self.source.rows
 
 
-Node: TypeAlias = "Whole | Given | Taken | Joined | Selected | United | Renamed | Mapped"
+Node: TypeAlias = "Whole | Given | Coded | Taken | Joined | Selected | United | Renamed | Mapped"
 
 
 # ------------------------------------------------------------------------------------------------- rows pushed down
@@ -163,6 +183,8 @@ def take(node: Node, index: Rows) -> Node:
         case Given():
             data = _rows_of(node.data, index)
             return Given(data, len(index))
+        case Coded():
+            return Given(_rows_of(node.decoded(), index), len(index))
         case Taken():
             return take(node.source, _compose(node.index, index))
         case Selected():
@@ -232,7 +254,7 @@ def blocks_of(node: Node) -> Iterator[Block]:
     match node:
         case Whole():
             yield node.block
-        case Given():
+        case Given() | Coded():
             return
         case Taken() | Selected() | Renamed() | Mapped():
             yield from blocks_of(node.source)
@@ -251,6 +273,8 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
             return bare(payloads[id(node.block)])
         case Given():
             return node.data
+        case Coded():
+            return node.decoded()
         case Taken():
             return _rows_of(assemble(node.source, payloads), node.index)
         case Selected():
@@ -260,6 +284,10 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
         case Mapped():
             given = bare(assemble(node.source, payloads))
             return node.function(given if is_fresh(node.source) else given.clone())
+        case Joined() if all(isinstance(part, Coded) for part in node.parts):
+            from asyncrl.data.codec import decode_joined
+
+            return decode_joined([part.encoded for part in node.parts if isinstance(part, Coded)])
         case Joined():
             return DataProto.concat([assemble(part, payloads) for part in node.parts])
         case United():
@@ -270,7 +298,7 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
 def is_fresh(node: Node) -> bool:
     """Whether putting it together copies every column, so that nobody else has a view of them."""
     match node:
-        case Whole() | Given() | Mapped():
+        case Whole() | Given() | Coded() | Mapped():
             # What a function gives may be part of something that it keeps.
             return False
         case Taken():
@@ -288,7 +316,7 @@ def is_computed(node: Node) -> bool:
     match node:
         case Mapped():
             return True
-        case Whole() | Given() | Taken(source=Whole()):
+        case Whole() | Given() | Coded() | Taken(source=Whole()):
             return False
         case Taken() | Selected() | Renamed():
             return is_computed(node.source)

@@ -12,7 +12,7 @@ import builtins
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from asyncrl.data.columns import Columns
 from asyncrl.data.meta_info import concat_meta_info, union_meta_info
 from asyncrl.data.nodes import (
     Block,
+    Coded,
     Given,
     Mapped,
     Node,
@@ -41,6 +42,9 @@ from asyncrl.data.proto import DataProto
 from asyncrl.data.row_function import RowFunction
 from asyncrl.data.schema import Schema
 from asyncrl.errors import SchemaError
+
+if TYPE_CHECKING:
+    from asyncrl.data.codec import Encoded
 
 __all__ = ["Block", "Header", "Plan", "Rows"]
 
@@ -104,6 +108,26 @@ class Plan:
     def of(data: DataProto) -> Plan:
         """A batch that is here: its tensors are shared, its containers not (a later ``pop`` does not show)."""
         return Plan(Given(bare(data), len(data)), Header.of(data))
+
+    @staticmethod
+    def coded(encoded: Encoded) -> Plan:
+        """A small batch that has come as bytes.
+
+        Raises:
+            CodecError: these bytes are no batch.
+        """
+        from asyncrl.data.codec import schema_of
+
+        fields = encoded.fields
+        header = Header(
+            rows=fields.rows,
+            schema=schema_of(fields),
+            meta_info=fields.meta_info,
+            size_bytes=sum(len(each) for each in encoded.buffers),
+            auto_padding=fields.auto_padding,
+            has_batch=fields.has_batch,
+        )
+        return Plan(Coded(encoded, fields.rows), header)
 
     @staticmethod
     def shard(block: Block, header: Header) -> Plan:

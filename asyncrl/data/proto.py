@@ -7,7 +7,6 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import numpy as np
@@ -579,14 +578,9 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickle as the codec's header and buffers, out of band from protocol 5 on: Ray then copies nothing twice."""
-        from asyncrl.data.codec import decode, encode
+        from asyncrl.data.codec import encode
 
-        encoded = encode(self)
-        out_of_band = int(protocol) >= 5
-        return decode, (
-            encoded.header,
-            [PickleBuffer(each) if out_of_band else bytearray(each) for each in encoded.buffers],
-        )
+        return encode(self).__reduce_ex__(protocol)
 
     def clone(self) -> DataProto:
         """A batch that shares nothing with this one."""

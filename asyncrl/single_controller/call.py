@@ -42,7 +42,6 @@ class Call:
     """One call on its way to the ranks: the same for all of them, but for the arguments. Immutable.
 
     Attributes:
-        call_id: unique in the group.
         method: of the worker.
         arguments: with a Plan for every batch that lies elsewhere.
         to_fetch: whether there is something in them that the worker has to fetch, or to make a future of.
@@ -51,7 +50,6 @@ class Call:
         keep_batch: a batch that the method returns stays with the worker.
     """
 
-    call_id: int
     method: str
     arguments: Arguments
     to_fetch: bool
@@ -64,7 +62,6 @@ class Call:
         """As bytes, made once for all ranks; None if that takes a pickler that knows more than plain data."""
         if self._packed is None and _is_plain(self.arguments.args) and _is_plain(self.arguments.kwargs):
             fields = (
-                self.call_id,
                 self.method,
                 self.arguments.args,
                 self.arguments.kwargs,
@@ -79,9 +76,8 @@ class Call:
     @staticmethod
     def unpacked(data: bytes | memoryview) -> Call:
         """Counterpart of :meth:`packed`."""
-        call_id, method, args, kwargs, to_fetch, materialize_futures, read_only, keep_batch = pickle.loads(data)  # noqa: S301  from our own driver
+        method, args, kwargs, to_fetch, materialize_futures, read_only, keep_batch = pickle.loads(data)  # noqa: S301  from our own driver
         return Call(
-            call_id=call_id,
             method=method,
             arguments=Arguments(args, kwargs),
             to_fetch=to_fetch,
@@ -91,6 +87,7 @@ class Call:
         )
 
 
+_BATCHES = frozenset({("asyncrl.data.proto", "DataProto"), ("asyncrl.data.codec", "Encoded")})
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -104,7 +101,7 @@ def _is_plain(tree: Any) -> bool:
     if kind is dict:
         return all(map(_is_plain, tree.values())) and all(map(_is_plain, tree))
     # A batch is written by its codec; its class is loaded here if there is one.
-    return kind.__name__ == "DataProto" and kind.__module__ == "asyncrl.data.proto"
+    return (kind.__module__, kind.__name__) in _BATCHES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from asyncrl.data.future import Future
 from asyncrl.errors import DispatchError, InfrastructureError, ResourceError
@@ -28,6 +28,10 @@ from asyncrl.single_controller.worker import Worker
 from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, Unwatched, WorkerGroup
 
 __all__ = ["ColocatedWorker", "RoleWorkerGroup", "create_colocated_worker_cls", "spawn"]
+
+if TYPE_CHECKING:
+    from asyncrl.data.plan import Rows
+    from asyncrl.data.proto import DataProto
 
 C = TypeVar("C", bound=ClassWithInitArgs)
 
@@ -235,14 +239,17 @@ class RoleWorkerGroup(WorkerGroup):
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         return self._group._explain(rank, method, sequence, error)
 
-    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
-        self._group._cancel(rank, call_id, sequence)
+    def _cancel(self, rank: int, sequence: int) -> None:
+        self._group._cancel(rank, sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
         self._group._skip(rank, sequence)
 
     def _store(self, value: Any) -> Any:
         return self._group._store(value)
+
+    def _store_parts(self, data: DataProto, parts: Sequence[Rows]) -> list[Any]:
+        return self._group._store_parts(data, parts)
 
     async def _close_workers(self) -> list[Failed | None]:
         return []

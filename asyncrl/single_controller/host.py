@@ -64,20 +64,23 @@ class WorkerHost:
         self._worker = result
         return None
 
-    async def call(self, call: Call, sequence: int) -> Reply:
+    async def call(self, call: Call, sequence: int | None) -> Reply:
         """Run a call when it is its turn, and tell what became of it. Never raises.
 
-        ``sequence`` numbers the calls to this worker, from 0 and without gaps.
+        ``sequence`` numbers the calls to this worker, from 0 and without gaps. None is the next number: of a call that
+        was made when no other was under way.
         """
+        if sequence is None:
+            sequence = self._next
         if sequence != self._next:
             await self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
         self._advance()
-        if call.call_id in self._cancelled:
-            self._cancelled.discard(call.call_id)
+        if sequence in self._cancelled:
+            self._cancelled.discard(sequence)
             return Cancelled()
         task = asyncio.current_task()
         assert task is not None
-        self._running[call.call_id] = task
+        self._running[sequence] = task
         try:
             return await self._perform(call)
         except asyncio.CancelledError:
@@ -85,15 +88,15 @@ class WorkerHost:
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what the call failed with
             return Failed.of(error, hidden=__file__)
         finally:
-            del self._running[call.call_id]
+            del self._running[sequence]
 
-    def cancel(self, call_id: int, sequence: int) -> None:
+    def cancel(self, sequence: int) -> None:
         """Cancel a call that runs or is still to arrive."""
-        task = self._running.get(call_id)
+        task = self._running.get(sequence)
         if task is not None:
             task.cancel()
         elif sequence >= self._next:
-            self._cancelled.add(call_id)
+            self._cancelled.add(sequence)
 
     def skip(self, sequence: int) -> None:
         """A call of this number never arrives."""

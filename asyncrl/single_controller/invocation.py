@@ -19,7 +19,7 @@ import copy
 import functools
 import threading
 from collections.abc import Sequence
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data.future import DataProtoFuture, Future
@@ -66,16 +66,12 @@ class Line:
         ahead: calls that are made, not sent, and not to be passed.
     """
 
-    __slots__ = ("_call_ids", "_sequences", "ahead", "lock")
+    __slots__ = ("_sequences", "ahead", "lock")
 
     def __init__(self, ranks: int) -> None:
         self.lock = threading.Lock()
         self.ahead = 0
-        self._call_ids = count()
         self._sequences = [0] * ranks
-
-    def call_id(self) -> int:
-        return next(self._call_ids)
 
     def sequence(self, rank: int) -> int:
         """The number of the next call to a rank. Under the lock."""
@@ -99,7 +95,6 @@ class Invocation:
     __slots__ = (
         "__weakref__",
         "_all_came",
-        "_call_id",
         "_failures",
         "_group",
         "_lock",
@@ -136,7 +131,6 @@ class Invocation:
         self._lock = threading.Lock()
         self._over = False
         self._work: Work | None = None
-        self._call_id = -1
         self._sequences: list[int] = []
         self._waiting: set[int] = set()
         self._missing = 0
@@ -221,7 +215,6 @@ class Invocation:
             ends = accumulate(len(share.index) - share.padding for share in self._scatter.shares)
             rows = [range(start, end) for start, end in pairwise([0, *ends])]
         self.progress.sent(ranks, rows)
-        self._call_id = group._line.call_id()
         self._values = [None] * ranks
         self._waiting = set(range(ranks))
         self._missing = ranks
@@ -254,7 +247,6 @@ class Invocation:
     def _call_with(self, arguments: Arguments) -> Call:
         registration = self._registration
         return Call(
-            call_id=self._call_id,
             method=self._group._method_of(registration),
             arguments=arguments,
             to_fetch=to_fetch(arguments, batches=not registration.materialize_futures),
@@ -302,8 +294,8 @@ class Invocation:
         elif isinstance(reply, ReturnedBatch):
             assert block is not None
             self._came_with(rank, Plan.shard(block, reply.header))
-        elif isinstance(reply, DataProto) and self._registration.returns_batch:
-            self._came_with(rank, Plan.of(reply))
+        elif isinstance(reply, Plan):
+            self._came_with(rank, reply)
         else:
             self._values[rank] = reply
             self.progress.ended(rank, "done")
@@ -431,7 +423,7 @@ class Invocation:
         with self._lock:
             waiting = list(self._waiting) if self._sequences else []
         for rank in waiting:
-            self._group._cancel(rank, self._call_id, self._sequences[rank])
+            self._group._cancel(rank, self._sequences[rank])
 
 
 def _part(plan: Plan, share: Share, method: str) -> Plan:

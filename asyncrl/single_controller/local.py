@@ -106,8 +106,8 @@ class LocalWorkerGroup(WorkerGroup):
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         return error
 
-    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
-        self._hosts[rank].cancel(call_id, sequence)
+    def _cancel(self, rank: int, sequence: int) -> None:
+        self._hosts[rank].cancel(sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
         self._hosts[rank].skip(sequence)

@@ -15,11 +15,13 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.data.plan import Header, Plan
+from asyncrl.data.codec import encode_slices
+from asyncrl.data.plan import Header, Plan, Rows
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
-from asyncrl.single_controller.call import Call, Failed, Lost
-from asyncrl.single_controller.ray_host import INLINE_BYTES, InlineBatch, RayHost, Seat, sealed
+from asyncrl.single_controller.call import Call, Failed, Lost, ReturnedBatch
+from asyncrl.single_controller.decorator import registrations
+from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments, sealed, value_of
 from asyncrl.single_controller.ray_resource_pool import (
     RayResourcePool,
     SubRayResourcePool,
@@ -149,6 +151,11 @@ class RayWorkerGroup(WorkerGroup):
         resource_pool.check()
         self._demand = self._actor_resources()
         self._actors = _Actors()
+        self._alone = {name: name_without_arguments(name) for name in registrations(ray_cls_with_init.cls)}
+        self._under_way_to = [0] * self.world_size
+        self._skipped = [False] * self.world_size
+        self._count_lock = threading.Lock()
+        self._small: set[str] = set()
         self._finalizer = weakref.finalize(self, self._actors.free)
         self._begin()
 
@@ -197,9 +204,8 @@ class RayWorkerGroup(WorkerGroup):
             raise await asyncio.to_thread(pool.no_room)
         for seat in await asyncio.to_thread(pool.seats):
             label = f"{self.name}[{len(self._actors.handles)}]"
-            # Ray names the process after the class, and there is no other way to name it.
-            actor_class: Any = ray.remote(type(label, (RayHost,), {}))
-            handle: Any = actor_class.options(
+            cls: Any = ray.remote(actor_class(label, self._alone))
+            handle: Any = cls.options(
                 **self._demand,
                 runtime_env=self._options.get("runtime_env"),
                 max_concurrency=MAX_CALLS,
@@ -242,15 +248,36 @@ class RayWorkerGroup(WorkerGroup):
         handle: Any = self._actors.handles[rank]
         block: RayBlock | None = None
         try:
-            message = sealed(call, sequence)
-            if call.keep_batch:
-                reply, batch = handle.call_keeping_batch.remote(message)
+            if self._is_alone(rank, call):
+                reply = getattr(handle, self._alone[call.method]).remote()
+            elif call.keep_batch and call.method not in self._small:
+                reply, batch = handle.call_keeping_batch.remote(sealed(call, sequence))
                 block = RayBlock(batch)
             else:
-                reply = handle.call.remote(message)
+                reply = handle.call.remote(sealed(call, sequence))
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
-        return _RayReply(reply, block, came)
+        with self._count_lock:
+            self._under_way_to[rank] += 1
+        return _RayReply(self, rank, call.method if call.keep_batch else None, reply, block, came)
+
+    def _is_alone(self, rank: int, call: Call) -> bool:
+        """Whether a call needs neither arguments nor a number: whatever was sent before has been answered."""
+        return not (
+            self._under_way_to[rank]
+            or self._skipped[rank]
+            or call.keep_batch
+            or call.arguments.args
+            or call.arguments.kwargs
+            or call.method not in self._alone
+        )
+
+    def _replied(self, rank: int, keeping: str | None, *, small: bool) -> None:
+        """A reply has come; whether the batch of a method was small tells how its next one will travel."""
+        with self._count_lock:
+            self._under_way_to[rank] -= 1
+        if keeping is not None:
+            (self._small.add if small else self._small.discard)(keeping)
 
     def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
         coming = cast("Sequence[_RayReply]", replies)
@@ -292,11 +319,12 @@ class RayWorkerGroup(WorkerGroup):
         except ray.exceptions.RayError as error:
             raise self._explained(rank, method, error) from error
 
-    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
+    def _cancel(self, rank: int, sequence: int) -> None:
         if rank < len(self._actors.handles):
-            self._actors.handles[rank].cancel.remote(call_id, sequence)
+            self._actors.handles[rank].cancel.remote(sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
+        self._skipped[rank] = True
         if rank < len(self._actors.handles):
             self._actors.handles[rank].skip.remote(sequence)
 
@@ -308,6 +336,12 @@ class RayWorkerGroup(WorkerGroup):
         if isinstance(value, np.ndarray | bytes) and _size_bytes(value) > INLINE_BYTES:
             return RayValue(ray.put(value))
         return value
+
+    def _store_parts(self, data: DataProto, parts: Sequence[Rows]) -> list[Any]:
+        slices = [part for part in parts if isinstance(part, range)]
+        if len(slices) < len(parts) or data.size_bytes > INLINE_BYTES:
+            return super()._store_parts(data, parts)
+        return list(encode_slices(data, slices))
 
     async def _close_workers(self) -> list[Failed | None]:
         if not self._actors.reachable:
@@ -326,11 +360,22 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class _RayReply:
-    """A reply on its way."""
+    """A reply on its way. ``keeping``: the method, if the worker keeps its batch."""
 
-    __slots__ = ("_block", "_came", "ref")
+    __slots__ = ("_block", "_came", "_group", "_keeping", "_rank", "ref")
 
-    def __init__(self, ref: ray.ObjectRef[Any], block: RayBlock | None, came: Came) -> None:
+    def __init__(
+        self,
+        group: RayWorkerGroup,
+        rank: int,
+        keeping: str | None,
+        ref: ray.ObjectRef[Any],
+        block: RayBlock | None,
+        came: Came,
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._keeping = keeping
         self.ref = ref
         self._block = block
         self._came = came
@@ -345,12 +390,17 @@ class _RayReply:
             value = Lost(value.as_instanceof_cause())
         elif isinstance(value, ray.exceptions.RayError):
             value = Lost(value)
-        elif isinstance(value, InlineBatch):
+        block, small = self._block, False
+        if self._keeping is not None:
+            small = isinstance(value, bytes)
+            if type(value) is tuple and len(value) == 2 and isinstance(value[0], ReturnedBatch):
+                value, block = value[0], RayBlock(value[1])
             try:
-                value = pickle.loads(value.pickled)  # noqa: S301  from our own worker
+                value = value_of(value)
             except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
                 value = Lost(error)
-        self._came(value, self._block)
+        self._group._replied(self._rank, self._keeping, small=small)  # noqa: SLF001
+        self._came(value, block)
 
 
 def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:

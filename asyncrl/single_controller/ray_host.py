@@ -9,14 +9,14 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import ray
 
 from asyncrl.errors import InfrastructureError
-from asyncrl.single_controller.call import Call, Failed, Reply, ReturnedBatch
+from asyncrl.single_controller.call import Arguments, Call, Failed, Reply, ReturnedBatch
 from asyncrl.single_controller.host import WorkerHost
 from asyncrl.single_controller.ray_store import RayValue
 from asyncrl.single_controller.worker import WorkerContext
@@ -24,7 +24,7 @@ from asyncrl.single_controller.worker import WorkerContext
 if TYPE_CHECKING:
     from asyncrl.data.proto import DataProto
 
-__all__ = ["INLINE_BYTES", "InlineBatch", "RayHost", "Seat", "sealed"]
+__all__ = ["INLINE_BYTES", "RayHost", "Seat", "actor_class", "name_without_arguments", "sealed", "value_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,20 @@ Message: TypeAlias = "bytes | tuple[Call, int]"
 """A call and its number: as bytes, or as objects that Ray pickles."""
 
 
-@dataclass(frozen=True, slots=True)
-class InlineBatch:
-    """A small batch in a reply."""
+BATCH, VALUE = b"B", b"V"
+"""What the bytes behind them are, where a call keeps its batch and replies with bytes: a small batch, or a value."""
 
-    pickled: bytes
+
+def value_of(reply: Reply) -> Reply:
+    """What a call that keeps its batch has replied: a small batch as a :class:`Plan`."""
+    if not isinstance(reply, bytes):
+        return reply
+    if reply[:1] == VALUE:
+        return reply[1:]
+    from asyncrl.data.codec import Encoded
+    from asyncrl.data.plan import Plan
+
+    return Plan.coded(Encoded(*pickle.loads(memoryview(reply)[1:])))  # noqa: S301  from our own worker
 
 
 def sealed(call: Call, sequence: int) -> Message:
@@ -86,22 +95,27 @@ class RayHost:
         return cast("Failed | None", _portable(await self._host.construct(worker_class, args, kwargs, context)))
 
     async def call(self, message: Message) -> Reply:
-        return _portable(await self._host.call(*opened(message)))
+        """Run a call. Its value, as it is, if the call does not keep batches."""
+        call, sequence = opened(message)
+        reply = await self._host.call(call, sequence)
+        if not call.keep_batch:
+            return _portable(reply)
+        small, batch = _kept(reply)
+        # Nobody expected a large one, or there would be a place for it.
+        return small if batch is None else (small, ray.put(batch))
 
     @ray.method(num_returns=2)
     async def call_keeping_batch(self, message: Message) -> tuple[Reply, DataProto | None]:
-        """The reply, and the batch if it is large. A small one travels in the reply, as bytes."""
-        reply = await self._host.call(*opened(message))
-        if not _is_batch(reply):
-            return _portable(reply), None
-        if reply.size_bytes <= INLINE_BYTES:
-            return InlineBatch(pickle.dumps(reply, protocol=5)), None
-        from asyncrl.data.plan import Header
+        """Run a call whose result may be a large batch: the reply, and that batch."""
+        return _kept(await self._host.call(*opened(message)))
 
-        return ReturnedBatch(Header.of(reply)), reply
+    async def call_without_arguments(self, method: str) -> Reply:
+        """Run a call that is alone, and therefore needs no number."""
+        call = Call(method=method, arguments=Arguments((), {}), to_fetch=False)
+        return _portable(await self._host.call(call, None))
 
-    async def cancel(self, call_id: int, sequence: int) -> None:
-        self._host.cancel(call_id, sequence)
+    async def cancel(self, sequence: int) -> None:
+        self._host.cancel(sequence)
 
     async def skip(self, sequence: int) -> None:
         self._host.skip(sequence)
@@ -111,6 +125,41 @@ class RayHost:
 
     def __repr__(self) -> str:
         return self._label
+
+
+def actor_class(name: str, methods: Iterable[str]) -> type[RayHost]:
+    """The class of a group's actors; Ray names the processes after it.
+
+    Ray loads arguments of asynchronous actors in a round trip of their own between two threads, a fifth of the whole
+    call. So that a call without arguments has none, each of ``methods`` is a method of the actor too.
+    """
+    return type(name, (RayHost,), {name_without_arguments(method): _without_arguments(method) for method in methods})
+
+
+def name_without_arguments(method: str) -> str:
+    """The actor's method that calls the worker's ``method`` without arguments."""
+    return f"alone_{method}"
+
+
+def _without_arguments(method: str) -> Callable[[RayHost], Awaitable[Reply]]:
+    async def call(self: RayHost) -> Reply:
+        return await self.call_without_arguments(method)
+
+    return call
+
+
+def _kept(reply: Reply) -> tuple[Reply, DataProto | None]:
+    """The reply for the driver, and a large batch that stays here. A small one travels in the reply, as bytes."""
+    if not _is_batch(reply):
+        return (VALUE + reply if isinstance(reply, bytes) else _portable(reply)), None
+    if reply.size_bytes <= INLINE_BYTES:
+        from asyncrl.data.codec import encode
+
+        encoded = encode(reply)
+        return BATCH + pickle.dumps((encoded.header, [*map(bytes, encoded.buffers)]), protocol=5), None
+    from asyncrl.data.plan import Header
+
+    return ReturnedBatch(Header.of(reply)), reply
 
 
 def _portable(reply: Any) -> Any:

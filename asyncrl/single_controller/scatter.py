@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.data.codec import Encoded
 from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.plan import Plan, Rows
 from asyncrl.data.proto import DataProto
@@ -21,7 +22,7 @@ from asyncrl.single_controller.call import Arguments, StoredValue
 from asyncrl.single_controller.dispatch import LIST_MODES, PROTO_MODES, SPLIT_MODES, Dispatch, DispatchMode
 from asyncrl.single_controller.mesh import Mesh, MeshDispatch
 
-__all__ = ["Scatter", "Share", "collect", "leaves", "shares", "to_fetch"]
+__all__ = ["Scatter", "Share", "collect", "leaves", "rows_of", "shares", "to_fetch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ def shares(rows: int, ranks: int, *, pad: bool) -> list[Share]:
 class Scatter:
     """The arguments of one call on their way to ``ranks`` ranks.
 
+    Args:
+        store: puts one argument where the workers can fetch it, or leaves it as it is.
+        store_parts: the same for the parts of a batch with these rows.
+
     Attributes:
         futures: those among the arguments.
         shares: rows for each rank, or for each dp rank of a mesh.
@@ -76,6 +81,7 @@ class Scatter:
         "_ranks",
         "_rows",
         "_store",
+        "_store_parts",
         "_whole",
         "futures",
         "mesh",
@@ -90,6 +96,7 @@ class Scatter:
         ranks: int,
         pad: bool,
         store: Callable[[Any], Any],
+        store_parts: Callable[[DataProto, Sequence[Rows]], list[Any]] | None = None,
         group: object = None,
         mesh: Mesh | None = None,
     ) -> None:
@@ -97,6 +104,7 @@ class Scatter:
         self._ranks = ranks
         self._pad = pad
         self._store = store
+        self._store_parts = store_parts or (lambda data, parts: [store(rows_of(data, part)) for part in parts])
         self._group = group
         self.mesh = mesh
         self._rows: int | None = None
@@ -149,8 +157,7 @@ class Scatter:
     def _stored_parts(self, leaf: Any) -> Any:
         if not isinstance(leaf, DataProto):
             return self._store(leaf)
-        parts = self._shares_of(len(leaf))
-        return _Parts([self._store(_cut(leaf, share.index)) for share in parts])
+        return _Parts(self._store_parts(leaf, [share.index for share in self._shares_of(len(leaf))]))
 
     def _shares_of(self, rows: int) -> list[Share]:
         if self._rows is None:
@@ -210,7 +217,7 @@ class Scatter:
                 return leaf.parts[number]
             if isinstance(leaf, Plan):
                 return leaf.take(self.shares[number].index)
-            return _cut(leaf, self.shares[number].index) if isinstance(leaf, DataProto) else leaf
+            return rows_of(leaf, self.shares[number].index) if isinstance(leaf, DataProto) else leaf
 
         return part
 
@@ -218,7 +225,9 @@ class Scatter:
 def _own(leaf: Any) -> Any:
     if isinstance(leaf, _Parts):
         return _Parts([_own(part) for part in leaf.parts])
-    return leaf.clone() if isinstance(leaf, DataProto) else leaf
+    if isinstance(leaf, DataProto):
+        return leaf.clone()
+    return leaf.own() if isinstance(leaf, Encoded) else leaf
 
 
 def _arrived(leaf: Any) -> Any:
@@ -227,7 +236,7 @@ def _arrived(leaf: Any) -> Any:
 
 def to_fetch(arguments: Arguments, *, batches: bool = False) -> bool:
     """Whether a worker has to fetch something before it calls its method; ``batches`` counts those that come along."""
-    kinds = (Plan, StoredValue, DataProto) if batches else (Plan, StoredValue)
+    kinds = (Plan, StoredValue, DataProto, Encoded) if batches else (Plan, StoredValue)
     return any(isinstance(leaf, kinds) for leaf in leaves(arguments))
 
 
@@ -325,7 +334,8 @@ def _transpose(arguments: Arguments, ranks: int) -> list[Arguments]:
     ]
 
 
-def _cut(data: DataProto, index: Rows) -> DataProto:
+def rows_of(data: DataProto, index: Rows) -> DataProto:
+    """These rows of a batch that is here: a view if they are consecutive."""
     if isinstance(index, range):
         return data.slice(index.start, index.stop)
     return data.select_idxs(index)

@@ -21,11 +21,12 @@ from asyncrl.single_controller.dispatch import Dispatch, Execute
 from asyncrl.single_controller.invocation import Invocation, Line, first_of
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.mesh_inquiry import Meshes
-from asyncrl.single_controller.scatter import Scatter
+from asyncrl.single_controller.scatter import Scatter, rows_of
 from asyncrl.single_controller.worker import Worker
 
 if TYPE_CHECKING:
-    from asyncrl.data.plan import Block
+    from asyncrl.data.plan import Block, Rows
+    from asyncrl.data.proto import DataProto
 
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
 
@@ -110,7 +111,7 @@ class WorkerGroup(ABC):
         """What it means that no reply came, but ``error``."""
 
     @abstractmethod
-    def _cancel(self, rank: int, call_id: int, sequence: int) -> None:
+    def _cancel(self, rank: int, sequence: int) -> None:
         """Cancel a call in its worker, without waiting."""
 
     @abstractmethod
@@ -123,6 +124,10 @@ class WorkerGroup(ABC):
 
         A large batch becomes a :class:`Plan`, anything else large a StoredValue. What is small stays as it is.
         """
+
+    def _store_parts(self, data: DataProto, parts: Sequence[Rows]) -> list[Any]:
+        """:meth:`_store` for parts of a batch."""
+        return [self._store(rows_of(data, rows)) for rows in parts]
 
     @abstractmethod
     async def _close_workers(self) -> list[Failed | None]:
@@ -301,6 +306,7 @@ class WorkerGroup(ABC):
             ranks=ranks,
             pad=registration.pad,
             store=self._store,
+            store_parts=self._store_parts,
             group=self,
             mesh=self._meshes.known(mode.mesh_name) if isinstance(mode, MeshDispatch) else None,
         )

@@ -25,7 +25,6 @@ class Diary(Worker):
 
 async def run(host: WorkerHost, sequence: int, method: str = "write", *, args: tuple[int, ...] | None = None) -> Any:
     call = Call(
-        call_id=100 + sequence,
         method=method,
         arguments=Arguments((sequence,) if args is None else args, {}),
         to_fetch=False,
@@ -78,7 +77,7 @@ async def test_calls_that_never_arrive_are_skipped() -> None:
 
 async def test_a_call_cancelled_before_it_arrives_is_not_run() -> None:
     host, diary = await new_host()
-    host.cancel(101, 1)
+    host.cancel(1)
     await run(host, 0)
     assert await run(host, 1) == Cancelled()
     await run(host, 2)
@@ -89,7 +88,7 @@ async def test_a_running_coroutine_is_cancelled() -> None:
     host, _ = await new_host()
     running = asyncio.ensure_future(run(host, 0, "forever", args=()))
     await run(host, 1)
-    host.cancel(100, 0)
+    host.cancel(0)
     assert await running == Cancelled()
 
 

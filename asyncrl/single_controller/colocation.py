@@ -27,7 +27,14 @@ from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.worker import Worker
 from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, Unwatched, WorkerGroup
 
-__all__ = ["ColocatedWorker", "RoleWorkerGroup", "create_colocated_worker_cls", "spawn"]
+__all__ = [
+    "ColocatedWorker",
+    "RoleWorkerGroup",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
+    "fuse",
+    "spawn",
+]
 
 if TYPE_CHECKING:
     from asyncrl.data.plan import Rows
@@ -59,6 +66,8 @@ class ColocatedWorker(Worker):
     def __getattr__(self, name: str) -> Any:
         role, dot, method = name.partition(".")
         workers: dict[str, Any] = self.__dict__.get("_workers", {})
+        if name in workers:
+            return workers[name]
         if dot and role in workers:
             return getattr(workers[role], method)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -140,6 +149,21 @@ def create_colocated_worker_cls(class_dict: Mapping[str, C]) -> C:
     if options:
         together.update_options(options)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     return together
+
+
+def create_colocated_worker_cls_fused(class_dict: Mapping[str, C]) -> C:
+    """:func:`create_colocated_worker_cls`, under the name of verl's second one: there is one way to share a process."""
+    return create_colocated_worker_cls(class_dict)
+
+
+def fuse(group: WorkerGroup, roles: Iterable[str]) -> None:
+    """Make the group of each role an attribute of ``group``: ``group.actor.update(batch)``.
+
+    Raises:
+        DispatchError: the group has no such role.
+    """
+    for role, spawned in spawn(group, roles).items():
+        setattr(group, role, spawned)
 
 
 def _options(class_dict: Mapping[str, ClassWithInitArgs]) -> dict[str, Any]:

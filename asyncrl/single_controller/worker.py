@@ -62,6 +62,10 @@ class Worker:
     order of the calls, in one thread of their own, in which the worker was constructed too: collectives keep their
     order and the loop stays free. An ``aclose`` or ``close`` method is called at shutdown.
 
+        >>> worker = Worker()  # outside of a group
+        >>> worker.rank, worker.world_size
+        (0, 1)
+
     Attributes:
         rank, world_size, local_rank, local_world_size: as in ``torchrun``. On Ray each worker sees its own GPUs only,
             so its device is ``cuda:0`` whatever its ``local_rank``.
@@ -95,6 +99,27 @@ class Worker:
         worker._meshes = {}
         return worker
 
+    def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        if cuda_visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
+
+    @property
+    def fused_worker_dict(self) -> Mapping[str, Any]:
+        """:attr:`colocated`, under verl's name."""
+        return self.colocated
+
+    def get_fused_worker_by_name(self, worker_name: str) -> Any:
+        """The worker of role ``worker_name`` in this process, or None."""
+        return self.colocated.get(worker_name)
+
+    def get_master_addr_port(self) -> tuple[str, int]:
+        """Where rank 0 may listen."""
+        return self.master_addr, self.master_port
+
+    def get_cuda_visible_devices(self) -> str:
+        """The GPUs that this process sees, or ``not set``."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Tell this worker's place in a mesh: which part of the rows it gets, and whether its result is taken.
 
@@ -114,6 +139,27 @@ class Worker:
     def query_collect_info(self, mesh_name: str) -> bool:
         """Whether this worker's results are taken in a mesh."""
         return self._place_in(mesh_name).is_collect
+
+    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
+        """This worker's dp rank in every mesh, and whether its results are taken there."""
+        return {
+            "dispatch_dp_rank": {name: place.dp_rank for name, place in self._meshes.items()},
+            "collect_dp_rank": {name: place.is_collect for name, place in self._meshes.items()},
+        }
+
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: Mapping[str, int], collect_dp_rank: Mapping[str, bool]
+    ) -> None:
+        """Take the place that a worker inside this one has in its only mesh: ``**inner.get_dispatch_collect()``.
+
+        Raises:
+            DispatchError: it has several places, or none.
+        """
+        places = {(dispatch_dp_rank.get(name), collect_dp_rank.get(name)) for name in dispatch_dp_rank}
+        if len(places) != 1:
+            raise DispatchError(f"mesh {mesh_name!r} needs one place, got {dispatch_dp_rank} and {collect_dp_rank}")
+        dp_rank, is_collect = places.pop()
+        self._register_dispatch_collect_info(mesh_name, dp_rank=int(dp_rank or 0), is_collect=bool(is_collect))
 
     def _place_in(self, mesh_name: str) -> MeshPlace:
         place = self._meshes.get(mesh_name)

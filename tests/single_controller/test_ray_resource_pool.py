@@ -92,12 +92,14 @@ class TestOnACluster:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         return lambda pool: RayWorkerGroup(pool, RayClassWithInitArgs(Member))
 
+    @pytest.mark.timeout(300)
     def test_parts_share_the_placement_groups_of_the_whole(
         self, group: Callable[[RayResourcePool], RayWorkerGroup]
     ) -> None:
         whole = RayResourcePool([1, 2], max_colocate_count=2)
         first, second = split_resource_pool(whole, [2, 1])
-        with group(whole) as every, group(first) as some, group(second) as rest:
+        groups = [group(pool) for pool in (whole, first, second)]
+        with groups[0] as every, groups[1] as some, groups[2] as rest:
             places = [place for place, _ in every.seat().result(TIMEOUT_S)]
             assert len(set(places)) == 2
             assert some.seat().result(TIMEOUT_S) == [(places[0], 0), (places[1], 1)]

@@ -33,6 +33,7 @@ from asyncrl.algorithms.kl_reward import (
     KLController,
     penalised_rewards,
     penalised_token_rewards,
+    row_divergences,
 )
 from asyncrl.algorithms.kto import AnswerLosses, KTOObjective
 from asyncrl.algorithms.log_probs import log_probs_and_entropy
@@ -112,6 +113,7 @@ __all__ = [
     "reinforce_plus_plus_baseline_advantages",
     "remax_advantages",
     "rloo_advantages",
+    "row_divergences",
     "supervised_token_losses",
     "token_weights",
     "value_token_losses",

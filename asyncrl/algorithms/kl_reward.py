@@ -8,10 +8,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.kl import KLEstimator, kl_estimate
 from asyncrl.algorithms.policy_loss import check_range
+from asyncrl.algorithms.token_losses import keep
+from asyncrl.data.ragged import rows_of
 from asyncrl.errors import SchemaError
 
-__all__ = ["AdaptiveKL", "FixedKL", "KLController", "penalised_rewards", "penalised_token_rewards"]
+__all__ = [
+    "AdaptiveKL",
+    "FixedKL",
+    "KLController",
+    "penalised_rewards",
+    "penalised_token_rewards",
+    "row_divergences",
+]
 
 
 class KLController(Protocol):
@@ -65,6 +75,30 @@ class AdaptiveKL:
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
         # More rows than five horizons at once would turn the coefficient negative.
         return replace(self, coefficient=self.coefficient * max(1.0 + error * rows / self.horizon, 0.1))
+
+
+def row_divergences(
+    behaviour_log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: KLEstimator = "k1"
+) -> Tensor:
+    """What each row diverged from the reference [B] float32: estimates of its sampled tokens, summed, in nats.
+
+    Args:
+        behaviour_log_probs: ragged, under the policy that sampled.
+        reference_log_probs: ragged, of the same lengths.
+        mask: ragged boolean, True where a token was sampled.
+        estimator: see :mod:`asyncrl.algorithms.kl`; a reward has no gradient, so k1 is unbiased and enough.
+
+    Raises:
+        SchemaError: the rows differ in length.
+    """
+    columns = [rows_of(each) for each in (behaviour_log_probs, reference_log_probs, mask)]
+    if any([len(row) for row in column] != [len(row) for row in columns[0]] for column in columns):
+        raise SchemaError("behaviour_log_probs, reference_log_probs and mask must have rows of the same lengths")
+    found = [
+        kl_estimate(keep(behaviour, chosen), keep(reference, chosen), estimator=estimator).double().sum()
+        for behaviour, reference, chosen in zip(*columns, strict=True)
+    ]
+    return torch.stack(found).float() if found else torch.zeros(0)
 
 
 def penalised_rewards(rewards: Tensor, divergences: Tensor, *, coefficient: float) -> Tensor:

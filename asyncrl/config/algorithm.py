@@ -11,7 +11,7 @@ from .section import PartName, Section, Table
 from .toml import value_to_toml
 
 if TYPE_CHECKING:
-    from asyncrl.algorithms import AdvantageEstimator, PolicyObjective
+    from asyncrl.algorithms import AdvantageEstimator, KLController, PolicyObjective
     from asyncrl.algorithms.soundness import Objection
 
     from .config import Config
@@ -40,6 +40,12 @@ class AlgorithmConfig(Section):
     """Weight of the divergence from the reference policy; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
     """Which per-token estimator; k3 is unbiased and never negative."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Where the divergence counts: as a term of the loss, or taken off every row's reward (k1 is enough there)."""
+    kl_target: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Nats per token that a coefficient in the reward is steered to; none: the coefficient stays."""
+    kl_horizon: Annotated[float, Field(gt=0, le=1e12)] = 10_000.0
+    """Rows over which a steered coefficient can change by a fifth."""
     entropy_coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Weight of the entropy bonus."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
@@ -74,12 +80,23 @@ class AlgorithmConfig(Section):
         return PolicyObjective(
             **parts,  # type: ignore[arg-type]  # checked just above
             anchor=self.anchor,
-            kl_coefficient=self.kl_coefficient,
+            kl_coefficient=self.kl_coefficient if self.kl_placement == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
             entropy_coefficient=self.entropy_coefficient,
             aggregation=self.aggregation,
             fixed_length=longest if self.aggregation == "fixed_length" else None,
         )
+
+    def controller(self, coefficient: float | None = None) -> KLController | None:
+        """What steers the coefficient of a penalty in the reward, from ``coefficient`` on; None without a penalty."""
+        if self.kl_placement == "loss" or not self.kl_coefficient:
+            return None
+        from asyncrl.algorithms import AdaptiveKL, FixedKL
+
+        start = self.kl_coefficient if coefficient is None else coefficient
+        if self.kl_target is None:
+            return FixedKL(coefficient=start)
+        return AdaptiveKL(coefficient=start, target=self.kl_target, horizon=self.kl_horizon)
 
     def estimator(self) -> AdvantageEstimator:
         """The advantage estimator.
@@ -114,6 +131,10 @@ def check_algorithm(config: Config) -> tuple[Objection, ...]:
     )
     objective, estimator = algorithm.objective(longest=config.rollout.max_tokens), algorithm.estimator()
     found = tuple(objections(objective, estimator, setting))
+    if algorithm.kl_placement == "reward" and config.buffer.options.get("max_uses", 1) != 1:
+        path = "algorithm.kl_placement"
+        rule = "divergences are told once for a group, and buffer.options.max_uses takes groups more often"
+        raise_problems([Problem(path, rule, value='"reward"', remedy='use kl_placement = "loss", or max_uses = 1')])
     refused = [each for each in found if not (each.unsound and algorithm.allow_unsound)]
     if refused:
         override = "; algorithm.allow_unsound = true runs it all the same"

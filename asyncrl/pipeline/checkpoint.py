@@ -46,6 +46,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
         history: evaluations and first rewards, for the summary at the end.
         consumed: prompts trained on so far.
         ledger: where the ledger ended.
+        kl_coefficient: of the penalty in the reward; None without one.
     """
 
     step: int
@@ -58,6 +59,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
     history: dict[str, Any]
     consumed: int = 0
     ledger: LedgerPosition = LedgerPosition()
+    kl_coefficient: float | None = None
 
 
 class _File(msgspec.Struct, frozen=True):

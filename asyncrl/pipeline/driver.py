@@ -28,6 +28,7 @@ from asyncrl.pipeline.canary import check_first_step
 from asyncrl.pipeline.certificate import Certificate, certify, check_summary
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
 from asyncrl.pipeline.journal import Journal
+from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
@@ -117,6 +118,7 @@ class Driver:
     Attributes:
         reward: adds ``scores`` [B] and tells them in its header; None when the environment's reward counts.
         reference: adds ``reference_log_probs``; None without a KL term.
+        penalty: takes the divergence that the reference tells off the rewards; None where it is no part of them.
         save_checkpoint: awaited between two steps, with this driver and the step that is done.
         journal: keeps the ledger told, and says what a resumed run finds there.
         evaluate_first: whether a resumed run owes the evaluation of the step it goes on from.
@@ -136,6 +138,7 @@ class Driver:
     accounts: TokenAccounts = field(default_factory=TokenAccounts)
     reward: Score | None = None
     reference: Score | None = None
+    penalty: RewardPenalty | None = None
     save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
     policy: StalenessPolicy = POLICIES["wait"]
     journal: Journal = field(default_factory=Journal)
@@ -274,7 +277,9 @@ class Driver:
         assert self.reference is not None
         with self.timeline.span("reference", f"group {slot}"):
             reference = self.reference(rows)
-            await reference.header()
+            header = await reference.header()
+        if self.penalty is not None:
+            self.penalty.told(slot, header.meta_info["divergences"])
         self.buffer.extend(slot, ("reference_log_probs",), reference)
 
     def _dropped(self, group: DroppedGroup) -> None:
@@ -284,6 +289,8 @@ class Driver:
         self._dropped_rows += self.plan.group_size
         self._dropped_tokens += group.tokens
         self.outstanding.discard(group.slot)
+        if self.penalty is not None:
+            self.penalty.forget(group.slot)
         self.law.dropped(group.slot)
         self._admission_changed.set()
 
@@ -348,8 +355,9 @@ class Driver:
         rewards = [reward for summary in summaries for reward in summary.rewards]
         owners = [summary.slot for summary in summaries for _ in summary.rewards]
         lengths = [length for summary in summaries for length in summary.lengths]
+        returns = rewards if self.penalty is None else self.penalty.rewards(summaries)
         advantages = self.plan.advantage(
-            {"rewards": torch.tensor(rewards), "groups": torch.tensor(owners), "lengths": torch.tensor(lengths)}
+            {"rewards": torch.tensor(returns), "groups": torch.tensor(owners), "lengths": torch.tensor(lengths)}
         )
         columns = [*TRAINED_COLUMNS, *(["reference_log_probs"] if self.reference is not None else [])]
         oldest = self._oldest_version(step) if certificate.masked_tokens else None
@@ -362,6 +370,8 @@ class Driver:
         fresh = certificate.maximum == 0 and not certificate.masked_tokens
         if step == self.law.first_version + 1 and self.plan.mismatch_limit is not None and fresh:
             check_first_step(metrics, limit=self.plan.mismatch_limit, one_step=self.plan.optimizer_steps == 1)
+        if self.penalty is not None:
+            metrics = metrics | self.penalty.stepped(summaries)
         slots = [summary.slot for summary in summaries]
         self.journal.consumed(step, groups)
         self.buffer.release(slots)

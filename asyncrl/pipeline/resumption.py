@@ -41,6 +41,7 @@ def driver_state(
         history=history,
         consumed=ledger.statistics().consumed if ledger is not None else step * driver.plan.groups_per_step,
         ledger=position or LedgerPosition(),
+        kl_coefficient=driver.penalty.controller.coefficient if driver.penalty is not None else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.data import DataProto
 from asyncrl.errors import WeightVersionError
@@ -16,6 +16,9 @@ from asyncrl.pipeline.masking import mask_older
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
+
+if TYPE_CHECKING:
+    from asyncrl.algorithms import KLEstimator
 
 __all__ = ["TrainerSpec", "TrainerWorker"]
 
@@ -83,11 +86,22 @@ class TrainerWorker(Worker):
         return metrics
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def reference_log_probs(self, batch: DataProto) -> DataProto:
-        """Column ``reference_log_probs`` (ragged, like ``input_ids``) under the weights held."""
+    def reference_log_probs(self, batch: DataProto, estimator: KLEstimator | None = None) -> DataProto:
+        """Column ``reference_log_probs`` (ragged, like ``input_ids``) under the weights held.
+
+        With an ``estimator``, the header's ``meta_info["divergences"]`` tells the driver what each row diverged.
+        """
         scored = self._held().log_probs(batch)
         assert scored.batch is not None
-        return DataProto.from_dict(tensors={"reference_log_probs": scored.batch["log_probs"]})
+        reference = scored.batch["log_probs"]
+        told: dict[str, Any] = {}
+        if estimator is not None:
+            from asyncrl.algorithms import row_divergences
+
+            assert batch.batch is not None
+            sampled, mask = batch.batch["behaviour_log_probs"], batch.batch["loss_mask"]
+            told["divergences"] = row_divergences(sampled, reference, mask, estimator=estimator).tolist()
+        return DataProto.from_dict(tensors={"reference_log_probs": reference}, meta_info=told)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish(self, version: int) -> WeightManifest | None:

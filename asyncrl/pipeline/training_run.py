@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.agents.chat import ChatRenderer
 from asyncrl.config import Config, check_algorithm
@@ -22,8 +22,8 @@ from asyncrl.parts import make_part
 from asyncrl.pipeline.accounts import TokenBalance
 from asyncrl.pipeline.assembly import ROLES, Assembly, Role, import_once, trainer_options, warm_start_options
 from asyncrl.pipeline.canary import MISMATCH_LIMITS
-from asyncrl.pipeline.checkpoint import Checkpoints, read_driver_state
-from asyncrl.pipeline.driver import Driver, TrainingPlan
+from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
+from asyncrl.pipeline.driver import Driver, Score, TrainingPlan
 from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.recorder import Recorder
 from asyncrl.pipeline.resumption import (
@@ -33,6 +33,7 @@ from asyncrl.pipeline.resumption import (
     resumed_accounts,
     still_outstanding,
 )
+from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.warm_start import demonstrations, file_conversations, supervise
 from asyncrl.rollout.metering import metered_tokens
 from asyncrl.telemetry.progress import Progress
@@ -221,7 +222,8 @@ class TrainingRun:
             accounts=resumed_accounts(self._resumed, found=found, generated=self._generated_before),
             staleness=Counter(self._resumed.staleness if self._resumed is not None else {}),
             reward=reward.score if reward is not None else None,
-            reference=reference.reference_log_probs if reference is not None else None,
+            reference=_reference(config, reference) if reference is not None else None,
+            penalty=_penalty(config, self._resumed),
             save_checkpoint=self._save,
             policy=config.staleness_policy,
         )
@@ -309,6 +311,19 @@ def _plan(config: Config) -> TrainingPlan:
         checkpoint_every=config.checkpoint.every,
         sample_trajectories=config.telemetry.trajectories_per_step,
     )
+
+
+def _reference(config: Config, group: Any) -> Score:
+    algorithm = config.algorithm
+    if algorithm.kl_placement == "loss":
+        return cast("Score", group.reference_log_probs)
+    return lambda rows: group.reference_log_probs(rows, algorithm.kl_estimator)
+
+
+def _penalty(config: Config, resumed: DriverState | None) -> RewardPenalty | None:
+    coefficient = resumed.kl_coefficient if resumed is not None else None
+    controller = config.algorithm.controller(coefficient)
+    return RewardPenalty(controller) if controller is not None else None
 
 
 def _mismatch_limit(config: Config) -> float | None:

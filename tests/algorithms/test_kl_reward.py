@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from asyncrl.algorithms import AdaptiveKL, FixedKL, gae, penalised_rewards, penalised_token_rewards
+from asyncrl.algorithms import (
+    AdaptiveKL,
+    FixedKL,
+    gae,
+    penalised_rewards,
+    penalised_token_rewards,
+    row_divergences,
+)
+from asyncrl.data.ragged import ragged_from_list
 from asyncrl.errors import ConfigError, SchemaError
 
 
@@ -61,3 +69,13 @@ def test_an_adaptive_one_is_drawn_to_its_target() -> None:
     for wrong in ({"coefficient": 0.0}, {"target": 0.0}, {"horizon": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             AdaptiveKL(**{"coefficient": 0.1, "target": 1.0, **wrong})
+
+
+def test_a_row_diverges_by_what_it_sampled() -> None:
+    behaviour = ragged_from_list([torch.tensor([0.0, -1.0, -2.0]), torch.tensor([-3.0])])
+    reference = ragged_from_list([torch.tensor([9.0, -1.5, -4.0]), torch.tensor([-3.0])])
+    mask = ragged_from_list([torch.tensor([False, True, True]), torch.tensor([False])])
+    assert row_divergences(behaviour, reference, mask).tolist() == [2.5, 0.0]
+    assert row_divergences(behaviour, reference, mask, estimator="k2").tolist() == [2.125, 0.0]
+    with pytest.raises(SchemaError, match="rows of the same lengths"):
+        row_divergences(behaviour, ragged_from_list([torch.zeros(3), torch.zeros(2)]), mask)

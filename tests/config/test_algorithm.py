@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.algorithms import DAPO, GSPO, NoCorrection, TruncatedImportance
+from asyncrl.algorithms import DAPO, GSPO, AdaptiveKL, FixedKL, NoCorrection, TruncatedImportance
 from asyncrl.cli.main import main
 from asyncrl.config import Config, check_algorithm
 from asyncrl.errors import ConfigError
@@ -141,6 +141,33 @@ def test_correcting_past_the_bound_counts_as_any_age() -> None:
     assert check_algorithm(Config.from_mapping(data)) == ()
     with pytest.raises(ConfigError, match="up to 10 versions old"):
         check_algorithm(Config.from_mapping({**data, "staleness": {"policy": "correct"}}))
+
+
+def test_the_divergence_counts_in_one_place() -> None:
+    in_reward = config(kl_coefficient=0.2, kl_placement="reward", kl_estimator="k1").algorithm
+    assert in_reward.objective(longest=8).kl_coefficient == 0.0
+    assert in_reward.controller() == FixedKL(coefficient=0.2)
+    assert check_algorithm(config(kl_coefficient=0.2, kl_placement="reward", kl_estimator="k1")) == ()
+    steered = config(kl_coefficient=0.2, kl_placement="reward", kl_target=0.1, kl_horizon=50.0).algorithm
+    assert steered.controller() == AdaptiveKL(coefficient=0.2, target=0.1, horizon=50.0)
+    assert steered.controller(0.7) == AdaptiveKL(coefficient=0.7, target=0.1, horizon=50.0)
+    assert config(kl_coefficient=0.2).algorithm.controller() is None
+    assert config(kl_placement="reward").algorithm.controller() is None
+    for wrong in (
+        {"kl_target": 0.1},
+        {"kl_target": 0.1, "kl_coefficient": 0.1},
+        {"kl_target": 0.1, "kl_placement": "reward"},
+    ):
+        with pytest.raises(ConfigError, match="steers the coefficient") as caught:
+            config(**wrong)
+        assert caught.value.path == "algorithm.kl_target"
+    again = {
+        **SMALLEST,
+        "algorithm": {"kl_placement": "reward", "kl_coefficient": 0.1},
+        "buffer": {"options": {"max_uses": 2}},
+    }
+    with pytest.raises(ConfigError, match="told once for a group"):
+        check_algorithm(Config.from_mapping(again))
 
 
 def test_a_run_without_training_is_asked_nothing() -> None:

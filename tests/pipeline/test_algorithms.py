@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.algorithms import FixedKL
 from asyncrl.config import Config
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import values_of
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, InvalidDataError
+from asyncrl.interfaces import GroupSummary
 from asyncrl.pipeline import training_run
 from asyncrl.pipeline.ages import with_ages
+from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.run import train
 
 MakeConfig = Callable[..., Config]
@@ -83,6 +86,60 @@ def test_what_is_run_although_it_is_unsound_is_told(
     captured = capfd.readouterr()
     assert (
         "unsound, and run as asked: algorithm.correction: tokens may be 1 versions old" in captured.out + captured.err
+    )
+
+
+def test_a_divergence_in_the_reward_steers_its_own_coefficient(small_config: MakeConfig) -> None:
+    settings = {"kl_placement": "reward", "kl_coefficient": 0.5, "kl_estimator": "k1"}
+    steered = {"kl_target": 1e-9, "kl_horizon": 64.0}
+    config = small_config(
+        steps=3, max_staleness=0, eval={"tasks": 0}, algorithm={**settings, **steered}, checkpoint={"every": 2}
+    )
+    train(config)
+    first, second, third = steps_of(config)
+    assert first["train/reward_kl"] == pytest.approx(0.0, abs=1e-5)  # the reference is where the policy begins
+    assert first["train/reward_kl_coefficient"] == 0.5
+    assert abs(third["train/reward_kl"]) > 1e-4
+    # 8 rows a step and a horizon of 64: an eighth of a fifth, up or (an estimate of few tokens can be negative) down
+    changes = [
+        later["train/reward_kl_coefficient"] / earlier["train/reward_kl_coefficient"]
+        for earlier, later in ((first, second), (second, third))
+    ]
+    assert all(change in (pytest.approx(1.025), pytest.approx(0.975)) for change in changes)
+    assert "train/reference_kl" in third  # told, but no term of the loss
+    (run,) = config.runs.glob("small-2*")
+    more = config.model_copy(update={"steps": 4})
+    train(more, resume=run)
+    *_, resumed = steps_of(config)
+    assert resumed["step"] == 4
+    change = resumed["train/reward_kl_coefficient"] / third["train/reward_kl_coefficient"]
+    assert change in (pytest.approx(1.025), pytest.approx(0.975))
+
+
+def test_groups_lose_their_divergence_once() -> None:
+    penalty = RewardPenalty(FixedKL(coefficient=0.5))
+    groups = [summary(3, (1.0, 0.0)), summary(4, (2.0, 2.0))]
+    penalty.told(3, [2.0, 0.0])
+    penalty.told(4, [-2.0, 4.0])
+    penalty.told(5, [9.0, 9.0])
+    penalty.forget(5)
+    penalty.forget(6)
+    assert penalty.rewards(groups) == [0.0, 0.0, 3.0, 0.0]
+    assert penalty.stepped(groups) == {"reward_kl": 0.2, "reward_kl_coefficient": 0.5}  # 4 nats in 20 tokens
+    for unknown in (groups, [summary(5, (1.0,))]):
+        with pytest.raises(InvalidDataError, match="has no divergence for each of its rows"):
+            penalty.rewards(unknown)
+
+
+def summary(slot: int, rewards: tuple[float, ...]) -> GroupSummary:
+    return GroupSummary(
+        slot=slot,
+        rows=len(rewards),
+        oldest_version=0,
+        tokens=5 * len(rewards),
+        version_tokens={0: 5 * len(rewards)},
+        rewards=rewards,
+        lengths=(5,) * len(rewards),
     )
 
 

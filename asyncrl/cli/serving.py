@@ -111,6 +111,7 @@ def _engine_option(text: str) -> tuple[str, Any]:
 
 
 async def _serve(model: str, options: ServingOptions) -> int:
+    from asyncrl.serve.server import settle_memory
     from asyncrl.serve.serving import serve
 
     loop = asyncio.get_running_loop()
@@ -137,6 +138,7 @@ async def _serve(model: str, options: ServingOptions) -> int:
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         started = True
+        settle_memory()
         show(_banner(model, served, options))
         await asked.wait()
         under_way = served.face.admission.under_way

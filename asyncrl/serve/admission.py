@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from asyncrl.serve.failure import Refusal
 from asyncrl.serve.limits import Limits
@@ -36,34 +34,28 @@ class Admission:
         """Wait until nothing is under way."""
         await self._idle.wait()
 
-    @contextmanager
-    def enter(self, holder: str, *, choices: int = 1) -> Iterator[None]:
-        """Hold ``choices`` places while the block runs.
+    def enter(self, holder: str) -> None:
+        """Take a place; :meth:`leave` gives it back.
 
         Raises:
-            Refusal: there are not as many.
+            Refusal: there is none.
         """
         if self.draining:
             raise Refusal(503, "the server is shutting down", retry_after_s=5)
         held = self._by_holder[holder]
-        if held + choices > self._limits.concurrent_requests_per_key:
-            raise Refusal(
-                429,
-                f"{held} generations of this key are under way and {choices} more were asked for; at most "
-                f"{self._limits.concurrent_requests_per_key} run at a time",
-                retry_after_s=1,
-            )
-        if self._total + choices > self._limits.concurrent_requests:
+        if held >= self._limits.concurrent_requests_per_key:
+            raise Refusal(429, f"{held} generations of this key are under way, as many as may be", retry_after_s=1)
+        if self._total >= self._limits.concurrent_requests:
             raise Refusal(503, "the server is full", retry_after_s=1)
-        self._by_holder[holder] = held + choices
-        self._total += choices
+        self._by_holder[holder] = held + 1
+        self._total += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._total -= choices
-            if not self._total:
-                self._idle.set()
-            self._by_holder[holder] -= choices
-            if not self._by_holder[holder]:
-                del self._by_holder[holder]
+
+    def leave(self, holder: str) -> None:
+        """Give a place back."""
+        self._total -= 1
+        if not self._total:
+            self._idle.set()
+        self._by_holder[holder] -= 1
+        if not self._by_holder[holder]:
+            del self._by_holder[holder]

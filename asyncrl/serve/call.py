@@ -24,7 +24,7 @@ from asyncrl.serve.served_pool import ServedPool
 from asyncrl.serve.sessions import Session, Sessions
 from asyncrl.serve.weight_door import WeightDoor
 
-__all__ = ["Call", "EventStream", "Face", "Plane", "Version", "version_spans"]
+__all__ = ["Call", "EventStream", "Face", "GatheredChunks", "Plane", "Version", "version_spans"]
 
 Plane: TypeAlias = Literal["user", "control"]
 
@@ -114,6 +114,49 @@ def version_spans(versions: Sequence[int], *, offset: int = 0) -> list[Version]:
     return spans
 
 
+class GatheredChunks:
+    """The chunks of one choice, put together."""
+
+    __slots__ = ("_finish_reason", "log_probs", "token_ids", "versions")
+
+    def __init__(self) -> None:
+        self.token_ids: tuple[int, ...] | list[int] = ()
+        self.log_probs: tuple[float, ...] | list[float] = ()
+        self.versions: tuple[int, ...] | list[int] = ()
+        self._finish_reason: FinishReason | None = None
+
+    def add(self, chunk: GenerationChunk) -> None:
+        """Take the next one."""
+        self._finish_reason = chunk.finish_reason
+        if not self.token_ids:
+            self.token_ids, self.log_probs = chunk.token_ids, chunk.log_probs
+            self.versions = chunk.weight_versions
+            return
+        if isinstance(self.token_ids, tuple):
+            self.token_ids, self.log_probs = list(self.token_ids), list(self.log_probs)
+            self.versions = list(self.versions)
+        assert isinstance(self.log_probs, list)
+        assert isinstance(self.versions, list)
+        self.token_ids += chunk.token_ids
+        self.log_probs += chunk.log_probs
+        self.versions += chunk.weight_versions
+
+    def generation(self, request: GenerationRequest) -> Generation:
+        """The whole choice.
+
+        Raises:
+            EngineError: the last chunk had no finish reason.
+        """
+        if self._finish_reason is None:
+            raise EngineError(f"request {request.request_id!r} ended without a finish reason")
+        return Generation(
+            token_ids=tuple(self.token_ids),
+            log_probs=tuple(self.log_probs),
+            weight_versions=tuple(self.versions),
+            finish_reason=self._finish_reason,
+        )
+
+
 class Call:
     """A request whose sender, size and form are checked already.
 
@@ -177,51 +220,60 @@ class Call:
             )
         return made
 
+    def _begin(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        """Ask the pool. Whatever comes of it, :meth:`_end` follows.
+
+        Raises:
+            Refusal: too much is under way; nothing was begun then.
+        """
+        face, session = self.face, self._session
+        face.admission.enter(self.holder)
+        face.meters.prompt_tokens += len(request.prompt_token_ids)
+        if session is None:
+            chunks = face.pool.generate(request, tenant=self.holder)
+        else:
+            session.requests += 1
+            chunks = face.pool.generate(request, session=session.name, tenant=self.holder)
+        return cast(AsyncGenerator[GenerationChunk, None], chunks)
+
+    def _end(self) -> None:
+        self.face.admission.leave(self.holder)
+        if self._session is not None:
+            self._session.requests -= 1
+
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """The chunks of one choice. Leaving early aborts it in the engine."""
-        face = self.face
-        begin = face.meters.clock()
+        meters = self.face.meters
+        begin = meters.clock()
         first = True
-        session = self._session
-        if session is not None:
-            session.requests += 1
+        chunks = self._begin(request)
         try:
-            with face.admission.enter(self.holder):
-                face.meters.prompt_tokens += len(request.prompt_token_ids)
-                answer = face.pool.generate(
-                    request, session=session.name if session is not None else None, tenant=self.holder
-                )
-                async with aclosing(cast(AsyncGenerator[GenerationChunk, None], answer)) as chunks:
-                    async for chunk in chunks:
-                        if first:
-                            face.meters.first_token(face.meters.clock() - begin)
-                            first = False
-                        face.meters.sampled_tokens += len(chunk.token_ids)
-                        yield chunk
+            async for chunk in chunks:
+                if first:
+                    meters.first_token(meters.clock() - begin)
+                    first = False
+                meters.sampled_tokens += len(chunk.token_ids)
+                yield chunk
         finally:
-            if session is not None:
-                session.requests -= 1
+            self._end()
+            await chunks.aclose()
 
     async def collect(self, request: GenerationRequest) -> Generation:
         """One whole choice."""
-        token_ids: list[int] = []
-        log_probs: list[float] = []
-        versions: list[int] = []
-        reason: FinishReason | None = None
-        async with aclosing(self.stream(request)) as chunks:
+        meters = self.face.meters
+        begin = meters.clock()
+        whole = GatheredChunks()
+        chunks = self._begin(request)  # not through stream(): one generator less on the way of most requests
+        try:
             async for chunk in chunks:
-                token_ids += chunk.token_ids
-                log_probs += chunk.log_probs
-                versions += chunk.weight_versions
-                reason = chunk.finish_reason
-        if reason is None:
-            raise EngineError(f"request {request.request_id!r} ended without a finish reason")
-        return Generation(
-            token_ids=tuple(token_ids),
-            log_probs=tuple(log_probs),
-            weight_versions=tuple(versions),
-            finish_reason=reason,
-        )
+                if not whole.token_ids:
+                    meters.first_token(meters.clock() - begin)
+                whole.add(chunk)
+        finally:
+            self._end()
+            await chunks.aclose()
+        meters.sampled_tokens += len(whole.token_ids)
+        return whole.generation(request)
 
     async def collect_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """All choices, side by side; the first failure ends them all."""

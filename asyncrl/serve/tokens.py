@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Annotated, Literal
 
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from asyncrl.interfaces import GenerationRequest
-from asyncrl.serve.call import Call, Version, version_spans
-from asyncrl.serve.choice import Choice
+from asyncrl.interfaces import Generation, GenerationRequest
+from asyncrl.serve.call import Call, GatheredChunks, Version, version_spans
 from asyncrl.serve.openai_schema import Count, Probability, Seed, Temperature, Text, TokenId
 from asyncrl.serve.sampling import sampling_params
 
@@ -38,8 +38,8 @@ class GenerateAnswer(Struct, kw_only=True):
     """
 
     request_id: str
-    token_ids: list[int]
-    log_probs: list[float]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
     weight_versions: list[Version]
     finish_reason: Literal["stop", "length", "abort"] | None
 
@@ -61,40 +61,39 @@ async def generate(call: Call) -> web.StreamResponse:
     prompt = tuple(body.prompt_token_ids)
     place = session.token_prompt(prompt) if session is not None else None
     (request,) = call.requests(prompt, sampling, choices=1)
-    choice = Choice(lambda ids: "", special_ids=frozenset())
     if body.stream:
-        answer: web.StreamResponse = await _stream(call, request, choice)
+        generation, answer = await _stream(call, request)
     else:
         generation = await call.collect(request)
-        choice.feed_all(generation)
         answer = call.answer(
             GenerateAnswer(
                 request_id=call.id,
-                token_ids=choice.token_ids,
-                log_probs=choice.log_probs,
-                weight_versions=version_spans(choice.versions),
-                finish_reason=choice.finish_reason,
+                token_ids=generation.token_ids,
+                log_probs=generation.log_probs,
+                weight_versions=version_spans(generation.weight_versions),
+                finish_reason=generation.finish_reason,
             )
         )
-    if session is not None and place is not None and choice.finish_reason != "abort" and choice.token_ids:
-        text = call.face.text.decode(choice.token_ids) if call.face.text is not None else ""
-        call.face.sessions.add(session, place, choice.generation, {"role": "assistant", "content": text})
+    if session is not None and place is not None and generation.finish_reason != "abort" and generation.token_ids:
+        text = call.face.text.decode(generation.token_ids) if call.face.text is not None else ""
+        call.face.sessions.add(session, place, generation, {"role": "assistant", "content": text})
     return answer
 
 
-async def _stream(call: Call, request: GenerationRequest, choice: Choice) -> web.StreamResponse:
+async def _stream(call: Call, request: GenerationRequest) -> tuple[Generation, web.StreamResponse]:
     events = call.events()
+    whole = GatheredChunks()
     async with aclosing(call.stream(request)) as chunks:
         async for chunk in chunks:
-            begin = len(choice.token_ids)
-            choice.feed(chunk)
+            begin = len(whole.token_ids)
+            whole.add(chunk)
             await events.send(
                 GenerateAnswer(
                     request_id=call.id,
-                    token_ids=list(chunk.token_ids),
-                    log_probs=list(chunk.log_probs),
+                    token_ids=chunk.token_ids,
+                    log_probs=chunk.log_probs,
                     weight_versions=version_spans(chunk.weight_versions, offset=begin),
                     finish_reason=chunk.finish_reason,
                 )
             )
-    return await events.end()
+    return whole.generation(request), await events.end()

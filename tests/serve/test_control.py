@@ -35,7 +35,7 @@ async def test_pause_and_resume(serve):
     async with serve() as served:
         await served.control("POST", "/pause")
         waiting = asyncio.create_task(served.post("/generate", GENERATE))
-        while not served.engines[0].statistics().waiting:
+        while not served.face.pool.statistics().waiting:
             await asyncio.sleep(0)
         assert (await served.control("GET", "/pool"))["pool"]["paused"] is True
         await served.control("POST", "/resume")

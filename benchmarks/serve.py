@@ -1,0 +1,503 @@
+"""The server itself, over replicas that only echo: what it adds, how much it takes, how many sessions it holds.
+
+    python benchmarks/serve.py [--json] [--rounds 5] [--requests 4000] [--sessions 16000]
+
+The server runs in a process of its own, the load comes from this one: two cores for both. The floor is a bare aiohttp
+handler that reads JSON, echoes and writes JSON, on uvloop like the server, asked the same in the same run; the two take
+turns. The load generator writes prepared bytes to sockets and reads as far as the length in the answer's head, so that
+little of the second core is its own.
+
+* overhead: median of one request at a time over HTTP, less the median of the same request asked of the replica itself;
+* throughput: token-native requests (128 ids in, 16 out) of 64 connections;
+* sessions: so many connections at once, each a session of its own whose turns take the replica 1 s, with a tool call
+  of `--think` seconds between them. Errors, memory of the server's process, and how late its event loop is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+from aiohttp import web
+
+from asyncrl.errors import WeightError
+from asyncrl.interfaces import (
+    EngineHealth,
+    GenerationChunk,
+    GenerationRequest,
+    KVCachePolicy,
+    PauseMode,
+    RolloutEngine,
+    RolloutEngineStatistics,
+    SamplingParams,
+)
+from asyncrl.rollout.pool_status import PoolStatistics, ReplicaStatus
+from asyncrl.weights.manifest import WeightManifest
+from asyncrl.weights.publication import Ended
+
+PROMPT = list(range(1000, 1128))
+NEW_TOKENS = 16
+BODY = json.dumps({"prompt_token_ids": PROMPT, "max_new_tokens": NEW_TOKENS}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    value: float
+    unit: str
+    floor: float
+    ratio: float
+    goal: str
+    holds: bool
+
+
+class EchoEngine:
+    """A rollout engine that answers with the end of its prompt, all at once, after ``turn_s``."""
+
+    weight_version = 0
+
+    def __init__(self, turn_s: float = 0.0) -> None:
+        self._turn_s = turn_s
+        self._running = 0
+        self._tokens = 0
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        self._running += 1
+        try:
+            if self._turn_s:
+                await asyncio.sleep(self._turn_s)
+            ids = request.prompt_token_ids[-request.sampling.max_new_tokens :]
+            self._tokens += len(ids)
+            yield GenerationChunk(
+                token_ids=ids,
+                log_probs=(-0.5,) * len(ids),
+                weight_versions=(0,) * len(ids),
+                finish_reason="length",
+            )
+        finally:
+            self._running -= 1
+
+    async def abort(self, request_id: str) -> bool:
+        return False
+
+    async def pause(self, mode: PauseMode = "keep") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def prepare_weights(self, tensors: Mapping[str, Any], *, version: int) -> None: ...
+
+    async def commit_weights(self, version: int, *, kv_cache: KVCachePolicy = "keep") -> None: ...
+
+    async def health(self, deadline_s: float) -> EngineHealth:
+        return EngineHealth(healthy=True, latency_s=0.0, weight_version=0)
+
+    def statistics(self) -> RolloutEngineStatistics:
+        return RolloutEngineStatistics(
+            running=self._running,
+            waiting=0,
+            paused=False,
+            weight_version=0,
+            tokens_generated=self._tokens,
+            prompt_tokens=0,
+            requests_finished=0,
+            requests_aborted=0,
+            kv_cache_tokens=0,
+            kv_cache_capacity_tokens=1,
+            decode_steps=0,
+            busy_s=0.0,
+        )
+
+
+class EchoPool:
+    """The least that can be served: one replica, asked directly, so that what is measured is the server."""
+
+    weight_version = 0
+    needed_versions: frozenset[int] = frozenset()
+
+    def __init__(self, turn_s: float) -> None:
+        self._engine = EchoEngine(turn_s)
+
+    def generate(
+        self, request: GenerationRequest, *, session: str | None = None, tenant: str = ""
+    ) -> AsyncIterator[GenerationChunk]:
+        return self._engine.generate(request)
+
+    async def abort(self, request_id: str) -> bool:
+        return False
+
+    async def pause(self, mode: PauseMode = "keep") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def publish(self, manifest: WeightManifest) -> Ended:
+        raise WeightError("an echo has no weights")
+
+    async def add(self, name: str, factory: Callable[[], RolloutEngine]) -> None: ...
+
+    async def drain(self, name: str) -> None: ...
+
+    async def remove(self, name: str) -> None: ...
+
+    def replicas(self) -> list[ReplicaStatus]:
+        return []
+
+    def statistics(self) -> PoolStatistics:
+        counters = dict.fromkeys(("running", "waiting", "accepted", "finished", "aborted", "failed", "left"), 0)
+        return PoolStatistics(
+            weight_version=0, paused=False, refused=0, migrations=0, tokens=0, restarts=0, replicas=(), **counters
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- the servers
+
+
+async def serve_ours(stack: AsyncExitStack, *, turn_s: float, pooled: bool) -> int:
+    """The server, over one echo or over a pool of two; returns its port."""
+    from asyncrl.rollout.admission import AdmissionLimits
+    from asyncrl.rollout.replica_pool import PoolOptions, ReplicaPool
+    from asyncrl.serve.admission import Admission
+    from asyncrl.serve.call import Face
+    from asyncrl.serve.limits import Limits
+    from asyncrl.serve.meters import Meters
+    from asyncrl.serve.served_pool import ServedPool
+    from asyncrl.serve.server import Binding, Server, settle_memory
+    from asyncrl.serve.sessions import Sessions
+
+    many = 20_000
+    limits = Limits(connections=many, concurrent_requests=many, concurrent_requests_per_key=many)
+    pool: ServedPool = EchoPool(turn_s)
+    if pooled:
+        options = PoolOptions(admission=AdmissionLimits(max_running=many))
+        engines = {name: lambda: EchoEngine(turn_s) for name in ("a", "b")}
+        pool = await stack.enter_async_context(ReplicaPool(engines, options=options))
+    face = Face(
+        pool=pool,
+        names=("echo",),
+        limits=limits,
+        admission=Admission(limits),
+        sessions=Sessions(limits, time.monotonic),
+        meters=Meters(time.monotonic),
+    )
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    server = Server(face, Binding(port=0, control_socket=Path(folder) / "control.sock"))
+    await server.start()
+    stack.push_async_callback(server.close)
+    settle_memory()
+    return int(server.url.rpartition(":")[2])
+
+
+async def serve_bare(stack: AsyncExitStack) -> int:
+    """The floor: JSON in, JSON out."""
+
+    async def generate(request: web.Request) -> web.Response:
+        asked = await request.json()
+        ids = asked["prompt_token_ids"][-asked["max_new_tokens"] :]
+        answer = {
+            "request_id": "x",
+            "token_ids": ids,
+            "log_probs": [-0.5] * len(ids),
+            "weight_versions": [{"version": 0, "start": 0, "end": len(ids)}],
+            "finish_reason": "length",
+        }
+        return web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return int(runner.addresses[0][1])
+
+
+async def child(kind: str, turn_s: float) -> None:
+    """Serve until SIGTERM; say the port first, memory and the loop's lateness last."""
+    lags: list[float] = []
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+
+    async def watch() -> None:
+        while True:
+            begin = loop.time()
+            await asyncio.sleep(0.005)
+            lags.append(loop.time() - begin - 0.005)
+
+    async with AsyncExitStack() as stack:
+        if kind == "bare":
+            port = await serve_bare(stack)
+        else:
+            port = await serve_ours(stack, turn_s=turn_s, pooled=kind == "pool")
+        watching = asyncio.ensure_future(watch())
+        print(port, flush=True)
+        await ended.wait()
+        watching.cancel()
+        lags.sort()
+        rss = resource.getrusage(resource.RUSAGE_SELF)
+        told = {
+            "rss_mib": rss.ru_maxrss / 1024,
+            "cpu_s": rss.ru_utime + rss.ru_stime,
+            "lag_p99_ms": 1e3 * lags[int(0.99 * len(lags))],
+            "lag_max_ms": 1e3 * lags[-1],
+        }
+        print(json.dumps(told), flush=True)
+
+
+@dataclass
+class Child:
+    port: int
+    told: dict[str, float]
+
+
+@asynccontextmanager
+async def running(kind: str, *, turn_s: float = 0.0) -> AsyncIterator[Child]:
+    """A server in a process of its own; what it told at its end is in ``told`` afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--child", kind, "--turn", str(turn_s), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        served = Child(int(await process.stdout.readline()), {})
+        yield served
+        process.send_signal(signal.SIGTERM)
+        served.told = json.loads(await asyncio.wait_for(process.stdout.readline(), 120))
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------- the load
+
+
+class Connection(asyncio.Protocol):
+    """Sends prepared bytes, and waits for one answer at a time."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._answer: asyncio.Future[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head = self._received.find(b"\r\n\r\n")
+        if head < 0:
+            return
+        at = self._received.lower().find(b"content-length: ", 0, head)
+        length = int(self._received[at + 16 : self._received.find(b"\r\n", at)])
+        if len(self._received) >= head + 4 + length and self._answer is not None:
+            answer, self._received = bytes(self._received), bytearray()
+            self._answer.set_result(answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(exc or ConnectionResetError("closed"))
+
+    async def ask(self, data: bytes) -> bytes:
+        assert self._transport is not None
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(data)
+        return await self._answer
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def prepared(body: bytes, *, session: str = "") -> bytes:
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    )
+    return f"{head}{f'{chr(13)}{chr(10)}X-Session-ID: {session}' if session else ''}\r\n\r\n".encode() + body
+
+
+async def connect(port: int) -> Connection:
+    _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
+    return connection
+
+
+async def latency_ms(port: int, requests: int) -> float:
+    """Median of one request at a time."""
+    connection = await connect(port)
+    data, times = prepared(BODY), []
+    for _ in range(requests):
+        begin = time.perf_counter()
+        answer = await connection.ask(data)
+        times.append(time.perf_counter() - begin)
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+    connection.close()
+    return 1e3 * statistics.median(times)
+
+
+async def direct_ms(requests: int) -> float:
+    """Median of the same request asked of the replica itself."""
+    engine, times = EchoEngine(), []
+    for number in range(requests):
+        begin = time.perf_counter()
+        request = GenerationRequest(
+            request_id=str(number),
+            prompt_token_ids=tuple(PROMPT),
+            sampling=SamplingParams(max_new_tokens=NEW_TOKENS),
+        )
+        async for _ in engine.generate(request):
+            pass
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)
+
+
+async def requests_per_s(port: int, requests: int, *, connections: int = 64) -> float:
+    """Requests of many connections, each asking again as soon as it is answered."""
+    opened = [await connect(port) for _ in range(connections)]
+    data = prepared(BODY)
+
+    async def ask(connection: Connection, times: int) -> None:
+        for _ in range(times):
+            answer = await connection.ask(data)
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(ask(connection, requests // connections) for connection in opened))
+    taken = time.perf_counter() - begin
+    for connection in opened:
+        connection.close()
+    return requests // connections * connections / taken
+
+
+async def speed(rounds: int, requests: int) -> list[Figure]:
+    names = ("ours", "pool", "bare")
+    slow: dict[str, list[float]] = {name: [] for name in names}
+    fast: dict[str, list[float]] = {name: [] for name in names}
+    async with running("ours") as ours, running("pool") as pool, running("bare") as bare:
+        servers = dict(zip(names, (ours, pool, bare), strict=True))
+        for turn in range(rounds + 1):
+            direct = await direct_ms(requests // 10)
+            alone = {name: await latency_ms(server.port, requests // 10) - direct for name, server in servers.items()}
+            many = {name: await requests_per_s(server.port, requests) for name, server in servers.items()}
+            if turn:  # the first turn warms all of them up
+                for name in names:
+                    slow[name].append(alone[name])
+                    fast[name].append(many[name])
+    figures = []
+    for name, what in (("ours", "server"), ("pool", "server and pool")):
+        over, floor = statistics.median(slow[name]), statistics.median(slow["bare"])
+        title = f"{what}: overhead at concurrency 1, p50"
+        figures.append(Figure(title, over, "ms", floor, over / floor, "<= 1.5 ms", over <= 1.5))
+    for name, what in (("ours", "server"), ("pool", "server and pool")):
+        value, floor = statistics.median(fast[name]), statistics.median(fast["bare"])
+        ratio = statistics.median(a / b for a, b in zip(fast[name], fast["bare"], strict=True))  # neighbours in time
+        goal = ">= 2000, or >= 0.8 of floor"
+        title = f"{what}: token-native requests, 64 connections"
+        figures.append(Figure(title, value, "requests/s", floor, ratio, goal, value >= 2000 or ratio >= 0.8))
+    return figures
+
+
+async def sessions(count: int, *, think_s: float) -> list[Figure]:
+    """Two turns each, the second one going on from the first."""
+    errors = 0
+    latencies: list[float] = []
+    open_now = most_open = 0
+    spread_s = think_s + 2.0  # turns are spread evenly: an agent's tool calls are not in step
+
+    async def one(number: int, port: int) -> None:
+        nonlocal errors, open_now, most_open
+        await asyncio.sleep(spread_s * number / count)
+        ids = PROMPT[:32]
+        try:
+            connection = await connect(port)
+            open_now += 1
+            most_open = max(most_open, open_now)
+            try:
+                for turn in range(3):
+                    if turn:
+                        await asyncio.sleep(think_s)
+                    body = json.dumps({"prompt_token_ids": ids, "max_new_tokens": NEW_TOKENS}).encode()
+                    begin = time.perf_counter()
+                    answer = await connection.ask(prepared(body, session=f"s{number}"))
+                    latencies.append(time.perf_counter() - begin)
+                    if not answer.startswith(b"HTTP/1.1 200"):
+                        errors += 1
+                        return
+                    told = json.loads(answer[answer.index(b"\r\n\r\n") + 4 :])
+                    ids = [*ids, *told["token_ids"], 7, 8, 9]
+            finally:
+                open_now -= 1
+                connection.close()
+        except OSError:
+            errors += 1
+
+    async with running("pool", turn_s=1.0) as server:
+        await asyncio.gather(*(one(number, server.port) for number in range(count)))
+    told = server.told
+    latencies.sort()
+    p99 = latencies[int(0.99 * len(latencies))] - 1.0
+    name = f"{count} sessions of 1 s turns, {most_open} open at a time"
+    return [
+        Figure(f"{name}: errors", errors, "errors", 0, 0, "0", errors == 0),
+        Figure(f"{name}: memory", told["rss_mib"], "MiB", 0, 0, "<= 1536 MiB", told["rss_mib"] <= 1536),
+        Figure(f"{name}: loop late, p99", told["lag_p99_ms"], "ms", 0, 0, "<= 100 ms", told["lag_p99_ms"] <= 100),
+        Figure(f"{name}: turn beyond its second, p99", 1e3 * p99, "ms", 0, 0, "reported", True),
+    ]
+
+
+async def measure(options: argparse.Namespace) -> list[Figure]:
+    figures = await speed(options.rounds, options.requests) if options.rounds else []
+    if options.sessions:
+        figures += await sessions(options.sessions, think_s=options.think)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--sessions", type=int, default=16_000)
+    parser.add_argument("--think", type=float, default=14.0)
+    parser.add_argument("--child", choices=("ours", "pool", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=float, default=0.0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if options.child:
+            runner.run(child(options.child, options.turn))
+            return
+        _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        figures = runner.run(measure(options))
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+    if options.json:
+        print(json.dumps({"machine": machine, "figures": [asdict(figure) for figure in figures]}))
+        return
+    for f in figures:
+        mark = "holds" if f.holds else "DOES NOT HOLD"
+        print(f"{f.name:60s} {f.value:10.2f} {f.unit:10s} floor {f.floor:9.2f}  x{f.ratio:5.2f}  goal {f.goal}: {mark}")
+
+
+if __name__ == "__main__":
+    main()

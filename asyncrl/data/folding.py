@@ -14,6 +14,9 @@ __all__ = ["fold_batch_dim", "unfold_batch_dim"]
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """``new_batch_size`` rows of ``B / new_batch_size`` consecutive ones each: columns ``[B, ...]`` gain a dimension.
 
+        >>> fold_batch_dim(data.repeat(2), 3).batch["x"].tolist()
+        [[1, 1], [2, 2], [3, 3]]
+
     Raises:
         SchemaError: ``new_batch_size`` does not divide the rows, or a column is ragged.
     """
@@ -37,6 +40,9 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Counterpart of :func:`fold_batch_dim`: the first ``batch_dims`` dimensions of every column become rows.
+
+        >>> unfold_batch_dim(fold_batch_dim(data.repeat(2), 3)) == data.repeat(2)
+        True
 
     Raises:
         SchemaError: columns differ in these dimensions or have fewer, or a column is ragged.

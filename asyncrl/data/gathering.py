@@ -20,6 +20,9 @@ def gather(*futures: Future[T]) -> Future[list[T]]:
 
     It fails as soon as one fails, and is cancelled as soon as one is; the others go on, since futures are shared.
     Cancelling it cancels none of them.
+
+        >>> gather(DataProtoFuture.of(data), DataProtoFuture.of(data[:1])).result()[1].batch["x"].tolist()
+        [1]
     """
     loop = futures[0].controller if futures else ControllerLoop.default()
     gathered = _Gathered(loop, f"gather({', '.join(each.outcome.label for each in futures)})", futures)
@@ -30,6 +33,11 @@ async def as_completed(futures: Iterable[Future[T]]) -> AsyncGenerator[Future[T]
     """Iterate over the futures, each as soon as it has finished, failed or been cancelled.
 
     Leaving the loop early leaves the futures going, and nothing behind once the iterator is closed.
+
+        >>> async def first_column(*futures):
+        ...     return [(await future).batch["x"].tolist() async for future in as_completed(futures)]
+        >>> asyncio.run(first_column(DataProtoFuture.of(data)))
+        [[1, 2, 3]]
     """
     waiting = list(futures)
     loop = asyncio.get_running_loop()

@@ -28,7 +28,11 @@ __all__ = ["DataProto", "DataProtoItem"]
 
 @dataclass(slots=True)
 class DataProtoItem:
-    """One row: tensors without the batch dimension, elements of the other columns, and the batch's ``meta_info``."""
+    """One row: tensors without the batch dimension, elements of the other columns, and the batch's ``meta_info``.
+
+    >>> data[1]  # doctest: +ELLIPSIS
+    DataProtoItem(batch=TensorDict(...), non_tensor_batch={'name': 'b'}, meta_info={'step': 7})
+    """
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -50,18 +54,14 @@ class DataProto:
     ``to``, ``rename``, ``pop``, ``union``, ``reorder`` and ``padding`` change this object, as in verl; everything else
     returns a new one. They change everything or, when they raise, nothing.
 
-        >>> import torch
+        >>> import numpy as np, torch
         >>> data = DataProto.from_dict(
-        ...     tensors={
-        ...         "input_ids": [torch.tensor([5, 6, 7]), torch.tensor([8])],
-        ...         "rewards": torch.tensor([1.0, 0.5]),
-        ...     },
-        ...     non_tensors={"answer": ["yes", ["no", "never"]]},
+        ...     tensors={"x": torch.tensor([1, 2, 3])}, non_tensors={"name": ["a", "b", "c"]}, meta_info={"step": 7}
         ... )
         >>> len(data)
-        2
-        >>> data[1:].non_tensor_batch["answer"].tolist()
-        [['no', 'never']]
+        3
+
+    The examples of the methods are about this batch.
 
     Args:
         batch: tensors; the container is copied, the tensors are not.
@@ -109,6 +109,12 @@ class DataProto:
         whatever they are. Ragged columns with equal lengths will share their offsets, so that torch can compute
         between them.
 
+            >>> made = DataProto.from_dict({"ids": [torch.tensor([5, 6]), torch.tensor([7])]}, {"text": ["a", "b"]})
+            >>> print(made.schema)
+            rows: 2
+            ids: ragged int64[*]
+            text: object
+
         Raises:
             SchemaError: columns differ in their number of rows, or ``num_batch_dims`` is not 1.
         """
@@ -126,7 +132,11 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """A batch of columns of both kinds: tensors and lists of tensors on one side, arrays and lists on the other."""
+        """A batch of columns of both kinds: tensors and lists of tensors on one side, arrays and lists on the other.
+
+        >>> len(DataProto.from_single_dict({"x": torch.zeros(2, 3), "text": ["a", "b"]}))
+        2
+        """
         tensors, others = _sorted_columns(data)
         return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info, auto_padding=auto_padding)
 
@@ -134,12 +144,19 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """A batch of a TensorDict: its NonTensorStacks become object arrays, its NonTensorData ``meta_info``."""
+        """A batch of a TensorDict: its NonTensorStacks become object arrays, its NonTensorData ``meta_info``.
+
+        >>> DataProto.from_tensordict(data.to_tensordict()) == data
+        True
+        """
         tensors, others, info = unpacked_tensordict(tensor_dict)
         return cls.from_dict(tensors, others, {**(meta_info or {}), **info}, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
         """All of it in one TensorDict: other columns as NonTensorStack, ``meta_info`` as NonTensorData.
+
+            >>> sorted(data.to_tensordict().keys())
+            ['name', 'step', 'x']
 
         Raises:
             SchemaError: an entry of ``meta_info`` has the name of a column.
@@ -147,7 +164,11 @@ class DataProto:
         return packed_tensordict(self.columns(), self.meta_info)
 
     def columns(self) -> Columns:
-        """The columns, checked: for code that computes on them."""
+        """The columns, checked: for code that computes on them.
+
+        >>> data.columns().names
+        ['x', 'name']
+        """
         self.check_consistency()
         tensors: dict[str, torch.Tensor] = {}
         for name, value in () if self.batch is None else self._tensors():
@@ -166,6 +187,9 @@ class DataProto:
         """A batch of columns that are known to fit together; ``has_batch`` asks for a TensorDict without tensors too.
 
         Counterpart of :meth:`columns`, for code that computes on them.
+
+            >>> DataProto.from_columns(data.columns(), meta_info=data.meta_info) == data
+            True
         """
         data = object.__new__(cls)
         data.batch = tensordict_of(columns.tensors, rows=columns.rows) if columns.tensors or has_batch else None
@@ -175,7 +199,11 @@ class DataProto:
         return data
 
     def with_rows(self, columns: Columns, *, meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """A batch like this one of other columns that are known to fit together, perhaps with other ``meta_info``."""
+        """A batch like this one of other columns that are known to fit together, perhaps with other ``meta_info``.
+
+        >>> data.with_rows(data.columns().slice(0, 2)) == data[:2]
+        True
+        """
         return self.from_columns(
             columns,
             meta_info=self.meta_info if meta_info is None else meta_info,
@@ -191,7 +219,14 @@ class DataProto:
         return () if self.batch is None else ((str(name), value) for name, value in self.batch.items())
 
     def check_consistency(self) -> None:
-        """Raise :class:`SchemaError` unless this is a batch: one batch dimension, and every column as many rows."""
+        """Raise :class:`SchemaError` unless this is a batch: one batch dimension, and every column as many rows.
+
+        >>> broken = data.select()
+        >>> broken.non_tensor_batch["name"] = np.array(["a"], dtype=object)
+        >>> broken.check_consistency()
+        Traceback (most recent call last):
+        asyncrl.errors.SchemaError: column 'name' has 1 rows, the batch has 3
+        """
         rows: int | None = None
         names: set[str] = set()
         if self.batch is not None:
@@ -230,12 +265,22 @@ class DataProto:
 
     @property
     def schema(self) -> Schema:
-        """Columns and rows."""
+        """Columns and rows.
+
+        >>> print(data.schema)
+        rows: 3
+        x: tensor int64
+        name: object
+        """
         return self.columns().schema
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors and arrays. Python objects in object arrays count as their pointers only."""
+        """Bytes of the tensors and arrays. Python objects in object arrays count as their pointers only.
+
+        >>> data.select(["x"], []).size_bytes
+        24
+        """
         total = sum(array.nbytes for array in self.non_tensor_batch.values())
         for _, value in self._tensors():
             total += values_of(value).nbytes + offsets_of(value).nbytes if value.is_nested else value.nbytes
@@ -245,6 +290,9 @@ class DataProto:
         """Same columns with the same bits (NaN equals itself), same rows, equal ``meta_info``.
 
         The order of columns and the device do not matter, nor does ``auto_padding``.
+
+            >>> data.equals(data.clone()), data.equals(data[:2])
+            (True, False)
         """
         return self.columns().equal(other.columns()) and values_equal(self.meta_info, other.meta_info)
 
@@ -264,13 +312,26 @@ class DataProto:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def get_data_info(self) -> str:
-        """Every column and entry with its type, one a line."""
+        """Every column and entry with its type, one a line.
+
+        >>> print(data.get_data_info())
+        batch
+          x: (3,) (torch.int64) cpu
+        non_tensor_batch
+          name: ndarray(3,) (object)
+        meta_info
+          step: int
+        """
         from asyncrl.data.display import as_data_info
 
         return as_data_info(self)
 
     def print_size(self, prefix: str = "") -> None:
-        """Print rows and bytes, after ``prefix``."""
+        """Print rows and bytes, after ``prefix``.
+
+        >>> data.select(["x"], []).print_size("here")
+        here, 3 rows, 24 bytes
+        """
         print(f"{prefix + ', ' if prefix else ''}{len(self)} rows, {self.size_bytes} bytes")  # noqa: T201  its purpose
 
     # --------------------------------------------------------------------------------------------------------- rows
@@ -282,7 +343,11 @@ class DataProto:
     def __getitem__(
         self, item: int | np.integer[Any] | builtins.slice | Sequence[int] | Array | torch.Tensor
     ) -> DataProtoItem | DataProto:
-        """A row for an integer (IndexError beyond the last), a batch for a slice or an index of rows."""
+        """A row for an integer (IndexError beyond the last), a batch for a slice or an index of rows.
+
+        >>> data[0].non_tensor_batch, len(data[1:]), data[[2, 0]].batch["x"].tolist()
+        ({'name': 'a'}, 2, [3, 1])
+        """
         if isinstance(item, builtins.slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
@@ -292,7 +357,11 @@ class DataProto:
         raise TypeError(f"rows are selected by an integer, a slice or an index of rows, not by {type(item).__name__}")
 
     def __iter__(self) -> Iterator[DataProtoItem]:
-        """Row by row."""
+        """Row by row.
+
+        >>> [int(row.batch["x"]) for row in data]
+        [1, 2, 3]
+        """
         columns = self.columns()
         return (self._item(row, columns) for row in range(columns.rows))
 
@@ -308,7 +377,11 @@ class DataProto:
         )
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows as Python slices a list. Views for ``step`` 1 (dense tensors and arrays for any positive step)."""
+        """Rows as Python slices a list. Views for ``step`` 1 (dense tensors and arrays for any positive step).
+
+        >>> data.slice(0, 2).batch["x"].tolist(), data.slice(None, None, -1).batch["x"].tolist()
+        ([1, 2], [3, 2, 1])
+        """
         first, last, stride = builtins.slice(start, end, step).indices(len(self))
         if stride < 0:
             return self.with_rows(self.columns().take(np.arange(first, last, stride)))
@@ -317,6 +390,11 @@ class DataProto:
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | Array | torch.Tensor) -> DataProto:
         """The rows ``idxs``, copied: integers (negative ones from the end) in their order, or one boolean a row.
 
+            >>> data.select_idxs([-1, 0, 0]).batch["x"].tolist()
+            [3, 1, 1]
+            >>> data.select_idxs(data.batch["x"] > 1).non_tensor_batch["name"].tolist()
+            ['b', 'c']
+
         Raises:
             TypeError: neither integers nor booleans.
             IndexError: out of range, or a mask of another length.
@@ -324,11 +402,23 @@ class DataProto:
         return self.with_rows(self.columns().take(row_index(idxs, len(self))))
 
     def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> None:
-        """Replace the rows of *this* batch by the rows ``indices``."""
+        """Replace the rows of *this* batch by the rows ``indices``.
+
+        >>> sorted_down = data.select()
+        >>> sorted_down.reorder(torch.tensor([2, 1, 0]))
+        >>> sorted_down.batch["x"].tolist()
+        [3, 2, 1]
+        """
         self._become(self.columns().take(row_index(indices, len(self))))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b."""
+        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b.
+
+        >>> data.repeat(2).non_tensor_batch["name"].tolist()
+        ['a', 'a', 'b', 'b', 'c', 'c']
+        >>> data.repeat(2, interleave=False).non_tensor_batch["name"].tolist()
+        ['a', 'b', 'c', 'a', 'b', 'c']
+        """
         if repeat_times < 0:
             raise SchemaError(f"repeat_times must not be negative, got {repeat_times}")
         rows = np.arange(len(self))
@@ -336,7 +426,11 @@ class DataProto:
         return self.with_rows(self.columns().take(index))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> DataProto:
-        """Row i ``repeat_times[i]`` times, copies of a row side by side."""
+        """Row i ``repeat_times[i]`` times, copies of a row side by side.
+
+        >>> data.sample_level_repeat([0, 2, 1]).batch["x"].tolist()
+        [2, 2, 3]
+        """
         times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if times.shape != (len(self),) or (times.size > 0 and (times.dtype.kind not in "iu" or times.min() < 0)):
             raise SchemaError(
@@ -347,6 +441,9 @@ class DataProto:
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """``chunks`` batches of consecutive rows, as views, each with a ``meta_info`` dict of its own.
+
+            >>> [part.batch["x"].tolist() for part in data.chunk(3)]
+            [[1], [2], [3]]
 
         Raises:
             SchemaError: ``chunks`` does not divide the rows and padding is not enabled. When it is, sizes differ by at
@@ -365,7 +462,11 @@ class DataProto:
         return [self.with_rows(columns.slice(starts[n], starts[n + 1])) for n in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Batches of ``split_size`` rows, the last one perhaps smaller, as views. No rows, no batches."""
+        """Batches of ``split_size`` rows, the last one perhaps smaller, as views. No rows, no batches.
+
+        >>> [part.batch["x"].tolist() for part in data.split(2)]
+        [[1, 2], [3]]
+        """
         if split_size < 1:
             raise SchemaError(f"split_size must be at least 1, got {split_size}")
         columns = self.columns()
@@ -378,6 +479,10 @@ class DataProto:
 
         ``meta_info``: a key in several batches must have equal values, except ``metrics`` (a dict, or a list of dicts),
         which become one dict of lists: for each name the values of the batches that have it.
+
+            >>> both = DataProto.concat([data, data[:1]])
+            >>> both.batch["x"].tolist(), both.meta_info
+            ([1, 2, 3, 1], {'step': 7})
 
         Raises:
             SchemaError: there is no batch, or columns, dtypes, shapes or ``meta_info`` differ: the message names the
@@ -394,6 +499,11 @@ class DataProto:
     def padding(self, padding_size: int, padding_candidate: Literal["first", "last", ""] = "") -> None:
         """Append the last row (or the first) ``padding_size`` times to *this* batch.
 
+            >>> padded = data.select()
+            >>> padded.padding(2)
+            >>> padded.batch["x"].tolist()
+            [1, 2, 3, 3, 3]
+
         Raises:
             SchemaError: there is no row to repeat, or another candidate is named.
         """
@@ -407,11 +517,20 @@ class DataProto:
             self._become(Columns.concat([columns, columns.take(np.full(padding_size, row))]))
 
     def is_padding_enabled(self) -> bool:
-        """Whether :meth:`chunk` may cut unequal chunks."""
+        """Whether :meth:`chunk` may cut unequal chunks.
+
+        >>> [len(part) for part in DataProto(data.batch, auto_padding=True).chunk(2)]
+        [2, 1]
+        """
         return self.auto_padding
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
         """Cut the second dimension of ``split_keys`` into ``n_split`` rows each; repeat the rows of other columns.
+
+            >>> pairs = DataProto.from_dict({"pair": torch.tensor([[1, 2], [3, 4]]), "prompt": torch.tensor([8, 9])})
+            >>> unfolded = pairs.unfold_column_chunks(2, ["pair"])
+            >>> unfolded.batch["pair"].tolist(), unfolded.batch["prompt"].tolist()
+            ([[1], [2], [3], [4]], [8, 8, 9, 9])
 
         Raises:
             SchemaError: a named column is missing, ragged, or its second dimension is no multiple of ``n_split``.
@@ -430,6 +549,9 @@ class DataProto:
         ``dataloader_kwargs`` knows ``shuffle`` and ``drop_last``. The order of shuffled rows for a ``seed`` is that of
         torch's DataLoader with a generator of this seed.
 
+            >>> [part.batch["x"].tolist() for part in data.make_iterator(1, epochs=2)]
+            [[1], [2], [3], [1], [2], [3]]
+
         Raises:
             SchemaError: ``mini_batch_size`` does not divide the rows and ``drop_last`` is not set; unknown arguments.
         """
@@ -447,6 +569,9 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """Only these columns and entries; None means all. Views, unless ``deepcopy``.
+
+            >>> data.select(["x"], [], []).columns().names
+            ['x']
 
         Raises:
             SchemaError: naming a key that is not there.
@@ -468,6 +593,10 @@ class DataProto:
     ) -> DataProto:
         """Take these columns and entries out of *this* batch; None means none. Returns them as a batch.
 
+            >>> rest = data.select()
+            >>> rest.pop(["x"]).columns().names, rest.columns().names
+            (['x'], ['name'])
+
         Raises:
             SchemaError: naming a key that is not there; nothing was taken then.
         """
@@ -483,6 +612,9 @@ class DataProto:
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Rename columns of either kind in *this* batch, and return it.
 
+            >>> data.select().rename("x", "y").columns().names
+            ['y', 'name']
+
         Raises:
             SchemaError: an old name is missing, a new one taken, or their numbers differ.
         """
@@ -497,6 +629,10 @@ class DataProto:
         What both have must be equal, bit by bit. Either may be without tensors; a batch without any column takes the
         rows of the other.
 
+            >>> scores = DataProto.from_dict({"score": torch.tensor([0.5, 0.0, 1.0])})
+            >>> data.select().union(scores).columns().names
+            ['x', 'score', 'name']
+
         Raises:
             SchemaError: rows differ in number, or naming the column or entry that differs; nothing was changed then.
         """
@@ -508,6 +644,9 @@ class DataProto:
 
     def with_columns(self, **columns: Any) -> DataProto:
         """A new batch with these columns added or replaced: tensors, lists of tensors (ragged), arrays, lists.
+
+            >>> data.with_columns(double=data.batch["x"] * 2).batch["double"].tolist()
+            [2, 4, 6]
 
         Raises:
             SchemaError: a column has another number of rows than this batch.
@@ -528,7 +667,11 @@ class DataProto:
     # ------------------------------------------------------------------------------------------------------- places
 
     def to(self, device: torch.device | str | int) -> DataProto:
-        """Move the tensors of *this* batch to ``device``, and return it."""
+        """Move the tensors of *this* batch to ``device``, and return it.
+
+        >>> data.select().to("cpu") == data
+        True
+        """
         columns = self.columns()
         moved = tensor_columns({name: value.to(device) for name, value in columns.tensors.items()})
         self._become(Columns(tensors=moved, arrays=columns.arrays, rows=columns.rows))
@@ -546,17 +689,30 @@ class DataProto:
         ``repeat``, ``concat`` and moving to a GPU yield ordinary tensors anyway.
 
         True as well for tensors that were made under ``torch.inference_mode()``, with the same remedy.
+
+            >>> data.read_only
+            False
         """
         return any(value.is_inference() for _, value in self._tensors()) or any(
             not array.flags.writeable for array in self.non_tensor_batch.values()
         )
 
     def writable(self) -> DataProto:
-        """This batch, or a copy of it if it is :attr:`read_only`."""
+        """This batch, or a copy of it if it is :attr:`read_only`.
+
+        >>> data.writable() is data
+        True
+        """
         return self.clone() if self.read_only else self
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Write this batch to a file, completely or not at all. The format is that of ``asyncrl.data.disk``.
+
+            >>> from tempfile import TemporaryDirectory
+            >>> with TemporaryDirectory() as folder:
+            ...     data.save_to_disk(f"{folder}/batch")
+            ...     DataProto.load_from_disk(f"{folder}/batch") == data
+            True
 
         Raises:
             CodecError: naming the column or entry that holds something that is no data.
@@ -568,6 +724,10 @@ class DataProto:
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str], mmap: bool = False) -> DataProto:
         """The batch in a file; with ``mmap`` its columns are mapped, not read (see ``asyncrl.data.disk.load``).
+
+            >>> DataProto.load_from_disk("nowhere")  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            FileNotFoundError: ...
 
         Raises:
             CodecError: the file is truncated, changed in any bit, of another format, or no batch.
@@ -583,7 +743,13 @@ class DataProto:
         return encode(self).__reduce_ex__(protocol)
 
     def clone(self) -> DataProto:
-        """A batch that shares nothing with this one."""
+        """A batch that shares nothing with this one.
+
+        >>> mine = data.clone()
+        >>> _ = mine.batch["x"].zero_()
+        >>> data.batch["x"].tolist()
+        [1, 2, 3]
+        """
         return self.select(deepcopy=True)
 
     def __copy__(self) -> DataProto:

@@ -117,6 +117,19 @@ def create_colocated_worker_cls(class_dict: Mapping[str, C]) -> C:
 
     A registered method ``update`` of role ``actor`` is ``actor_update`` of the group made of this.
 
+        >>> from asyncrl.single_controller import ClassWithInitArgs, Dispatch, register
+        >>> from asyncrl.single_controller.local import LocalWorkerGroup
+        >>> class Greeter(Worker):
+        ...     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        ...     def greet(self):
+        ...         return f"rank {self.rank} beside {sorted(self.colocated)}"
+        >>> both = create_colocated_worker_cls(
+        ...     {"left": ClassWithInitArgs(Greeter), "right": ClassWithInitArgs(Greeter)}
+        ... )
+        >>> with LocalWorkerGroup(both, world_size=1) as group:
+        ...     group.left_greet().result(), group.spawn({"right"})["right"].greet().result()
+        (["rank 0 beside ['left', 'right']"], ["rank 0 beside ['left', 'right']"])
+
     Args:
         class_dict: class and arguments by role. Options of actors (``num_gpus``, ``env_vars``, ...) are put together:
             they are those of the one process that all roles share.

@@ -35,7 +35,11 @@ class MeshDispatch:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> MeshDispatch:
-    """The ``dispatch_mode`` of a method whose batches are split over the mesh ``mesh_name``."""
+    """The ``dispatch_mode`` of a method whose batches are split over the mesh ``mesh_name``.
+
+    >>> make_nd_compute_dataproto_dispatch_fn("actor")
+    MeshDispatch(mesh_name='actor')
+    """
     return MeshDispatch(mesh_name)
 
 
@@ -61,6 +65,11 @@ class Mesh:
     @staticmethod
     def of(places: Sequence[MeshPlace], *, name: str) -> Mesh:
         """The mesh of these places by rank.
+
+            >>> Mesh.of(
+            ...     [MeshPlace(0, True), MeshPlace(0, False), MeshPlace(1, True), MeshPlace(1, False)], name="dp2_tp2"
+            ... )
+            Mesh(dp_ranks=(0, 0, 1, 1), collectors=(0, 2))
 
         Raises:
             DispatchError: dp ranks are not 0 to n-1, or one has not exactly one collecting rank: rows of a batch would

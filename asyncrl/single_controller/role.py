@@ -10,7 +10,11 @@ __all__ = ["Role"]
 
 
 class Role(Enum):
-    """The parts of a training run. ``str(role)`` is its short name, as in configurations."""
+    """The parts of a training run. ``str(role)`` is its short name, as in configurations.
+
+    >>> str(Role.RefPolicy), Role.from_string("rm")
+    ('ref', <Role.RewardModel: 'rm'>)
+    """
 
     Actor = "actor"
     Rollout = "rollout"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from asyncrl.interfaces import (
     SamplingParams,
     Task,
 )
-from asyncrl.parts import make_part
+from asyncrl.parts import load_part, make_part
 from asyncrl.rollout.metering import MeteredEngine, TokenMeter
 from asyncrl.rollout.prompts import derive_seed
 from asyncrl.rollout.record import encode_rows
@@ -91,14 +92,18 @@ class RolloutWorker(Worker):
         """Load the model and begin to serve ``weight_version``. Returns the seconds it took."""
         started = time.monotonic()
         self._renderer = await asyncio.to_thread(_load_renderer, model_path)
+        spec = self._spec
+        given = {"weight_version": weight_version, **spec.engine_given}
+        part = load_part("asyncrl.rollout_engines", spec.engine, path="rollout.engine")
+        if "transport" in signature(part).parameters:  # it fetches weights itself
+            given["transport"] = spec.transport
         engine: RolloutEngine = make_part(
             "asyncrl.rollout_engines",
-            self._spec.engine,
+            spec.engine,
             model_path,
-            options=self._spec.engine_options,
+            options=spec.engine_options,
             path="rollout.engine",
-            weight_version=weight_version,
-            **self._spec.engine_given,
+            **given,
         )
         self._engine = engine
         await engine.start()

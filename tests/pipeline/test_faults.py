@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -108,6 +109,25 @@ def test_a_dead_worker_ends_the_run_with_its_name_within_seconds(long_config: Co
         assert "WorkerDiedError" in command.text()
         assert "rollout-0" in command.text()
         assert "Traceback" not in command.text()
+        nothing_is_left(command)
+
+
+@pytest.mark.slow
+def test_a_killed_rollout_replica_costs_no_run(small_config: Callable[..., Config], tmp_path: Path):
+    config = small_config(
+        steps=60, cluster={"backend": "ray"}, rollout={"replicas": 2}, telemetry={"progress": "plain"}
+    )
+    with train(config, tmp_path) as command:
+        command.wait_for("tokens/s")
+        replica = next(pid for (pid, _start), title in command.family().items() if "rollout-0" in title)
+        os.kill(replica, signal.SIGKILL)
+        assert command.process.wait(2 * WITHIN_S) == 0, command.text()
+        (run,) = (tmp_path / "runs").iterdir()
+        log = (run / "logs" / "driver.log").read_text()
+        assert "replica rollout-0 is lost" in log
+        assert "replica rollout-0 is back, with weight version" in log
+        tokens = json.loads((run / "summary.json").read_text())["tokens"]
+        assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"]
         nothing_is_left(command)
 
 

@@ -64,7 +64,7 @@ class StalenessPolicy:
             slow groups are waited for. ``drop``: their whole group is dropped. ``mask``: they are left out of the loss;
             the rewards of their group count for its baseline as ever. ``correct``: they are trained on, with the weight
             that their measured log-probs give them (``algorithm.correction``).
-        overdue: whether a group that is out for very long gives its place away.
+        overdue: whether a group that is out for too long gives its place away.
     """
 
     name: str
@@ -78,8 +78,10 @@ class StalenessPolicy:
         return self.too_old in ("mask", "correct")
 
     def overdue_after(self, max_staleness: int) -> int | None:
-        """Versions after which a group gives its place away: two whole windows. None for never."""
-        return 2 * (max_staleness + 1) if self.overdue else None
+        """Versions after which a group gives its place away: when it is lost, or two whole windows. None: never."""
+        if not self.overdue:
+            return None
+        return max_staleness if self.too_old == "drop" else 2 * (max_staleness + 1)
 
     def oldest_version(self, trainer_version: int, *, max_staleness: int) -> int | None:
         """Lowest version whose tokens are trained on at ``trainer_version``; None if every token may be."""
@@ -92,7 +94,7 @@ POLICIES: Mapping[str, StalenessPolicy] = MappingProxyType(
         for policy in (
             StalenessPolicy(name="mask", selection="fifo_ready", too_old="mask", overdue=True),
             StalenessPolicy(name="wait", selection="fifo", too_old="none", overdue=False),
-            StalenessPolicy(name="drop", selection="fifo_ready", too_old="drop", overdue=False),
+            StalenessPolicy(name="drop", selection="fifo_ready", too_old="drop", overdue=True),
             StalenessPolicy(name="correct", selection="fifo_ready", too_old="correct", overdue=True),
         )
     }

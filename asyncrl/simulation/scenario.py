@@ -18,7 +18,7 @@ FaultKind: TypeAlias = Literal[
 """What may go wrong.
 
     environment   the group's environment fails for good: the group is dropped, another takes its place
-    crash         the replica dies under the group
+    crash         the replica dies under the group, and under whatever else it was doing
     freeze        the replica never answers the group; its deadline ends the wait
     slow          the replica decodes at a tenth of its speed until the group is done
     garbage       the replica answers with rows that contradict themselves
@@ -60,6 +60,7 @@ class Scenario:
         checkpoint_every: steps between checkpoints; 0 for none.
         rollout_deadline_s: seconds a group may take.
         weights_deadline_s: seconds a replica may take for a phase of a weight update.
+        revive_s: seconds until a dead replica is made again; None: it stays dead.
         endless: issue groups without regard to the run's end, so that the last steps are like all others.
         faults: what goes wrong.
         seed: draws lengths, times and the order of simultaneous events.
@@ -83,6 +84,7 @@ class Scenario:
     checkpoint_every: int = 0
     rollout_deadline_s: float | None = None
     weights_deadline_s: float = 300.0
+    revive_s: float | None = 0.5
     endless: bool = False
     faults: tuple[Fault, ...] = ()
     seed: int = 0

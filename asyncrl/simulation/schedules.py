@@ -46,6 +46,7 @@ def random_scenario(seed: int) -> Scenario:
         checkpoint_every=dice.choice((0, 1, 2)),
         rollout_deadline_s=1e4,
         weights_deadline_s=1e3,
+        revive_s=dice.choice((None, 0.5, 5.0)),
         faults=tuple(faults),
         seed=seed,
     )

@@ -17,6 +17,7 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import AsyncRLError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
 from asyncrl.parts import load_part
+from asyncrl.pipeline.accounts import TokenBalance
 from asyncrl.pipeline.certificate import Certificate
 from asyncrl.pipeline.checkpoint import DriverState
 from asyncrl.pipeline.driver import Driver, StepRecord, TrainingPlan
@@ -195,8 +196,14 @@ class _Life:
             for number in range(scenario.replicas)
         }
         self._trainer = ModelledTrainer(scenario, strike=world.strike, weight_version=step, fetch=world._fetch)  # noqa: SLF001
+        self._dead: list[ModelledReplica] = []
+        self._lost_tokens = 0
         self._pool = RolloutPool(
-            self._replicas, deadline_s=scenario.weights_deadline_s, rollout_deadline_s=scenario.rollout_deadline_s
+            self._replicas,
+            deadline_s=scenario.weights_deadline_s,
+            rollout_deadline_s=scenario.rollout_deadline_s,
+            revive=self._revive if scenario.revive_s is not None else None,
+            restart_s=scenario.revive_s or 0.0,
         )
         self._rewards = ModelledRewards(scenario)
         policy = scenario.staleness
@@ -253,7 +260,7 @@ class _Life:
     async def _settle(self) -> None:
         """The books at the end of the run."""
         result, scenario = self._world.result, self._scenario
-        balance = self.driver.balance(generated=await self._generated(), in_flight=await self._in_flight())
+        balance = await self._balance()
         if balance.difference:
             self._violated(f"{balance.difference} tokens are unaccounted for: {balance}")
         slots = Counter(slot for batch in result.trained for slot in batch.slots)
@@ -268,11 +275,19 @@ class _Life:
             self._violated(f"slots {sorted(lost)} were issued, and neither trained on nor dropped")
         result.issued = self.driver.law.next_slot
 
+    async def _revive(self, name: str) -> ModelledReplica:
+        """A replica in place of a dead one."""
+        self._dead.append(self._replicas[name])
+        await self._dead[-1].aclose()
+        self._replicas[name] = ModelledReplica(self._scenario, name, strike=self._world.strike)
+        return self._replicas[name]
+
     async def close(self) -> None:
         """Every process ends."""
+        await self._pool.aclose()
         await self._trainer.aclose()
         await self._rewards.aclose()
-        for replica in self._replicas.values():
+        for replica in (*self._replicas.values(), *self._dead):
             await replica.aclose()
             self._world.result.rollouts.update(replica.finished)
 
@@ -281,7 +296,7 @@ class _Life:
         result.waits_s = timeline.wait_s()
         result.busy_s = {stage: timeline.busy_s(stage) for stage in timeline.stages}
         result.span_s = self._clock() - self._begun_s
-        result.used_s = sum(replica.used_s for replica in self._replicas.values())
+        result.used_s = sum(replica.used_s for replica in (*self._replicas.values(), *self._dead))
 
     # ---------------------------------------------------------------------------------------------- the observer's face
 
@@ -337,15 +352,15 @@ class _Life:
     async def _save(self, driver: Driver, step: int) -> None:
         if self._world.strike(step, "storage"):
             raise OSError(f"no space left for the checkpoint of step {step}")
-        balance = driver.balance(generated=await self._generated(), in_flight=await self._in_flight())
+        balance = await self._balance()
         self._world.checkpoint(driver_state(driver, balance, step=step, history={}))
 
-    async def _generated(self) -> int:
+    async def _balance(self) -> TokenBalance:
+        counts = await self._pool.token_counts()
+        self.driver.accounts.drop("replica_lost", counts.lost - self._lost_tokens)
+        self._lost_tokens = counts.lost
         before = self._resumed.generated if self._resumed is not None else 0
-        return before + (await self._pool.token_counts()).delivered
-
-    async def _in_flight(self) -> int:
-        return (await self._pool.token_counts()).in_flight
+        return self.driver.balance(generated=before + counts.delivered, in_flight=counts.in_flight)
 
     def _violated(self, rule: str) -> None:
         self._world.result.violations.append(rule)

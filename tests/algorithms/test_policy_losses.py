@@ -439,6 +439,8 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
     assert sorted(column.nonzero().flatten().tolist()) == sorted(highest)
     default = prepared_columns(PolicyObjective(loss=KLCov()), batch)["held_back"]
     assert default.nonzero().flatten().tolist() == highest[:1]
+    told = losses(KLCov(share=0.1), batch).metrics["held_back"]
+    assert told.nonzero().flatten().tolist() == sorted(highest)
 
 
 def test_m2po_leaves_out_outliers_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from asyncrl.data.ragged import lengths
@@ -55,8 +56,22 @@ def as_data_info(data: DataProto) -> str:
     lines.append("non_tensor_batch")
     lines += [f"  {name}: ndarray{array.shape} ({array.dtype})" for name, array in data.non_tensor_batch.items()]
     lines.append("meta_info")
-    lines += [f"  {name}: {type(value).__name__}" for name, value in data.meta_info.items()]
+    lines += [f"  {name}: {_type_text(value)}" for name, value in data.meta_info.items()]
     return "\n".join(lines)
+
+
+def _type_text(value: object) -> str:
+    """The type of a value, and of what is in it; of lists the first elements, of dicts the first entry."""
+    if isinstance(value, list):
+        return f"list[{'|'.join(sorted({_type_text(each) for each in value[:3]})) or '...'}]"
+    if isinstance(value, tuple):
+        return f"tuple({', '.join(map(_type_text, value))})"
+    if isinstance(value, dict) and value:
+        key, item = next(iter(value.items()))
+        return f"dict[{_type_text(key)}: {_type_text(item)}]"
+    if isinstance(value, np.ndarray):
+        return f"ndarray{value.shape} ({value.dtype})"
+    return type(value).__name__
 
 
 def _tensors(data: DataProto) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def test_sizes() -> None:
 
 def test_data_info_names_every_column_and_entry(capsys: object) -> None:
     data = DataProto.from_dict(tensors={"x": torch.zeros(2, 3)}, non_tensors={"o": [1, 2]}, meta_info={"step": 1})
+    data.meta_info |= {"mixed": [1, 2.0], "nested": {"key": (1, "x")}, "array": np.zeros((2, 3)), "none": []}
     assert data.get_data_info().splitlines() == [
         "batch",
         "  x: (2, 3) (torch.float32) cpu",
@@ -53,6 +54,10 @@ def test_data_info_names_every_column_and_entry(capsys: object) -> None:
         "  o: ndarray(2,) (object)",
         "meta_info",
         "  step: int",
+        "  mixed: list[float|int]",
+        "  nested: dict[str: tuple(int, str)]",
+        "  array: ndarray(2, 3) (float64)",
+        "  none: list[...]",
     ]
     data.print_size("before")
     assert capsys.readouterr().out == "before, 2 rows, 40 bytes\n"  # type: ignore[attr-defined]

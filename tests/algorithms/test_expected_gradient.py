@@ -1,8 +1,8 @@
 """Why stale samples need a correction: expected gradients, by summing over every answer there is.
 
 A policy gives answers of two tokens from a vocabulary of three; each of the nine answers has a reward. What an
-objective moves the policy by in expectation is the sum over answers of the probability that the *behaviour* policy gives them
-times the gradient of their loss. It should be the gradient of the expected reward of the policy that is trained.
+objective moves the policy by in expectation is the sum over answers of the probability that the *behaviour* policy
+gives them times the gradient of their loss. It should be the gradient of the expected reward of the trained policy.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def test_rows_lose_what_they_diverged() -> None:
     assert got.dtype == torch.float32
     with pytest.raises(SchemaError, match="divergences"):
         penalised_rewards(torch.zeros(2), torch.zeros(3), coefficient=0.1)
-    with pytest.raises(ConfigError, match="^coefficient is"):
+    with pytest.raises(ConfigError, match=r"^coefficient is"):
         penalised_rewards(torch.zeros(2), torch.zeros(2), coefficient=-0.1)
 
 
@@ -43,7 +43,7 @@ def test_tokens_lose_their_own_share_and_the_last_one_gets_the_reward() -> None:
         penalised_token_rewards(rewards, divergences[:2], lengths, coefficient=0.1)
     with pytest.raises(SchemaError, match="rewards"):
         penalised_token_rewards(rewards[:2], divergences, lengths, coefficient=0.1)
-    with pytest.raises(ConfigError, match="^coefficient is"):
+    with pytest.raises(ConfigError, match=r"^coefficient is"):
         penalised_token_rewards(rewards, divergences, lengths, coefficient=-1.0)
     nothing = torch.zeros(0)
     assert penalised_token_rewards(nothing, nothing, nothing.long(), coefficient=0.1).tolist() == []
@@ -53,7 +53,7 @@ def test_a_fixed_coefficient_stays() -> None:
     fixed = FixedKL(coefficient=0.1)
     assert fixed.updated(9.0, rows=1000) is fixed
     assert FixedKL(coefficient=0.0).coefficient == 0.0
-    with pytest.raises(ConfigError, match="^coefficient is"):
+    with pytest.raises(ConfigError, match=r"^coefficient is"):
         FixedKL(coefficient=-0.1)
 
 

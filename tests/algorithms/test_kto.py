@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(SchemaError, match=told):
             KTOObjective().answer_losses(**{**arguments, **wrong})
-    with pytest.raises(ConfigError, match="^reference_point is"):
+    with pytest.raises(ConfigError, match=r"^reference_point is"):
         KTOObjective().answer_losses(**{**arguments, "reference_point": -1.0})
     with pytest.raises(SchemaError, match="reference_log_probs"):
         KTOObjective.reference_point(torch.zeros(2), torch.zeros(3))

@@ -55,5 +55,5 @@ def test_what_does_not_fit_is_refused() -> None:
         bradley_terry_losses(torch.zeros(2, 1), torch.zeros(2, 1))
     with pytest.raises(SchemaError, match="margins"):
         bradley_terry_losses(column, column, margins=torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="^centring is"):
+    with pytest.raises(ConfigError, match=r"^centring is"):
         bradley_terry_losses(column, column, centring=-0.1)

@@ -25,6 +25,7 @@ The columns of a trajectory batch, from rollout to loss:
     advantages            [B] or ragged float32
     proximal_log_probs    ragged float32  optional: under the policy at the start of the step
     reference_log_probs   ragged float32  optional: under the frozen reference policy
+    ages                  ragged float32  optional: versions the token is older than the weights that train on it
     slot                  [B] int64       number of the prompt in issue order: the group's identity
     row                   [B] int64       number of the row in its group, 0..G-1
 

@@ -58,6 +58,7 @@ class ServingOptions:
         replicas: how many.
         separate: each replica in a process of its own, so that one that dies takes nothing along and decoding and
             answering do not share an interpreter. None does so for more than one replica.
+        host_engine: entry point or dotted path of the engine that keeps ``engine`` in such a process.
         python: interpreter of those processes, for engines with an environment of their own.
         names: of the model for clients; the last part of MODEL by default.
         binding: addresses and keys.
@@ -70,6 +71,7 @@ class ServingOptions:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     replicas: int = 1
     separate: bool | None = None
+    host_engine: str = "engines.rollout.remote_engine:RemoteEngine"
     python: str | None = None
     names: tuple[str, ...] = ()
     binding: Binding = field(default_factory=Binding)
@@ -183,7 +185,7 @@ class ServedModel:
                     given["python"] = options.python
                 engine = make_part(
                     _ENGINES,
-                    "remote",
+                    options.host_engine,
                     folder,
                     path="engine",
                     options={"engine": options.engine, "options": dict(options.engine_options)},

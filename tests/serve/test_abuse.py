@@ -1,0 +1,145 @@
+"""Hostile clients in numbers, and a well-behaved one beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+
+import pytest
+
+from asyncrl.serve.limits import Limits
+
+GOOD = json.dumps({"prompt_token_ids": [5, 6]}).encode()
+
+
+def request(body=GOOD, *, line="POST /generate HTTP/1.1", headers=()):
+    head = [line, "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*head, "", ""]).encode("latin-1") + body
+
+
+def mangled(dice: random.Random) -> bytes:
+    """A good request, hurt in one to four places; or no request at all."""
+    if dice.random() < 0.1:
+        return dice.randbytes(dice.randrange(1, 400))
+    data = bytearray(
+        request(line=dice.choice(["POST /generate HTTP/1.1", "GET /v1/models HTTP/1.1", "PUT * HTTP/1.0"]))
+    )
+    for _ in range(dice.randrange(1, 5)):
+        at = dice.randrange(len(data))
+        kind = dice.randrange(5)
+        if kind == 0:
+            data[at] = dice.randrange(256)
+        elif kind == 1:
+            del data[at : at + dice.randrange(1, 20)]
+        elif kind == 2:
+            data[at:at] = dice.choice([b"\r\n", b"\x00", b"\xff" * 9, b"Transfer-Encoding: chunked\r\n", b"{" * 40])
+        elif kind == 3:
+            data[at:at] = data[at : at + dice.randrange(1, 60)]
+        else:
+            data = data[: max(1, at)]
+        data = data or bytearray(b"x")
+    return bytes(data)
+
+
+async def send(port, data):
+    """Write and hang up; what came back within a moment."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        if writer.can_write_eof():
+            writer.write_eof()
+        return await asyncio.wait_for(reader.read(65_536), 20)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("streams", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(300)
+async def test_mangled_requests_crash_nothing_and_leave_nothing_behind(serve, streams):
+    dice = random.Random(7)
+    async with serve(limits=Limits(body_timeout_s=0.2, idle_timeout_s=5.0)) as served:
+        port = int(served.url.rpartition(":")[2])
+        server = served.server._runners[-1].server
+        for _ in range(streams // 50):
+            for answer in await asyncio.gather(*(send(port, mangled(dice)) for _ in range(50))):
+                assert answer == b"" or answer.startswith(b"HTTP/1."), answer
+                assert not answer.startswith(b"HTTP/1.1 5"), answer
+        assert (await served.post("/generate", {"prompt_token_ids": [5, 6]}))["token_ids"] == [7, 8, 9]
+        await asyncio.wait_for(served.face.admission.idle(), 10)
+        async with asyncio.timeout(10):
+            while len(server.connections) > 1:  # the good client's stays
+                await asyncio.sleep(0)
+        assert served.face.running == {}
+        assert not served.engines[0].statistics().running
+
+
+@pytest.mark.slow
+async def test_a_well_behaved_client_beside_two_thousand_slow_ones(serve):
+    async def latencies(served, count):
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            await served.post("/generate", {"prompt_token_ids": [5, 6]})
+            times.append(time.perf_counter() - begin)
+        return times
+
+    async with serve(limits=Limits(idle_timeout_s=30.0)) as served:
+        port = int(served.url.rpartition(":")[2])
+        await latencies(served, 50)
+        alone = await latencies(served, 400)
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2000)]
+        for _, writer in slow:
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+        trickling = True
+
+        async def trickle():
+            while trickling:
+                for _, writer in slow[::20]:
+                    writer.write(b"a")
+                await asyncio.sleep(0.1)
+
+        trickler = asyncio.create_task(trickle())
+        beside = await latencies(served, 400)
+        trickling = False
+        await trickler
+        for _, writer in slow:
+            writer.close()
+        ratio = statistics.median(beside) / statistics.median(alone)
+        print(f"median {1e3 * statistics.median(alone):.2f} ms alone, x{ratio:.2f} beside 2000 slow clients")
+        assert ratio <= 3.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt_token_ids": [5], "max_new_tokens": 1000000000}',
+        b"[" * 1_000_000,
+        b'{"prompt_token_ids": ' + b"[" * 1_000_000,
+        b'{"prompt_token_ids": [5], "stop": [' + b'"x",' * 1_000_000 + b'"x"]}',
+    ],
+)
+async def test_huge_wishes_cost_next_to_nothing(serve, body):
+    async with serve() as served:
+        headers = {"Content-Type": "application/json"}
+        begin = time.process_time()
+        async with served.client.post(f"{served.url}/generate", data=body, headers=headers) as answer:
+            assert answer.status == 400
+        assert time.process_time() - begin < 0.5
+        assert served.engines[0].requests == []
+
+
+async def test_a_body_of_600_megabytes_is_refused_by_its_head(serve):
+    async with serve() as served:
+        port = int(served.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        begin = time.process_time()
+        writer.write(request(b"").replace(b"Content-Length: 0", b"Content-Length: 629145600"))
+        answer = await asyncio.wait_for(reader.readline(), 10)
+        assert b" 413 " in answer
+        assert time.process_time() - begin < 0.2
+        writer.close()

@@ -1,0 +1,165 @@
+"""Runs that are interrupted and go on: what the ledger and the checkpoints make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.config import Config
+from asyncrl.errors import CheckpointError
+from asyncrl.pipeline.checkpoint import Checkpoints, check
+from asyncrl.pipeline.driver import Driver
+from asyncrl.pipeline.run import train
+from asyncrl.rollout.metering import TokenMeter, metered_tokens
+from buffers.ledger import query
+
+MakeConfig = Callable[..., Config]
+
+
+def only_run(config: Config) -> Path:
+    (folder,) = config.runs.glob("small-2*")
+    return folder
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The run ends by an error when it wants to train this step."""
+    update = Driver._update
+
+    async def stopping(self: Driver, at: int, groups: Any) -> Any:
+        if at == step:
+            raise Stopped
+        return await update(self, at, groups)
+
+    monkeypatch.setattr(Driver, "_update", stopping)
+
+
+def test_a_run_that_was_interrupted_ends_in_the_weights_of_one_that_was_not(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def config(folder: str) -> Config:
+        return small_config(
+            runs=str(tmp_path / folder),
+            steps=5,
+            max_staleness=0,
+            rollout={"options": {"max_running_requests": 1}},
+            checkpoint={"every": 2},
+            eval={"tasks": 4, "every": 2},
+        )
+
+    calm = config("calm")
+    expected = train(calm)
+    hurt = config("hurt")
+    with monkeypatch.context() as patch:
+        stop_before(patch, 4)
+        with pytest.raises(Stopped):
+            train(hurt)
+    run = only_run(hurt)
+    before = sqlite3.connect(run / "ledger.sqlite").execute("SELECT count(*) FROM trajectories").fetchone()[0]
+    summary = train(hurt, resume=run)
+
+    after = weights(run, 5)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(only_run(calm), 5).items())
+    assert summary["tokens"]["trained"] == expected["tokens"]["trained"]
+    assert sum(summary["tokens"]["dropped"].values()) + summary["tokens"]["trained"] == summary["tokens"]["generated"]
+    with sqlite3.connect(run / "ledger.sqlite") as ledger:
+        assert ledger.execute("SELECT step, position, slot FROM batches ORDER BY sequence").fetchall()[-4:] == [
+            (4, 0, 6),
+            (4, 1, 7),
+            (5, 0, 8),
+            (5, 1, 9),
+        ]
+        (rows,) = ledger.execute("SELECT count(*) FROM trajectories").fetchone()
+        assert rows - before == 8 * (5 - before // 8)  # step 3 was trained again on the rows it had; none was sampled
+    assert [line["step"] for line in lines(run, "metrics.jsonl") if "train/loss" in line] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines(run, "metrics.jsonl") if "eval/success" in line] == [0, 2, 4, 5]
+    shown = [line["slot"] for line in lines(run, "trajectories.jsonl")]
+    assert len(shown) == len(set(shown)) == 5
+    assert len(query(run / "ledger.sqlite", "step = 3")) == 8
+
+
+def test_a_damaged_checkpoint_is_passed_over(small_config: MakeConfig):
+    config = small_config(steps=4, checkpoint={"every": 2, "keep": 3}, eval={"tasks": 0})
+    train(config)
+    run = only_run(config)
+    victim = run / "checkpoints" / "step-000004" / "model" / "model.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        check(victim.parents[1])
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)
+    assert checkpoints.latest().name == "step-000002"
+    summary = train(config, resume=run)  # steps 3 and 4 again, on the rows they had
+    assert summary["tokens"]["generated"] == summary["tokens"]["trained"]
+    assert checkpoints.latest().name == "step-000004"
+    for checkpoint in checkpoints.all():
+        shutil.rmtree(checkpoint / "trainer")
+    with pytest.raises(CheckpointError, match="is missing"):
+        checkpoints.latest()
+
+
+def test_a_meter_outlives_its_process(tmp_path: Path):
+    program = (
+        "import os, signal, sys; from pathlib import Path; from asyncrl.rollout.metering import TokenMeter\n"
+        "meter = TokenMeter(Path(sys.argv[1]))\n"
+        "with meter.account('train') as account:\n"
+        "    meter.count(account, 5); meter.count(account, 2)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    meter = TokenMeter(tmp_path)
+    with meter.account("eval") as account:
+        meter.count(account, 3)
+    assert (metered_tokens(tmp_path, "train"), metered_tokens(tmp_path, "eval")) == (7, 3)
+    assert metered_tokens(tmp_path / "absent", "train") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("max_staleness", "seed"), [(0, 4), (2, 1)])
+def test_killed_at_random_moments_every_prompt_is_trained_on_once(tmp_path: Path, max_staleness: int, seed: int):
+    program = Path(__file__).parent / "kills.py"
+    arguments = [str(tmp_path), "--kills", "12", "--seed", str(seed), "--max-staleness", str(max_staleness)]
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    hurt = told["hurt"]
+    assert told["kills"] + told["restarts"] >= 3, "the run was over before it was hurt"
+    assert (hurt["lost"], hurt["duplicated"], hurt["unaccounted_tokens"], hurt["shown_twice"]) == (0, 0, 0, 0)
+    assert hurt["states"] == {"committed": 16, "given_up": 1}
+    assert hurt["steps"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert hurt["scores"] == [0, 3, 6, 8]
+    assert hurt["staleness"] <= max_staleness
+    if max_staleness == 0:
+        assert hurt["batches"] == told["calm"]["batches"]
+        assert told["equal_weights"]

@@ -74,6 +74,7 @@ class TrainingRun:
         self._buffer = self._assembly.make_buffer()  # here, so that a wrong option is told before minutes of work
         self._journal = Journal()
         self._generated_before = 0
+        self._left_over_tokens = 0
         self._lost_with_replicas = 0
         self._recorder: Recorder  # made when the lines of what is done again are gone
 
@@ -199,6 +200,10 @@ class TrainingRun:
             self._buffer = assembly.make_buffer(
                 at_least_groups=len(held) + len(again) + sum(1 for g in found.groups.values() if g.uses)
             )
+        # Fewer steps than planned before leave recorded groups over: they stay in the ledger, for more steps.
+        self._left_over_tokens = sum(
+            group.summary.tokens for slot, group in found.groups.items() if slot not in held and not group.uses
+        )
         scored = {record["step"] for record in self._recorder.history["evaluations"]}
         return Driver(
             plan=plan,
@@ -246,7 +251,9 @@ class TrainingRun:
         counts = await self._assembly.pool.token_counts()
         driver.accounts.drop("replica_lost", counts.lost - self._lost_with_replicas)
         self._lost_with_replicas = counts.lost
-        return driver.balance(generated=self._generated_before + counts.delivered, in_flight=counts.in_flight)
+        return driver.balance(
+            generated=self._generated_before + counts.delivered, in_flight=counts.in_flight + self._left_over_tokens
+        )
 
     async def _summary(self, driver: Driver) -> dict[str, Any]:
         balance = await self._balance(driver)

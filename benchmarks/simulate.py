@@ -52,6 +52,7 @@ def begin() -> None:
     import torch
 
     torch.set_num_threads(1)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # for torch's own developers
     gc.freeze()
 
 

@@ -167,3 +167,26 @@ def test_answers_are_summed_over_what_was_sampled() -> None:
     with pytest.raises(SchemaError, match="same lengths"):
         answer_log_probs(columns[0], ragged_from_list(masks[:2]))
     assert answer_log_probs(ragged_from_list([]), ragged_from_list([])).tolist() == []
+
+
+def test_rewards_and_groups_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(SchemaError, match=r"must be \[B\], got \(2, 1\) and \(2, 1\)"):
+        preference_pairs(torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises(SchemaError, match=r"must be \[B\], got \(2,\) and \(3,\)"):
+        preference_pairs(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
+    assert preference_pairs(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_objectives_tell_their_range() -> None:
+    assert (PreferenceObjective().kind, PreferenceObjective().beta, PreferenceObjective().label_smoothing) == (
+        "dpo",
+        0.1,
+        0.0,
+    )
+    PreferenceObjective(label_smoothing=0.0)
+    with pytest.raises(ConfigError) as caught:
+        PreferenceObjective(kind="kpo")  # type: ignore[arg-type]
+    assert caught.value.path == "kind"
+    with pytest.raises(ConfigError) as caught:
+        PreferenceObjective(kind="ipo", label_smoothing=0.1)
+    assert caught.value.path == "label_smoothing"

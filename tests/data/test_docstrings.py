@@ -7,6 +7,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +35,9 @@ def names() -> dict[str, Any]:
         "DataProtoFuture": DataProtoFuture,
         "asyncio": asyncio,
         "data": data,
+        "future": DataProtoFuture.of(data),
         "np": np,
+        "threading": threading,
         "torch": torch,
     }
 

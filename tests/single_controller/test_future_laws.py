@@ -26,7 +26,7 @@ from asyncrl.errors import AsyncRLError, SchemaError, UserCodeError
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 EXAMPLES = {"current": 4200, "threads": 800, "ray": 320}
 """Programs on each backend: in this process on one loop, in threads, on Ray."""
 RAN: Counter[str] = Counter()
@@ -529,6 +529,7 @@ def test_in_threads() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("ray_cluster")
 def test_on_ray() -> None:
     import ray.cloudpickle

@@ -19,7 +19,7 @@ from asyncrl.errors import UserCodeError, WorkerError
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 
 
 class Copier(Worker):
@@ -172,8 +172,9 @@ async def blocking(future: Any) -> Any:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("calls", [330, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("calls", [330, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_calls_on_ray_leave_nothing_behind(calls: int) -> None:
     import ray.cloudpickle
 

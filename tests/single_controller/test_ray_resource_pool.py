@@ -20,7 +20,7 @@ from asyncrl.single_controller.ray_resource_pool import (
     split_resource_pool,
 )
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 
 
 class Member(Worker):

@@ -43,7 +43,7 @@ from asyncrl.verl import (
     update_dispatch_mode,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster", "by_value")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster", "by_value")]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from asyncrl.interfaces import (
     PauseMode,
     RolloutEngineStatistics,
 )
+from asyncrl.parts import part_path
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.engine_protocol import (
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteEngine"]
 
 _HEALTH_GRACE_S = 1.0  # what the answer to a probe may need beyond the probe's own deadline
+_STANDARD_ERROR = 2  # by number: in a notebook sys.stderr is no file
 _SOURCE_ROOT = Path(__file__).parents[2]
 
 
@@ -114,6 +116,11 @@ class RemoteEngine:
     ) -> None:
         given = {"weight_version": weight_version, "dtype": dtype, "threads": threads, "seed": seed}
         own = {name: value for name, value in given.items() if value is not None}
+        if python is not None:  # where entry points of this environment are not known
+            engine = part_path("asyncrl.rollout_engines", engine, path="rollout.options.engine")
+            if transport is not None:
+                name = part_path("asyncrl.weight_transports", transport.name, path="weights.transport")
+                transport = replace(transport, name=name)
         self._launch = Launch(
             engine=engine, model_path=model_path, options={**own, **(options or {})}, transport=transport
         )
@@ -211,7 +218,7 @@ class RemoteEngine:
                 f"--parent={os.getpid()}",
                 pass_fds=(descriptor,),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=log or sys.stderr,
+                stdout=log or _STANDARD_ERROR,
                 stderr=log,
                 env=environment,
             )

@@ -172,6 +172,26 @@ async def test_a_killed_process_fails_what_waits_with_its_cause(request_of: Requ
         await engine.abort("a")
 
 
+async def test_another_python_need_not_have_asyncrl_installed(
+    tmp_path: Path, request_of: RequestOf, collect: Collect
+) -> None:
+    """It gets this one's source, and dotted paths for names that only this one's metadata knows."""
+    python = tmp_path / "python"
+    packages = Path(torch.__file__).parents[1]
+    hide = (
+        "import sys, importlib.metadata as m; m.entry_points = lambda **_: (); "
+        "del sys.argv[0]; sys.argv[0] = 'engine_process'; "
+        "import runpy; runpy.run_module('engines.rollout.engine_process', run_name='__main__', alter_sys=False)"
+    )
+    python.write_text(f'#!/bin/sh\nPYTHONPATH=$PYTHONPATH:{packages} exec {sys.executable} -c "{hide}" "$@"\n')
+    python.chmod(0o755)
+    transport = TransportSpec(name="shared_memory", namespace="other", options={"directory": str(tmp_path)})
+    async with hosting(engine=TELLTALE, python=str(python), transport=transport) as engine:
+        assert (await collect(engine, request_of("a", [1], 3))).token_ids == (0, 0, 0)
+    with pytest.raises(ConfigError, match="no rollout engine named 'transfomers'; did you mean 'transformers'"):
+        RemoteEngine("", engine="transfomers", python=str(python))
+
+
 async def test_what_cannot_be_hosted_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no option 'tokens'; did you mean 'token_s'"):
         await RemoteEngine("", engine=TELLTALE, options={"tokens": 1}).start()

@@ -14,11 +14,12 @@ from asyncrl.errors import EngineError
 
 __all__ = ["MISMATCH_LIMITS", "check_first_step"]
 
-MISMATCH_LIMITS = {"float32": 1e-5, "bfloat16": 0.05}
+MISMATCH_LIMITS = {"float32": 1e-5, "bfloat16": 0.02}
 """Mean k3 KL per token, in nats, that rounding may explain, by the type the model computes in.
 
 Two float32 programs of one model were measured to differ by 1e-13 here; a temperature that is off by a tenth gives 3e-4
-on a model of random weights, and more on one that is sure of something.
+on a model of random weights, and more on one that is sure of something. In bfloat16 the same two programs differ by
+1.5e-5 on a small model; engines of another make, on large ones, by up to some thousandths.
 """
 
 

@@ -67,8 +67,8 @@ class NoCorrection(Correction):
 class TruncatedImportance(Correction):
     """TIS: w = min(anchor / behaviour, cap).
 
-    Per token: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), eq. 6; with
-    the trust region kept apart it is decoupled PPO (arXiv:2110.00641, eq. 5; AReaL, arXiv:2505.24298, eq. 5). Per
+    Per token: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); with
+    the trust region kept apart it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5). Per
     sequence the ratios of the row's tokens are multiplied first: no bias, more variance.
 
     Attributes:
@@ -117,7 +117,7 @@ class MaskedImportance(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class IcePop(MaskedImportance):
-    """IcePop: token by token, w = anchor / behaviour inside [0.5, 5], else 0. Ring-1T, arXiv:2510.18855, section 3.
+    """IcePop: token by token, w = anchor / behaviour inside [0.5, 5], else 0. Ring-1T, arXiv:2510.18855.
 
     Made for trainer and engine that disagree on the same weights: both too likely and too unlikely tokens are dropped.
     """

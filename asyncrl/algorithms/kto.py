@@ -31,7 +31,7 @@ class AnswerLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KTOObjective:
-    """Kahneman-Tversky optimisation. Ethayarajh et al., arXiv:2402.01306, eq. 7 and 8.
+    """Kahneman-Tversky optimisation. Ethayarajh et al., arXiv:2402.01306.
 
         loss = desirable_weight   (1 - sigmoid(beta (x - z)))    for an answer that is wanted
         loss = undesirable_weight (1 - sigmoid(beta (z - x)))    for one that is not

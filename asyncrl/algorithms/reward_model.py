@@ -34,7 +34,7 @@ def bradley_terry_losses(
     """Loss -log sigmoid(chosen - rejected - margin) + centring (chosen + rejected)^2.
 
     The Bradley-Terry likelihood (arXiv:2203.02155, eq. 1), with a margin for pairs that differ more (Llama 2,
-    arXiv:2307.09288, eq. 2) and a pull to mean 0, which the likelihood leaves free (arXiv:2312.09244, eq. 2).
+    arXiv:2307.09288, eq. 2) and a pull to mean 0, which the likelihood leaves free (arXiv:2312.09244).
 
     Args:
         chosen_rewards: [P] of the better answers.

@@ -1,8 +1,9 @@
 """Which combinations are known to go wrong, and why: asked when the configuration is read.
 
 A policy gradient on samples of another policy needs their importance ratio somewhere: in the loss itself, in a
-correction, or in the ratio to an anchor that is the behaviour policy. Left out, training goes on without a word and
-collapses later (AReaL, arXiv:2505.24298, table 2: 23.3 against 42.2 points at staleness 4).
+correction, or in the ratio to an anchor that is the behaviour policy. Left out, or with the trust region around weights
+that are long gone, training goes on without a word and is worse in the end (AReaL, arXiv:2505.24298, reports 23.3
+against 42.2 points at staleness 4).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def value_token_losses(
 
         loss = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-    PPO's value clipping (arXiv:2005.12729, section 3); the larger of the two, so a value that has moved far towards its
+    PPO's value clipping (arXiv:2005.12729); the larger of the two, so a value that has moved far towards its
     return gets no further gradient, one that has moved away does.
 
     Args:

@@ -23,7 +23,7 @@ def gigpo_advantages(
     normalise: bool = True,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """Advantage of every turn: episode-relative plus ``weight`` times step-relative. arXiv:2505.10978, eq. 3, 6 to 8.
+    """Advantage of every turn: episode-relative plus ``weight`` times step-relative. arXiv:2505.10978.
 
     Turns of one group that start from the same state (their *anchor*) are compared with one another by their discounted
     return from there; whole episodes as in GRPO.

@@ -32,13 +32,13 @@ def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Reward minus the mean of the *other* rows: G / (G - 1) times Dr. GRPO's. RLOO, arXiv:2402.14740, eq. 8."""
+    """Reward minus the mean of the *other* rows: G / (G - 1) times Dr. GRPO's. RLOO, arXiv:2402.14740."""
     found = Groups(rewards, groups)
     return (found.deviations * found.sizes / (found.sizes - 1).clamp(min=1)).float()
 
 
 def opo_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """Reward minus the group's length-weighted mean. OPO, arXiv:2505.23585, eq. 8.
+    """Reward minus the group's length-weighted mean. OPO, arXiv:2505.23585.
 
     That is the baseline of least variance where a row's squared gradient grows with its length.
 

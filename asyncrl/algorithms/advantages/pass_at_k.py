@@ -12,7 +12,7 @@ __all__ = ["best_of_group_advantages", "pass_at_k_advantages"]
 
 
 def pass_at_k_advantages(rewards: Tensor, groups: Tensor, *, k: int = 4, success_reward: float = 1.0) -> Tensor:
-    """Advantage of a row when ``k`` answers may be given and one right one is enough. arXiv:2508.10751, eq. 12 to 15.
+    """Advantage of a row when ``k`` answers may be given and one right one is enough. arXiv:2508.10751, eq. 14, 15.
 
     All subsets of k rows of the group are averaged over in closed form. With F failures among G rows, a subset fails
     with probability q = C(F, k) / C(G, k), its mean reward is 1 - q and its deviation s = sqrt(q (1 - q)):
@@ -50,7 +50,7 @@ def pass_at_k_advantages(rewards: Tensor, groups: Tensor, *, k: int = 4, success
 def best_of_group_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """What the group's best reward would lose without the row: best - second best for the best, 0 for all others.
 
-    The leave-one-out baseline of the maximum over the whole group. arXiv:2503.19595, section 4. Among several equally
+    The leave-one-out baseline of the maximum over the whole group. arXiv:2503.19595. Among several equally
     good best rows none is missed, so all get 0.
     """
     found = Groups(rewards, groups)

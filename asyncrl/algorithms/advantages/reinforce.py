@@ -28,7 +28,7 @@ def reinforce_plus_plus_advantages(rewards: Tensor, lengths: Tensor, *, epsilon:
 def reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, groups: Tensor, lengths: Tensor, *, epsilon: float = 1e-8
 ) -> Tensor:
-    """As :func:`reinforce_plus_plus_advantages`, of rewards minus their group's mean. arXiv:2501.03262, eq. 8 and 9.
+    """As :func:`reinforce_plus_plus_advantages`, of rewards minus their group's mean. arXiv:2501.03262.
 
     Unlike GRPO's, the deviation is that of the batch: a prompt does not weigh more because its rewards differ little.
     """
@@ -37,7 +37,7 @@ def reinforce_plus_plus_baseline_advantages(
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """Reward minus that of the greedy answer to the same prompt. ReMax, arXiv:2310.10505, eq. 4.
+    """Reward minus that of the greedy answer to the same prompt. ReMax, arXiv:2310.10505.
 
     Args:
         rewards: [B] floating.

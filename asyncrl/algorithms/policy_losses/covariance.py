@@ -30,14 +30,14 @@ small it is, so without this the sign of a rounding error would decide where a t
 
 
 def covariances(tokens: PolicyTokens) -> Tensor:
-    """[T]: (log-prob - mean) * (advantage - mean), eq. 10; means over all tokens given, in float64."""
+    """[T]: (log-prob - mean) * (advantage - mean); means over all tokens given, in float64."""
     log_probs, advantages = tokens.proximal.double(), tokens.advantages.double()
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(PolicyLoss):
-    """The clipped surrogate without the gradient of a few tokens of high covariance. arXiv:2505.22617, eq. 11 to 13.
+    """The clipped surrogate without the gradient of a few tokens of high covariance. arXiv:2505.22617.
 
     Attributes:
         clip_low: as PPO's.
@@ -82,7 +82,7 @@ class ClipCov(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCov(PolicyLoss):
-    """The surrogate -r A, with a penalty |log r| on the tokens of highest covariance. arXiv:2505.22617, eq. 14, 15.
+    """The surrogate -r A, with a penalty |log r| on the tokens of highest covariance. arXiv:2505.22617.
 
     The penalty's gradient is 0 at r = 1 (within :data:`ROUNDING`), so it does something only from the second optimizer
     step on a batch on.

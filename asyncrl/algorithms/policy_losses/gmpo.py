@@ -16,7 +16,7 @@ __all__ = ["GMPO"]
 
 @dataclass(frozen=True, kw_only=True)
 class GMPO(PolicyLoss):
-    """Geometric-mean policy optimisation: outliers weigh as logs. Zhao et al., arXiv:2507.20673, eq. 4.
+    """Geometric-mean policy optimisation: outliers weigh as logs. Zhao et al., arXiv:2507.20673.
 
         loss of a row = -A exp(mean over its tokens of min(sgn(A) x, sgn(A) clip(x, -clip_low, clip_high)) sgn(A))
         x = log(current / anchor)

@@ -15,7 +15,7 @@ __all__ = ["SAPO"]
 
 @dataclass(frozen=True, kw_only=True)
 class SAPO(PolicyLoss):
-    """Soft adaptive policy optimisation. Gao et al., arXiv:2511.20347, eq. 5 and 6.
+    """Soft adaptive policy optimisation. Gao et al., arXiv:2511.20347.
 
         loss = -A (4 / t) sigmoid(t (r - 1)),  t = positive_temperature where A > 0, else negative_temperature
 

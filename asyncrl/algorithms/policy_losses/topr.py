@@ -17,7 +17,7 @@ __all__ = ["TOPR"]
 
 @dataclass(frozen=True, kw_only=True)
 class TOPR(PolicyLoss):
-    """Tapered off-policy REINFORCE. Le Roux et al., arXiv:2503.14286, eq. 8.
+    """Tapered off-policy REINFORCE. Le Roux et al., arXiv:2503.14286.
 
         loss = -w A log current,  w = 1 where A >= 0, else clip(current(row) / behaviour(row), 0, cap) without gradient
 

@@ -171,12 +171,12 @@ def test_options_outside_their_range_are_refused(kind: Any, options: dict[str, A
 
 
 def test_the_three_centres() -> None:
-    current, proximal, behaviour = (torch.tensor([value]) for value in (-1.0, -2.0, -4.0))
+    current, proximal, behaviour = (torch.tensor([value]) for value in (-2.5, -2.0, -4.0))
     given = {"current": current, "proximal": proximal, "behaviour": behaviour}
     assert anchor_log_probs("proximal", **given, ages=None).tolist() == [-2.0]
     assert anchor_log_probs("behaviour", **given, ages=None).tolist() == [-4.0]
     # a fresh sample's centre is the policy that sampled; after two versions a third of it is left
-    for age, expected in ((0.0, -4.0), (1.0, -2.5), (2.0, -2.0)):
+    for age, expected in ((0.0, -4.0), (1.0, -3.25), (2.0, -3.0)):
         got = anchor_log_probs("interpolated", **given, ages=torch.tensor([age]))
         assert got.tolist() == pytest.approx([expected])
     with pytest.raises(SchemaError, match="'interpolated' needs ages"):

@@ -81,10 +81,12 @@ def test_parts_are_named_and_take_options() -> None:
     ],
 )
 def test_what_cannot_be_used_is_told_with_its_key(settings: dict[str, Any], path: str, words: str) -> None:
-    error = refused(**settings)
-    assert error.path == path
-    assert words in str(error)
-    assert error.remedy
+    for allow_unsound in (False, True):
+        error = refused(**settings, allow_unsound=allow_unsound)
+        assert error.path == path
+        assert words in str(error)
+        assert error.remedy
+        assert "allow_unsound" not in error.remedy
 
 
 @pytest.mark.parametrize(

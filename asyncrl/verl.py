@@ -144,9 +144,10 @@ def register(
 
     def decorate(method: F) -> F:
         offered = offer(method)
-        if mode is Dispatch.ALL_TO_ALL:
-            registration = _registration(offered)
-            mark(offered, replace(registration, dispatch_mode=_ALL_TO_ALL, returns_batch=False))
+        if mode is Dispatch.ALL_TO_ALL or isinstance(mode, dict):
+            # Collect functions written for verl take batches, not futures of them.
+            own = mode if isinstance(mode, dict) else _ALL_TO_ALL
+            mark(offered, replace(_registration(offered), dispatch_mode=own, returns_batch=False))
         return offered
 
     return decorate

@@ -23,6 +23,8 @@ from asyncrl.errors import SchemaError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from asyncrl.data.future import DataProtoFuture
+
 __all__ = ["DataProto", "DataProtoItem"]
 
 
@@ -473,9 +475,15 @@ class DataProto:
         starts = range(0, columns.rows, split_size)
         return [self.with_rows(columns.slice(start, min(start + split_size, columns.rows))) for start in starts]
 
+    @overload
     @staticmethod
-    def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all batches, copied, in order.
+    def concat(data: Sequence[DataProto]) -> DataProto: ...
+    @overload
+    @staticmethod
+    def concat(data: Sequence[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture: ...
+    @staticmethod
+    def concat(data: Sequence[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture:
+        """The rows of all batches, copied, in order. With a future among them, the future of that.
 
         ``meta_info``: a key in several batches must have equal values, except ``metrics`` (a dict, or a list of dicts),
         which become one dict of lists: for each name the values of the batches that have it.
@@ -488,7 +496,11 @@ class DataProto:
             SchemaError: there is no batch, or columns, dtypes, shapes or ``meta_info`` differ: the message names the
                 batch by its position, and each difference.
         """
-        parts = list(data)
+        if any(not isinstance(part, DataProto) for part in data):
+            from asyncrl.data.future import DataProtoFuture
+
+            return DataProtoFuture.concat(data)
+        parts = [part for part in data if isinstance(part, DataProto)]
         if not parts:
             raise SchemaError("concat needs at least one batch: the columns of none are unknown")
         columns = Columns.concat([part.columns() for part in parts])

@@ -62,6 +62,11 @@ def two_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
 
+def dealt(worker_group: Any, data: DataProto) -> Any:
+    """Every other row to every other rank."""
+    return ([data[rank :: worker_group.world_size] for rank in range(worker_group.world_size)],), {}
+
+
 # A policy that "generates" by counting on, a critic whose value is a mean, a reference that is half of the policy.
 
 
@@ -260,7 +265,20 @@ def test_modes_of_ones_own() -> None:
         def who(self, greeting: str) -> str:
             return f"{greeting}, {self.rank}"
 
+        @register(dispatch_mode={"dispatch_fn": dealt, "collect_fn": lambda group, output: DataProto.concat(output)})
+        def mark(self, data: DataProto) -> DataProto:
+            return data.union(DataProto.from_dict({"rank": torch.full((len(data),), self.rank)}))
+
+        @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+        def own(self, data: DataProto) -> DataProto:
+            return data
+
     group = LocalWorkerGroup(ClassWithInitArgs(Member), world_size=2)
+    data = DataProto.from_dict({"x": torch.arange(4)})
+    marked = group.mark(data)
+    assert marked.batch["x"].tolist() == [0, 2, 1, 3]
+    assert marked.batch["rank"].tolist() == [0, 0, 1, 1]
+    assert [len(each) for each in group.own(data.split(3))] == [3, 1]
     assert group.who("hello") == "hello, 1"
     update_dispatch_mode(mode, one_to_all["dispatch_fn"], lambda group, output: output[0])
     assert group.who("hello") == "hello, 0"

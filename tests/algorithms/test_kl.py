@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms import KLEstimator, kl_estimate, probability_ratio
+from asyncrl.algorithms.kl import LOW_VARIANCE_LIMIT
 
 Q = [0.5, 0.3, 0.15, 0.05]
 P = [0.25, 0.25, 0.4, 0.1]
@@ -90,3 +91,15 @@ def test_ratios_stay_finite_and_nan_stays_visible() -> None:
     assert ratios[:3].tolist() == pytest.approx([math.exp(-20), 1.0, math.exp(20)])
     assert ratios[3].isnan()
     assert kl_estimate(torch.tensor(-1000.0), torch.tensor(0.0)).isfinite()
+
+
+def test_low_variance_is_k3_held_below_ten_nats() -> None:
+    # r = e^1 and e^3: k3 is e - 2 and e^3 - 4 = 16.1, which is held at 10 and gets no gradient
+    sampled = torch.tensor([-1.0, -3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([0.0, 0.0, -3.0], dtype=torch.float64)
+    got = kl_estimate(sampled, other, estimator="low_variance")
+    assert got.tolist() == pytest.approx([math.e - 2, 10.0, math.exp(-3) + 2])
+    got.sum().backward()
+    assert sampled.grad is not None
+    assert sampled.grad.tolist() == pytest.approx([1 - math.e, 0.0, 1 - math.exp(-3)])
+    assert LOW_VARIANCE_LIMIT == 10.0

@@ -8,7 +8,8 @@ turns. The load generator writes prepared bytes to sockets and reads as far as t
 little of the second core is its own.
 
 * overhead: median of one request at a time over HTTP, less the median of the same request asked of the replica itself;
-* throughput: token-native requests (128 ids in, 16 out) of 64 connections;
+* throughput, and the processor time of the server's process, which does not depend on what else the machine does:
+  token-native requests (128 ids in, 16 out) of 64 connections;
 * sessions: so many connections at once, each a session of its own whose turns take the replica 1 s, with a tool call
   of `--think` seconds between them. Errors, memory of the server's process, and how late its event loop is.
 """
@@ -265,7 +266,13 @@ async def child(kind: str, turn_s: float) -> None:
 @dataclass
 class Child:
     port: int
+    pid: int
     told: dict[str, float]
+
+    def cpu_s(self) -> float:
+        """Processor time of its process so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @asynccontextmanager
@@ -276,7 +283,7 @@ async def running(kind: str, *, turn_s: float = 0.0) -> AsyncIterator[Child]:
     )
     assert process.stdout is not None
     try:
-        served = Child(int(await process.stdout.readline()), {})
+        served = Child(int(await process.stdout.readline()), process.pid, {})
         yield served
         process.send_signal(signal.SIGTERM)
         served.told = json.loads(await asyncio.wait_for(process.stdout.readline(), 120))
@@ -297,6 +304,7 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._answer: asyncio.Future[bytes] | None = None
         self._transport: asyncio.Transport | None = None
+        self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
@@ -313,6 +321,7 @@ class Connection(asyncio.Protocol):
             self._answer.set_result(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(exc or ConnectionResetError("closed"))
 
@@ -390,16 +399,22 @@ async def speed(rounds: int, requests: int) -> list[Figure]:
     names = ("ours", "pool", "bare")
     slow: dict[str, list[float]] = {name: [] for name in names}
     fast: dict[str, list[float]] = {name: [] for name in names}
+    cost: dict[str, list[float]] = {name: [] for name in names}
     async with running("ours") as ours, running("pool") as pool, running("bare") as bare:
         servers = dict(zip(names, (ours, pool, bare), strict=True))
         for turn in range(rounds + 1):
             direct = await direct_ms(requests // 10)
             alone = {name: await latency_ms(server.port, requests // 10) - direct for name, server in servers.items()}
-            many = {name: await requests_per_s(server.port, requests) for name, server in servers.items()}
+            many, spent = {}, {}
+            for name, server in servers.items():
+                before = server.cpu_s()
+                many[name] = await requests_per_s(server.port, requests)
+                spent[name] = 1e6 * (server.cpu_s() - before) / requests
             if turn:  # the first turn warms all of them up
                 for name in names:
                     slow[name].append(alone[name])
                     fast[name].append(many[name])
+                    cost[name].append(spent[name])
     figures = []
     for name, what in (("ours", "server"), ("pool", "server and pool")):
         over, floor = statistics.median(slow[name]), statistics.median(slow["bare"])
@@ -411,6 +426,11 @@ async def speed(rounds: int, requests: int) -> list[Figure]:
         goal = ">= 2000, or >= 0.8 of floor"
         title = f"{what}: token-native requests, 64 connections"
         figures.append(Figure(title, value, "requests/s", floor, ratio, goal, value >= 2000 or ratio >= 0.8))
+    for name, what in (("ours", "server"), ("pool", "server and pool")):
+        value, floor = statistics.median(cost[name]), statistics.median(cost["bare"])
+        title = f"{what}: processor time of a request, 64 connections"
+        ratio = value / floor
+        figures.append(Figure(title, value, "us", floor, ratio, "<= 1.25 of floor", ratio <= 1.25))
     return figures
 
 
@@ -433,6 +453,8 @@ async def sessions(count: int, *, think_s: float) -> list[Figure]:
                 for turn in range(3):
                     if turn:
                         await asyncio.sleep(think_s)
+                    if connection.closed:  # idle for longer than the server waits: clients connect again
+                        connection = await connect(port)
                     body = json.dumps({"prompt_token_ids": ids, "max_new_tokens": NEW_TOKENS}).encode()
                     begin = time.perf_counter()
                     answer = await connection.ask(prepared(body, session=f"s{number}"))

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
+_HOSTS_REMEMBERED = 256
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -98,6 +100,7 @@ class Gate:
         self._door = doorway
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
+        self._known_hosts: set[str] = set()  # Host headers that were found good, ports and all
 
     def handler(self, route: Route) -> Handler:
         """Serve ``route``."""
@@ -208,15 +211,20 @@ class Gate:
 
     def _check_origin(self, request: web.Request) -> None:
         headers = request.headers
-        door = self._door
-        if door.hosts is not None:
-            host = headers.get("Host", "")
-            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-            if name.lower() not in door.hosts:
-                raise Refusal(403, f"Host {host[:80]!r} is not this server's name; allow it with --allowed-host")
+        host = headers.get("Host", "")
+        if host not in self._known_hosts:
+            self._check_host(host)
         origin = headers.get("Origin")
-        if origin is not None and origin not in door.origins:
+        if origin is not None and origin not in self._door.origins:
             raise Refusal(403, f"web pages of {origin[:80]!r} may not call; allow them with --allowed-origin")
+
+    def _check_host(self, host: str) -> None:
+        if self._door.hosts is not None:
+            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+            if name.lower() not in self._door.hosts:
+                raise Refusal(403, f"Host {host[:80]!r} is not this server's name; allow it with --allowed-host")
+        if len(self._known_hosts) < _HOSTS_REMEMBERED:
+            self._known_hosts.add(host)
 
     def _id_of(self, request: web.Request, made: str) -> str:
         asked = request.headers.get("X-Request-ID")
@@ -231,30 +239,25 @@ class Gate:
     # ------------------------------------------------------------------------------------------------------- body
 
     async def _body(self, request: web.Request, route: Route, decoder: msgspec.json.Decoder[object]) -> object:
-        limits = self._face.limits
-        length = request.content_length
-        if length is not None and length > limits.body_size_bytes:
-            raise Refusal(413, f"the body has {length} bytes; at most {limits.body_size_bytes} are taken")
-        if not request.body_exists and not route.body_needed:
+        headers = request.headers
+        content = request.content
+        if not content.is_eof():
+            self._check_length(request)
+        elif not route.body_needed and not request.body_exists:
             assert route.request is not None
             return route.request()
-        headers = request.headers
         if headers.get("Content-Type") != "application/json" and request.content_type != "application/json":
             raise Refusal(415, "the body must be JSON: Content-Type: application/json")
         if headers.get("Content-Encoding", "identity") != "identity":
             raise Refusal(415, "compressed bodies are not taken")
+        limits = self._face.limits
+        # Most bodies have come with their head; reading them then needs no wait.
         try:
-            if request.content.is_eof():
-                body = await request.read()
-            else:
-                async with asyncio.timeout(limits.body_timeout_s):
-                    body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes") from None
-        except TimeoutError:
-            raise Refusal(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+            body = content.read_nowait() if content.is_eof() else await self._read(request)
         except web.RequestPayloadError:
             raise Refusal(400, "the body is not what its headers say") from None
+        if len(body) > limits.body_size_bytes:
+            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes")
         if problem := json_problem(body, limits):
             raise Refusal(400, problem)
         if not body and not route.body_needed:
@@ -265,6 +268,21 @@ class Gate:
             raise Refusal(400, str(error)[:500]) from None
         except RecursionError:
             raise Refusal(400, "nested too deep") from None
+
+    def _check_length(self, request: web.Request) -> None:
+        length, most = request.content_length, self._face.limits.body_size_bytes
+        if length is not None and length > most:
+            raise Refusal(413, f"the body has {length} bytes; at most {most} are taken")
+
+    async def _read(self, request: web.Request) -> bytes:
+        limits = self._face.limits
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes") from None
+        except TimeoutError:
+            raise Refusal(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
 
     # ---------------------------------------------------------------------------------------------------- endings
 

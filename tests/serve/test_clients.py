@@ -110,7 +110,7 @@ async def test_the_document_is_true(serve):
         status_code_conformance,
     )
 
-    examples = int(os.environ.get("ASYNCRL_SCHEMA_EXAMPLES", "40"))
+    examples = int(os.environ.get("ASYNCRL_SCHEMA_EXAMPLES", "20"))
     checks = [status_code_conformance, content_type_conformance, response_schema_conformance]
     statuses: Counter[int] = Counter()
     quiet = settings(

@@ -49,7 +49,7 @@ DEATHS = (
     ray.exceptions.ActorPlacementGroupRemoved,
 )
 
-MAX_CALLS = 10_000
+MAX_CALLS = 1_000_000
 """Calls that one actor holds at a time, running or in line; Ray keeps further ones back."""
 
 

@@ -59,10 +59,11 @@ class Fetched:
     """Adds up the bytes of the blocks that this process fetches from now on."""
 
     def __init__(self) -> None:
+        from asyncrl.single_controller.ray_message import HereBlock
         from asyncrl.single_controller.ray_store import RayBlock
 
         self.size_bytes = 0
-        get_all, fetch_all = RayBlock.get_all, RayBlock.fetch_all
+        get_all, here_all, fetch_all = RayBlock.get_all, HereBlock.get_all, RayBlock.fetch_all
 
         def counted(found: list[DataProto]) -> list[DataProto]:
             self.size_bytes += sum(each.size_bytes for each in found)
@@ -73,6 +74,7 @@ class Fetched:
 
         RayBlock.get_all = lambda blocks: counted(get_all(blocks))  # type: ignore[method-assign]
         RayBlock.fetch_all = fetch  # type: ignore[method-assign]
+        HereBlock.get_all = lambda blocks: counted(here_all(blocks))  # type: ignore[method-assign]
 
 
 class Light(Worker):

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.errors import CodecError
 
-__all__ = ["array_bytes", "array_over", "as_bytes", "dtype_name", "tensor_bytes", "tensor_over"]
+__all__ = ["array_bytes", "array_over", "as_bytes", "cat", "dtype_name", "tensor_bytes", "tensor_over"]
 
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -64,6 +64,19 @@ class _Borrowed:
             "typestr": "|u1",
             "version": 3,
         }
+
+
+def cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.cat`` along the first dimension, in memory from numpy where that is possible.
+
+    numpy asks for huge pages, torch does not: 64 MB take a fifth of the time in memory that is new to the process.
+    """
+    first = tensors[0]
+    if first.dtype in _NUMPY_DTYPES and all(
+        each.is_cpu and each.dtype == first.dtype and not each.requires_grad and not each.is_neg() for each in tensors
+    ):
+        return torch.from_numpy(np.concatenate([each.numpy() for each in tensors]))
+    return torch.cat(list(tensors))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

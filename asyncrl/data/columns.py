@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from asyncrl.data.buffers import cat
 from asyncrl.data.equality import arrays_equal, tensors_equal
 from asyncrl.data.ragged import (
     concat_ragged,
@@ -111,7 +112,7 @@ class Columns:
                 raise SchemaError(f"batch {number} does not fit batch 0 in concat:\n{difference}")
         dense, ragged = [part.dense for part in parts], [part.ragged for part in parts]
         return first._replaced(  # noqa: SLF001  of this class
-            {name: torch.cat([part[name] for part in dense]) for name in dense[0]},
+            {name: cat([part[name] for part in dense]) for name in dense[0]},
             concat_ragged(ragged),
             {name: np.concatenate([part.arrays[name] for part in parts]) for name in first.arrays},
             sum(part.rows for part in parts),

@@ -39,8 +39,10 @@ from asyncrl.data.nodes import (
     take,
 )
 from asyncrl.data.proto import DataProto
+from asyncrl.data.ragged import own_tensors
 from asyncrl.data.row_function import RowFunction
 from asyncrl.data.schema import Schema
+from asyncrl.data.tensordicts import tensordict_of
 from asyncrl.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -333,7 +335,7 @@ class Plan:
         data = assemble(self.node, payloads)
         tensors, arrays = data.batch, data.non_tensor_batch
         if not (read_only or is_fresh(self.node)):
-            tensors = None if tensors is None else tensors.clone()
+            tensors = None if tensors is None else tensordict_of(own_tensors(data.columns().tensors), rows=len(data))
             arrays = {name: array.copy() for name, array in arrays.items()}
         return DataProto(
             batch=tensors,

@@ -23,6 +23,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from asyncrl.data.buffers import cat
 from asyncrl.errors import SchemaError
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "normalise_ragged",
     "offsets_from_lengths",
     "offsets_of",
+    "own_tensors",
     "ragged_from_list",
     "ragged_from_padded",
     "ragged_from_values",
@@ -197,6 +199,21 @@ def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return shared
 
 
+def own_tensors(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of dense and ragged columns; offsets that were shared are shared again."""
+    known: dict[int, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, column in columns.items():
+        if not column.is_nested:
+            result[name] = cat([column])
+            continue
+        offsets = offsets_of(column)
+        if id(offsets) not in known:
+            known[id(offsets)] = offsets.clone()
+        result[name] = ragged_from_values(cat([values_of(column)]), known[id(offsets)])
+    return result
+
+
 def slice_ragged(columns: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, torch.Tensor]:
     """Rows ``start <= i < end`` (both within 0..B) of each column; values are views."""
     end = max(start, end)
@@ -238,7 +255,7 @@ def concat_ragged(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
         key = tuple(id(each) for each in offsets)
         if key not in known:
             known[key] = offsets_from_lengths(torch.cat([each.diff() for each in offsets]))
-        result[name] = ragged_from_values(torch.cat([values_of(column) for column in columns]), known[key])
+        result[name] = ragged_from_values(cat([values_of(column) for column in columns]), known[key])
     return result
 
 

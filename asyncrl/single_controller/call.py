@@ -9,7 +9,7 @@ import pickle
 import traceback
 from abc import ABC, abstractmethod
 from concurrent.futures import thread
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,9 +37,9 @@ class StoredValue(ABC):
         """The value, without blocking the loop."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call on its way to the ranks: the same for all of them, but for the arguments. Immutable.
+    """One call on its way to the ranks: the same for all of them, but for the arguments.
 
     Attributes:
         method: of the worker.
@@ -56,52 +56,6 @@ class Call:
     materialize_futures: bool = True
     read_only: bool = False
     keep_batch: bool = False
-    _packed: bytes | None = field(default=None, repr=False)
-
-    def packed(self) -> bytes | None:
-        """As bytes, made once for all ranks; None if that takes a pickler that knows more than plain data."""
-        if self._packed is None and _is_plain(self.arguments.args) and _is_plain(self.arguments.kwargs):
-            fields = (
-                self.method,
-                self.arguments.args,
-                self.arguments.kwargs,
-                self.to_fetch,
-                self.materialize_futures,
-                self.read_only,
-                self.keep_batch,
-            )
-            self._packed = pickle.dumps(fields, protocol=5)
-        return self._packed
-
-    @staticmethod
-    def unpacked(data: bytes | memoryview) -> Call:
-        """Counterpart of :meth:`packed`."""
-        method, args, kwargs, to_fetch, materialize_futures, read_only, keep_batch = pickle.loads(data)  # noqa: S301  from our own driver
-        return Call(
-            method=method,
-            arguments=Arguments(args, kwargs),
-            to_fetch=to_fetch,
-            materialize_futures=materialize_futures,
-            read_only=read_only,
-            keep_batch=keep_batch,
-        )
-
-
-_BATCHES = frozenset({("asyncrl.data.proto", "DataProto"), ("asyncrl.data.codec", "Encoded")})
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def _is_plain(tree: Any) -> bool:
-    """Whether pickle writes the same as a pickler that can also write classes of a script, and references."""
-    kind = type(tree)
-    if kind in _PLAIN:
-        return True
-    if kind is tuple or kind is list:
-        return all(map(_is_plain, tree))
-    if kind is dict:
-        return all(map(_is_plain, tree.values())) and all(map(_is_plain, tree))
-    # A batch is written by its codec; its class is loaded here if there is one.
-    return (kind.__module__, kind.__name__) in _BATCHES
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,6 +273,9 @@ class RoleWorkerGroup(WorkerGroup):
     def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
         return self._group._take_now(replies, timeout_s)
 
+    def _sent(self) -> None:
+        self._group._sent()
+
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         return self._group._explain(rank, method, sequence, error)
 

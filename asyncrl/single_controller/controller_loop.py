@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
@@ -31,7 +32,8 @@ class ControllerLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.owner = TaskOwner(self, name="controller loop")
-        self._unwatched: deque[Watchable] = deque()
+        # Weakly: what has ended in the meantime takes its results along.
+        self._unwatched: deque[weakref.ref[Watchable]] = deque()
         self._watching = False
 
     @staticmethod
@@ -74,7 +76,7 @@ class ControllerLoop:
 
     def watch_soon(self, each: Watchable) -> None:
         """Watch it a moment from now, unless somebody has done so by then. From any thread, and cheap."""
-        self._unwatched.append(each)
+        self._unwatched.append(weakref.ref(each))
         if not self._watching:
             self._watching = True
             self.notify(self._watch_later)
@@ -91,7 +93,9 @@ class ControllerLoop:
             self._watching = True
         self._watch_later()
         for _ in range(len(self._unwatched)):
-            self._unwatched.popleft().watch()
+            each = self._unwatched.popleft()()
+            if each is not None:
+                each.watch()
 
     def __repr__(self) -> str:
         return f"<ControllerLoop {'closed' if self.loop.is_closed() else 'open'}>"

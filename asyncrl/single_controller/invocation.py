@@ -234,6 +234,7 @@ class Invocation:
                 raise
             if reply is not None:
                 self._unwatched.append(reply)
+        group._sent()
         if self._unwatched:
             group._loop.watch_soon(self)
         self._scatter.forget_arguments()

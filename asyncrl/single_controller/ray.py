@@ -21,7 +21,8 @@ from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.call import Call, Failed, Lost, ReturnedBatch
 from asyncrl.single_controller.decorator import registrations
-from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments, sealed, value_of
+from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments, value_of
+from asyncrl.single_controller.ray_message import Sealer
 from asyncrl.single_controller.ray_resource_pool import (
     RayResourcePool,
     SubRayResourcePool,
@@ -155,6 +156,7 @@ class RayWorkerGroup(WorkerGroup):
         self._under_way_to = [0] * self.world_size
         self._skipped = [False] * self.world_size
         self._count_lock = threading.Lock()
+        self._sealer = Sealer()
         self._small: set[str] = set()
         self._finalizer = weakref.finalize(self, self._actors.free)
         self._begin()
@@ -251,15 +253,20 @@ class RayWorkerGroup(WorkerGroup):
             if self._is_alone(rank, call):
                 reply = getattr(handle, self._alone[call.method]).remote()
             elif call.keep_batch and call.method not in self._small:
-                reply, batch = handle.call_keeping_batch.remote(sealed(call, sequence))
+                message, refs = self._sealer.sealed(call, sequence)
+                reply, batch = handle.call_keeping_batch.remote(message, *refs)
                 block = RayBlock(batch)
             else:
-                reply = handle.call.remote(sealed(call, sequence))
+                message, refs = self._sealer.sealed(call, sequence)
+                reply = handle.call.remote(message, *refs)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
         with self._count_lock:
             self._under_way_to[rank] += 1
         return _RayReply(self, rank, call.method if call.keep_batch else None, reply, block, came)
+
+    def _sent(self) -> None:
+        self._sealer.forget()
 
     def _is_alone(self, rank: int, call: Call) -> bool:
         """Whether a call needs neither arguments nor a number: whatever was sent before has been answered."""

@@ -11,20 +11,21 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
 from asyncrl.errors import InfrastructureError
 from asyncrl.single_controller.call import Arguments, Call, Failed, Reply, ReturnedBatch
 from asyncrl.single_controller.host import WorkerHost
+from asyncrl.single_controller.ray_message import Message, opened
 from asyncrl.single_controller.ray_store import RayValue
 from asyncrl.single_controller.worker import WorkerContext
 
 if TYPE_CHECKING:
     from asyncrl.data.proto import DataProto
 
-__all__ = ["INLINE_BYTES", "RayHost", "Seat", "actor_class", "name_without_arguments", "sealed", "value_of"]
+__all__ = ["INLINE_BYTES", "RayHost", "Seat", "actor_class", "name_without_arguments", "value_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,6 @@ class Seat:
 
 INLINE_BYTES = 64 * 1024
 """Batches and arrays up to this size travel inside a call or reply; larger ones through the object store, once."""
-
-Message: TypeAlias = "bytes | tuple[Call, int]"
-"""A call and its number: as bytes, or as objects that Ray pickles."""
-
 
 BATCH, VALUE = b"B", b"V"
 """What the bytes behind them are, where a call keeps its batch and replies with bytes: a small batch, or a value."""
@@ -57,19 +54,6 @@ def value_of(reply: Reply) -> Reply:
     from asyncrl.data.plan import Plan
 
     return Plan.coded(Encoded(*pickle.loads(memoryview(reply)[1:])))  # noqa: S301  from our own worker
-
-
-def sealed(call: Call, sequence: int) -> Message:
-    """A call and its number for one rank."""
-    packed = call.packed()
-    return (call, sequence) if packed is None else sequence.to_bytes(8, "little") + packed
-
-
-def opened(message: Message) -> tuple[Call, int]:
-    """Counterpart of :func:`sealed`."""
-    if isinstance(message, bytes):
-        return Call.unpacked(memoryview(message)[8:]), int.from_bytes(message[:8], "little")
-    return message
 
 
 class RayHost:
@@ -94,9 +78,9 @@ class RayHost:
             return Failed.of(error).portable()
         return cast("Failed | None", _portable(await self._host.construct(worker_class, args, kwargs, context)))
 
-    async def call(self, message: Message) -> Reply:
+    async def call(self, message: Message, *values: Any) -> Reply:
         """Run a call. Its value, as it is, if the call does not keep batches."""
-        call, sequence = opened(message)
+        call, sequence = opened(message, values)
         reply = await self._host.call(call, sequence)
         if not call.keep_batch:
             return _portable(reply)
@@ -105,9 +89,9 @@ class RayHost:
         return small if batch is None else (small, ray.put(batch))
 
     @ray.method(num_returns=2)
-    async def call_keeping_batch(self, message: Message) -> tuple[Reply, DataProto | None]:
+    async def call_keeping_batch(self, message: Message, *values: Any) -> tuple[Reply, DataProto | None]:
         """Run a call whose result may be a large batch: the reply, and that batch."""
-        return _kept(await self._host.call(*opened(message)))
+        return _kept(await self._host.call(*opened(message, values)))
 
     async def call_without_arguments(self, method: str) -> Reply:
         """Run a call that is alone, and therefore needs no number."""

@@ -11,6 +11,7 @@ import ray.exceptions
 
 from asyncrl.errors import InfrastructureError
 from asyncrl.single_controller.call import StoredValue
+from asyncrl.single_controller.ray_message import HereBlock, HereValue, slot_of
 
 if TYPE_CHECKING:
     from asyncrl.data.proto import DataProto
@@ -19,7 +20,7 @@ __all__ = ["RayBlock", "RayValue", "first_line"]
 
 
 class RayBlock:
-    """A payload in Ray's object store. Pickles as its reference."""
+    """A payload in Ray's object store. Pickles as its reference, or as its place beside a message."""
 
     __slots__ = ("ref",)
 
@@ -40,7 +41,8 @@ class RayBlock:
         return found
 
     def __reduce__(self) -> Any:
-        return RayBlock, (self.ref,)
+        slot = slot_of(self.ref)
+        return (RayBlock, (self.ref,)) if slot is None else (HereBlock.in_slot, (slot,))
 
 
 class RayValue(StoredValue):
@@ -55,7 +57,8 @@ class RayValue(StoredValue):
         return await _fetch(self._ref)
 
     def __reduce__(self) -> Any:
-        return RayValue, (self._ref,)
+        slot = slot_of(self._ref)
+        return (RayValue, (self._ref,)) if slot is None else (HereValue.in_slot, (slot,))
 
 
 async def _fetch(ref: ray.ObjectRef[Any]) -> Any:

@@ -106,6 +106,9 @@ class WorkerGroup(ABC):
         If a reply has to be watched to be seen, it is returned.
         """
 
+    def _sent(self) -> None:  # noqa: B027  most backends have nothing to do
+        """The call has been submitted to all its ranks."""
+
     @abstractmethod
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         """What it means that no reply came, but ``error``."""

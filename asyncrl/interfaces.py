@@ -625,6 +625,10 @@ class ReplayBuffer(Protocol):
 
     def statistics(self) -> ReplayBufferStatistics: ...
 
+    def explain(self) -> Sequence[str]:
+        """One sentence for every wait in progress: what waits, for how long, and what for."""
+        ...
+
 
 class Ledger(Protocol):
     """Keeps every prompt from issue to use on the disk, with the rows sampled for it. Its words: :mod:`asyncrl.ledger`.

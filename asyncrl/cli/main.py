@@ -87,6 +87,10 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
 
                 planned = simulation.plan_command if namespace.command == "plan" else simulation.simulate_command
                 return planned(namespace, settings)
+            if namespace.command == "why":
+                from .why import why_command
+
+                return why_command(namespace)
             from . import commands
 
             command = getattr(commands, f"{namespace.command}_command")
@@ -163,6 +167,10 @@ def command_line() -> CommandLine:
     options["simulate"] += [simulate.add_argument("--json", action="store_true", help="print the forecast as JSON")]
     plan = add("plan", "search split and max_staleness for a planned run", settings=True)
     options["plan"] += add_plan_options(plan)
+
+    why = add("why", "say what a live run waits for", settings=False)
+    why.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    why.add_argument("--json", action="store_true", help="print the status as JSON")
 
     plot = add("plot", "draw a run: scores, timeline, staleness, queue", settings=False)
     plot.add_argument("run", type=Path, metavar="RUN", help="folder of a run")

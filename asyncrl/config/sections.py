@@ -276,3 +276,5 @@ class TelemetryConfig(Section):
     """Trajectories of each training step written out as text, for reading."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Live display; `auto`: rich on a terminal, plain lines elsewhere."""
+    stall_s: Annotated[float, Field(gt=0, le=604_800)] = 7200.0
+    """Longest time the trainer may wait for anything; after a tenth of it the log tells why, past it the run ends."""

@@ -175,6 +175,10 @@ class Driver:
         in_flight += self.buffer.statistics().ready_tokens
         return self.accounts.balance(generated=generated, in_flight=in_flight)
 
+    def explain(self) -> list[str]:
+        """What admission, buffer and pool say of themselves at this moment, in sentences."""
+        return [f"admission: {self.law.explain()}", *self.buffer.explain(), *self.pool.explain()]
+
     async def _recover(self, stages: asyncio.TaskGroup) -> None:
         """Take up what the ledger has kept: recorded groups go into the buffer, and places are held for the others."""
         found = self.journal.recovered

@@ -35,6 +35,7 @@ from asyncrl.pipeline.resumption import (
 )
 from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.warm_start import demonstrations, file_conversations, supervise
+from asyncrl.pipeline.watch import Watch
 from asyncrl.rollout.metering import metered_tokens
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -99,7 +100,8 @@ class TrainingRun:
                     self._recorder.evaluated(await driver.evaluate(), step=0)
             with self._phase("train"):
                 self._progress.stage("train", config.steps - driver.law.version)
-                await driver.run()
+                async with self._watch(driver).watching():
+                    await driver.run()
             if config.eval.tasks:
                 with self._phase("score after"):
                     self._recorder.evaluated(await driver.evaluate(), step=config.steps)
@@ -231,6 +233,17 @@ class TrainingRun:
             penalty=_penalty(config, self._resumed),
             save_checkpoint=self._save,
             policy=config.staleness_policy,
+        )
+
+    def _watch(self, driver: Driver) -> Watch:
+        """Says what the run waits for, to ``asyncrl why`` and to itself."""
+        return Watch(
+            self._run.status_path,
+            timeline=self._timeline,
+            steps=self._config.steps,
+            done=lambda: driver.law.version,
+            causes=driver.explain,
+            stall_s=self._config.telemetry.stall_s,
         )
 
     async def _build_trainer(self, origin: str, *, weight_version: int) -> None:

@@ -67,6 +67,7 @@ class _Life:
         meter: file in which its token counts outlive it.
         answered: tokens that its answers account for, by purpose.
         calls: rollouts sent and not answered, and how many rows each has.
+        placed_s: when they were sent, by the loop's clock.
         taken_back: those that are done elsewhere instead.
     """
 
@@ -76,6 +77,7 @@ class _Life:
     dead: bool = False
     answered: Counter[str] = field(default_factory=Counter)
     calls: dict[DataProtoFuture, int] = field(default_factory=dict)
+    placed_s: dict[DataProtoFuture, float] = field(default_factory=dict)
     taken_back: set[DataProtoFuture] = field(default_factory=set)
 
     def take_back(self) -> None:
@@ -220,6 +222,7 @@ class RolloutPool:
             if self._rollout_deadline_s is not None:
                 call.deadline(self._rollout_deadline_s)
             life.calls[call] = len(prompts)
+            life.placed_s[call] = asyncio.get_running_loop().time()
             try:
                 header = await call.header()
             except EnvironmentFailure as failure:
@@ -236,13 +239,14 @@ class RolloutPool:
             except (asyncio.CancelledError, concurrent.futures.CancelledError):
                 task = asyncio.current_task()
                 if call not in life.taken_back or (task is not None and task.cancelling()):
+                    call.cancel()
                     raise
             else:
                 meta = header.meta_info
                 life.answered[purpose] += meta.get("summary", {}).get("tokens", 0) + meta.get("wasted_tokens", 0)
                 return call
             finally:
-                del life.calls[call]
+                del life.calls[call], life.placed_s[call]
 
     async def _place(self) -> tuple[str, _Life]:
         """The serving replica with the fewest rows; waits while one is coming back."""
@@ -346,6 +350,19 @@ class RolloutPool:
         except (WorkerDiedError, GroupClosedError, EngineError) as error:
             self._bury(name, life, str(error))
             raise
+
+    def explain(self) -> tuple[str, ...]:
+        """One sentence for every replica: whether it serves, what it does, and for how long."""
+        now_s = asyncio.get_running_loop().time()
+        sentences = []
+        for name, life in self._lives.items():
+            state = "serves" if life.serving else "is dead" if life.dead else "does not serve"
+            if name in self._reviving:
+                state += " and is being made again"
+            longest_s = max((now_s - life.placed_s[call] for call in life.calls), default=0.0)
+            doing = f", {len(life.calls)} groups on it, the longest for {longest_s:.1f} s" if life.calls else ", idle"
+            sentences.append(f"replica {name} {state}{doing}")
+        return tuple(sentences)
 
     # ------------------------------------------------------------------------------------------------ token counts
 

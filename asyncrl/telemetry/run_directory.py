@@ -7,6 +7,7 @@ runs/first-20260102-030405/
     ledger.sqlite        every prompt, and what was sampled for it (SQL: buffers/ledger_schema.py)
     meters/              tokens sampled, counted by each rollout worker
     timeline.json        Chrome trace: https://ui.perfetto.dev
+    status.json          what it does and waits for at this moment: asyncrl why
     summary.json         how it ended
     logs/driver.log
     checkpoints/
@@ -107,6 +108,10 @@ class RunDirectory:
     @property
     def timeline_path(self) -> Path:
         return self.path / "timeline.json"
+
+    @property
+    def status_path(self) -> Path:
+        return self.path / "status.json"
 
     @property
     def summary_path(self) -> Path:

@@ -106,6 +106,7 @@ class Timeline:
         self._occupancy = Occupancy()
         self._waited_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._open_waits: dict[Span, float] = {}
+        self._open_spans: dict[Span, float] = {}
         self._stages: dict[str, None] = {}
 
     def span(self, stage: str, name: str, **args: Any) -> Span:
@@ -172,6 +173,12 @@ class Timeline:
                 reasons[span.name] = max(reasons.get(span.name, 0.0), now_s - start_s)
             return current
 
+    def open_spans(self) -> list[tuple[str, str, float]]:
+        """Work that goes on at this moment: stage, name, and seconds since it began; the longest first."""
+        with self._lock:
+            now_s = self._now_s()
+            return [(span.stage, span.name, now_s - start_s) for span, start_s in self._open_spans.items()]
+
     def save(self, path: Path) -> None:
         """Write Chrome's trace format: a row for each stage, more where its spans lie side by side.
 
@@ -196,6 +203,7 @@ class Timeline:
             self._stages.setdefault(span.stage)
             if span.kind == "span":
                 self._occupancy.begin(span.stage, now_s)
+                self._open_spans[span] = now_s
             else:
                 self._open_waits[span] = now_s
             return now_s
@@ -207,6 +215,7 @@ class Timeline:
             assert start_s is not None
             if span.kind == "span":
                 self._occupancy.end(span.stage, now_s)
+                del self._open_spans[span]
             else:
                 del self._open_waits[span]
                 self._waited_s[span.stage][span.name] += now_s - start_s

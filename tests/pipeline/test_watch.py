@@ -1,0 +1,108 @@
+"""A run says what it waits for, and a wait that lasts too long is named before it is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.main import main
+from asyncrl.errors import DeadlineError
+from asyncrl.pipeline.watch import Watch, read_status
+from asyncrl.simulation import run_virtually
+from asyncrl.telemetry.timeline import Timeline
+
+CAUSE = "select of 16 groups at version 3 has waited: slot 41 is not finished"
+
+
+def make_watch(path: Path, *, stall_s: float = 100.0) -> tuple[Watch, Timeline]:
+    timeline = Timeline(clock=asyncio.get_running_loop().time)
+    watch = Watch(path, timeline=timeline, steps=70, done=lambda: 3, causes=lambda: [CAUSE], stall_s=stall_s)
+    return watch, timeline
+
+
+def test_a_stall_is_named_in_the_log_and_then_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async def story() -> float:
+        watch, timeline = make_watch(tmp_path / "status.json")
+
+        async def stalled() -> None:
+            async with watch.watching():
+                with timeline.wait("train", "rollouts"), timeline.span("rollout", "group 41"):
+                    await asyncio.Event().wait()
+
+        with pytest.raises(ExceptionGroup) as raised:
+            await stalled()
+        (error,) = raised.value.exceptions
+        assert isinstance(error, DeadlineError)
+        assert "train waited 100 s for rollouts" in str(error)
+        assert CAUSE in str(error)
+        return asyncio.get_running_loop().time()
+
+    with caplog.at_level(logging.WARNING):
+        assert run_virtually(story()) == pytest.approx(100.0, abs=2.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+    assert all("rollout: group 41, for" in record.message for record in caplog.records)
+
+
+def test_waits_that_end_in_time_are_let_be(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async def story() -> None:
+        watch, timeline = make_watch(tmp_path / "status.json")
+        async with watch.watching():
+            for _ in range(100):
+                with timeline.wait("train", "rollouts"):
+                    await asyncio.sleep(9)
+            with timeline.wait("issue", "staleness bound"):  # admission waits as long as it has to
+                await asyncio.sleep(1000)
+
+    run_virtually(story())
+    assert not caplog.records
+
+
+def test_the_status_tells_waits_work_and_causes(tmp_path: Path):
+    path = tmp_path / "status.json"
+
+    async def story() -> None:
+        watch, timeline = make_watch(path)
+        async with watch.watching():
+            with timeline.wait("train", "rollouts"), timeline.span("rollout", "group 41"):
+                await asyncio.sleep(7)
+
+    run_virtually(story())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    status = read_status(path)
+    assert (status.pid, status.step, status.steps) == (os.getpid(), 3, 70)
+    assert status.sentences() == [
+        "step 3 of 70 is done",
+        "train waits for rollouts, 6.0 s already; it is ended after 100 s",
+        "rollout: group 41, for 6.0 s",
+        CAUSE,
+    ]
+
+
+def test_why_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    test_the_status_tells_waits_work_and_causes(tmp_path)
+    assert main(["why", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("train waits for rollouts, 6.0 s already")
+    assert main(["why", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["waits"][0]["reason"] == "rollouts"
+
+
+def test_why_tells_a_run_that_is_over_or_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    test_the_status_tells_waits_work_and_causes(tmp_path)
+    path = tmp_path / "status.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "pid": 2**22 + 1}))  # beyond the highest process id
+    assert main(["why", str(tmp_path)]) == 0
+    assert "is gone; this was its last word" in capsys.readouterr().out
+    path.write_text(json.dumps({**record, "at": record["at"] - 100}))
+    assert main(["why", str(tmp_path)]) == 0
+    assert "its event loop has not run for 100 s" in capsys.readouterr().out
+    (tmp_path / "summary.json").write_text("{}")
+    assert main(["why", str(tmp_path)]) == 0
+    assert "the run is over" in capsys.readouterr().out
+    assert main(["why", str(tmp_path / "nothing")]) == 2

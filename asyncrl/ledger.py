@@ -223,7 +223,7 @@ class LedgerStatistics:
         dispatched: under way.
         completed: rolled out, not trained on.
         reused: how often prompts were trained on again.
-        superseded: events that came late or twice and changed nothing.
+        superseded: events that came late or twice and changed nothing, to this process.
         lives: processes that have written here.
         committed_step: step of the newest checkpoint.
     """

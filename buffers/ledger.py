@@ -152,13 +152,12 @@ class SQLiteLedger:
                 raise InvalidDataError(f"rows come with a completed group, not with {type(event).__name__}")
             event = msgspec.structs.replace(event, digest=digest(rows))
             attached = Rows(event.slot, event.attempt, rows)
-        counts = self._state.apply(event)
-        entries = [Entry(encode_event(event), attached if counts else None)]
-        for other in more:
-            counts = self._state.apply(other) and counts
-            entries.append(Entry(encode_event(other)))
-        self._writer.submit(*entries)
-        return counts
+        # What came late or twice is not written down: nobody who reads the file must find out that it did not count.
+        entries = [Entry(encode_event(event), attached)] if self._state.apply(event) else []
+        entries += [Entry(encode_event(other)) for other in more if self._state.apply(other)]
+        if entries:
+            self._writer.submit(*entries)
+        return len(entries) == 1 + len(more)
 
     async def room(self) -> None:
         """Wait while more events wait to be written than should."""
@@ -366,13 +365,11 @@ class _Past:
         self._events = events
         self.completed: dict[int, Completed] = {}
         self.rewards: dict[int, tuple[float, ...]] = {}
-        replayed = LedgerState()
         for event in events:
-            counts = replayed.apply(event)
-            if isinstance(event, Completed) and counts:
+            if isinstance(event, Completed):
                 self.completed[event.slot] = event
                 self.rewards.pop(event.slot, None)
-            elif isinstance(event, Rewarded) and counts:
+            elif isinstance(event, Rewarded):
                 self.rewards[event.slot] = event.rewards
 
     def batches(self) -> dict[int, tuple[int, ...]]:

@@ -143,7 +143,7 @@ def test_a_meter_outlives_its_process(tmp_path: Path):
 @pytest.mark.parametrize(("max_staleness", "seed"), [(0, 4), (2, 1)])
 def test_killed_at_random_moments_every_prompt_is_trained_on_once(tmp_path: Path, max_staleness: int, seed: int):
     program = Path(__file__).parent / "kills.py"
-    arguments = [str(tmp_path), "--kills", "12", "--seed", str(seed), "--max-staleness", str(max_staleness)]
+    arguments = [str(tmp_path), "--kills", "8", "--seed", str(seed), "--max-staleness", str(max_staleness)]
     done = subprocess.run(
         [sys.executable, str(program), *arguments],
         capture_output=True,

@@ -1,0 +1,242 @@
+"""Failures that other systems of this kind have shown: each check finds a planted copy of the bug, and none here."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.errors import CheckpointError, DeadlineError, InvalidDataError
+from asyncrl.interfaces import GroupSummary
+from asyncrl.ledger import (
+    Completed,
+    Consumed,
+    Dispatched,
+    Dropped,
+    Issued,
+    LedgerBase,
+    Recovered,
+)
+from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
+from asyncrl.pipeline.resumption import admission_law, still_outstanding
+from asyncrl.pipeline.staleness import POLICIES
+from asyncrl.rollout.record import encode_rows
+from asyncrl.rollout.trajectory import Trajectory, Turn
+from buffers.ledger import SQLiteLedger
+from buffers.replay import AsyncReplayBuffer
+
+GROUPS, STEPS = 2, 4
+
+
+def rows_of(slot: int, version: int) -> bytes:
+    return encode_rows(
+        [
+            Trajectory(
+                task={"number": slot},
+                token_ids=(1, 2),
+                loss_mask=(False, True),
+                behaviour_log_probs=(0.0, -1.0),
+                weight_versions=(-1, version),
+                reward=float(row),
+                turns=(Turn(start=1, end=2, finish_reason="stop", message={"role": "assistant", "content": ""}),),
+                finish_reason="done",
+            )
+            for row in range(2)
+        ]
+    )
+
+
+def interrupted(folder: Path) -> DriverState:
+    """Step 1 trained on 0 and 1 and is in the checkpoint; 2 waits in the buffer, 3 was dropped, 4 is under way."""
+    with SQLiteLedger(folder / "ledger.sqlite", threaded=False) as ledger:
+        for slot in range(5):
+            ledger.append(Issued(slot))
+            ledger.append(Dispatched(slot=slot, attempt=0, version=0))
+        for slot in range(4):
+            ledger.append(Completed(slot=slot, attempt=0, tokens=2), rows=rows_of(slot, 0))
+        ledger.append(Consumed(slot=0, step=1, position=0), Consumed(slot=1, step=1, position=1))
+        ledger.append(Dropped(slot=3, reason="stale", tokens=2))
+        position = ledger.position
+    return DriverState(
+        step=1,
+        next_slot=5,
+        outstanding=(2, 4),
+        generated=10,
+        trained=4,
+        dropped={"stale": 2},
+        staleness={0: 4},
+        history={},
+        consumed=2,
+        ledger=position,
+    )
+
+
+def recover(folder: Path, state: DriverState) -> Recovered:
+    base = LedgerBase(
+        step=state.step,
+        next_slot=state.next_slot,
+        consumed=state.consumed,
+        outstanding=state.outstanding,
+        position=state.ledger,
+    )
+    with SQLiteLedger(folder / "ledger.sqlite", resume=base, threaded=False) as ledger:
+        assert ledger.recovered is not None
+        return ledger.recovered
+
+
+Resume = Callable[[DriverState, Recovered], list[int]]
+"""From what is on the disk to the prompts that the rest of the run trains on, in order."""
+
+
+def resumed_here(state: DriverState, found: Recovered) -> list[int]:
+    total = (STEPS - state.step) * GROUPS
+    law = admission_law(
+        state, steps=STEPS, groups_per_step=GROUPS, max_staleness=STEPS, policy=POLICIES["wait"], found=found
+    )
+    held, _again = still_outstanding(state, found, total_groups=total)
+    issued = []
+    while law.may_issue():
+        issued.append(law.issue())
+    return sorted([*held, *issued])[:total]
+
+
+def with_a_cursor_ahead_of_the_buffer(state: DriverState, _found: Recovered) -> list[int]:
+    """The checkpoint keeps where the data set was read to, and not what had been read and not trained on."""
+    return list(range(state.next_slot, state.next_slot + (STEPS - state.step) * GROUPS))
+
+
+def without_what_was_sampled_too_much(state: DriverState, found: Recovered) -> list[int]:
+    """Prompts under way are issued again; those whose rollouts lay in the buffer are forgotten."""
+    rest = (STEPS - state.step) * GROUPS - len(found.waiting)
+    return [*found.waiting, *range(state.next_slot, state.next_slot + rest)]
+
+
+def pinned_by_what_was_dropped(state: DriverState, found: Recovered) -> list[int]:
+    """It resumes at the lowest prompt that was not trained on, and a dropped one is never trained on."""
+    lowest = min(set(range(state.next_slot)) - {0, 1} - set(found.waiting) - set(found.groups))
+    return list(range(lowest, lowest + (STEPS - state.step) * GROUPS))
+
+
+def wrong(trained: Iterable[int]) -> list[str]:
+    """What is wrong with a run of 4 steps that trained on these prompts after its first step."""
+    prompts = [0, 1, *trained]
+    expected = [0, 1, 2, 4, 5, 6, 7, 8]  # 3 was dropped, and another one takes its place
+    found = []
+    if lost := sorted(set(expected) - set(prompts)):
+        found.append(f"lost {lost}")
+    if again := sorted({prompt for prompt in prompts if prompts.count(prompt) > 1 or prompt == 3}):
+        found.append(f"repeated {again}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("resume", "finding"),
+    [
+        (resumed_here, []),
+        (with_a_cursor_ahead_of_the_buffer, ["lost [2, 4]"]),
+        (without_what_was_sampled_too_much, ["lost [2]"]),
+        (pinned_by_what_was_dropped, ["lost [2]", "repeated [3]"]),
+    ],
+)
+def test_no_prompt_is_lost_or_repeated_by_a_resume(tmp_path: Path, resume: Resume, finding: list[str]):
+    state = interrupted(tmp_path)
+    assert wrong(resume(state, recover(tmp_path, state))) == finding
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_the_bound_holds_after_a_recovery(tmp_path: Path, planted: bool):
+    """The run goes on with a smaller bound than it had when the rows were sampled."""
+    state = interrupted(tmp_path)
+    found = recover(tmp_path, state)
+    # Planted: rows that come back are taken for fresh, since no other version is known of them.
+    restored = [group.summary for group in found.groups.values()]
+    if planted:
+        restored = [
+            GroupSummary(
+                slot=each.slot,
+                rows=each.rows,
+                oldest_version=4,
+                tokens=each.tokens,
+                version_tokens={4: each.tokens},
+                rewards=each.rewards,
+                lengths=each.lengths,
+            )
+            for each in restored
+        ]
+    buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+    for group in restored:
+        await buffer.admit(group.slot)
+        buffer.put(group, found.groups[group.slot].rows)
+    try:
+        (taken,) = await buffer.select(1, weight_version=4, timeout_s=0.0)
+    except DeadlineError:
+        assert not planted
+        assert buffer.statistics().dropped == {"stale": 1}
+        return
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as ledger:  # what sampled them really stands there
+        (oldest,) = ledger.execute(
+            "SELECT min(oldest_version) FROM rows WHERE slot = ?", (taken.summary.slot,)
+        ).fetchone()
+    assert 4 - oldest > 1
+    assert planted, "a group past the bound was trained on"
+
+
+class WritingTrainer:
+    """Is interrupted while it writes its second checkpoint."""
+
+    def __init__(self) -> None:
+        self.stops = False
+
+    async def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "weights").write_bytes(b"whole")
+
+    async def export(self, folder: Path) -> None:
+        folder.mkdir()
+        if self.stops:
+            raise KeyboardInterrupt
+        (folder / "model").write_bytes(b"whole")
+
+
+def newest_folder(checkpoints: Path) -> Path:
+    """The planted bug: whatever was begun last."""
+    return max(checkpoints.iterdir(), key=lambda path: path.name.strip(".").removesuffix(".partial"))
+
+
+def test_a_checkpoint_that_is_still_being_written_is_not_resumed_from(tmp_path: Path):
+    trainer, checkpoints = WritingTrainer(), Checkpoints(tmp_path, keep=2)
+    state = DriverState(
+        step=1, next_slot=2, outstanding=(), generated=0, trained=0, dropped={}, staleness={}, history={}
+    )
+    asyncio.run(checkpoints.save(trainer, state, step=1))
+    trainer.stops = True
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(checkpoints.save(trainer, msgspec.structs.replace(state, step=2), step=2))
+    assert newest_folder(tmp_path).name == ".step-000002.partial"
+    with pytest.raises(CheckpointError):
+        read_driver_state(newest_folder(tmp_path))
+    assert read_driver_state(checkpoints.latest()).step == 1
+    shutil.rmtree(tmp_path / "step-000001")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        checkpoints.latest()
+
+
+def test_an_answer_that_comes_twice_is_taken_once(tmp_path: Path):
+    """A replica was taken for dead, and answers after all."""
+    with SQLiteLedger(tmp_path / "ledger.sqlite", threaded=False) as ledger:
+        ledger.append(Issued(0))
+        ledger.append(Dispatched(slot=0, attempt=0, version=0))
+        ledger.append(Dispatched(slot=0, attempt=1, version=1))
+        assert ledger.append(Completed(slot=0, attempt=1, tokens=2), rows=rows_of(0, 1))
+        assert not ledger.append(Completed(slot=0, attempt=0, tokens=2), rows=rows_of(0, 0))
+        ledger.append(Consumed(slot=0, step=1, position=0))
+        with pytest.raises(InvalidDataError, match="it was consumed"):
+            ledger.append(Consumed(slot=0, step=2, position=0))
+        batch = ledger.query()
+    assert batch.batch["weight_versions"].values().max() == 1
+    assert len(batch) == 2

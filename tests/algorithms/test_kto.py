@@ -75,3 +75,4 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"^{next(iter(option))} is"):
             KTOObjective(**option)
     KTOObjective(desirable_weight=0.0, undesirable_weight=0.0)
+    assert (KTOObjective().beta, KTOObjective().desirable_weight, KTOObjective().undesirable_weight) == (0.1, 1.0, 1.0)

@@ -35,7 +35,7 @@ class Outcome(Generic[T]):
         self._value: T
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
-        self._callbacks: dict[object, Callable[[], object]] = {}
+        self._callbacks: dict[object, Callable[[], object]] | None = None
         self._seen = False
 
     @property
@@ -121,13 +121,15 @@ class Outcome(Generic[T]):
         with self._lock:
             waiting = not self.complete
             if waiting:
+                self._callbacks = self._callbacks or {}
                 self._callbacks[key] = callback
         if not waiting:
             callback()
 
         def unsubscribe() -> None:
             with self._lock:
-                self._callbacks.pop(key, None)
+                if self._callbacks:
+                    self._callbacks.pop(key, None)
 
         return unsubscribe
 
@@ -166,8 +168,7 @@ class Outcome(Generic[T]):
 
     def _wake(self) -> None:
         with self._lock:
-            callbacks = list(self._callbacks.values())
-            self._callbacks.clear()
+            callbacks, self._callbacks = list((self._callbacks or {}).values()), None
         for callback in callbacks:
             callback()
 

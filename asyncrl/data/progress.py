@@ -56,10 +56,10 @@ class Progress:
         self._lock = threading.Lock()
         self._states: list[ShardState] = []
         self._rows: Sequence[range | None] = ()
-        self._headers: dict[int, Header] = {}
-        self._ends_s: dict[int, float] = {}
+        self._headers: dict[int, Header] | None = None
+        self._ends_s: dict[int, float] | None = None
         self._sent_s = 0.0
-        self._finished: list[FinishedPart] = []
+        self._finished: tuple[FinishedPart, ...] = ()
         self._listeners: dict[object, Callable[[], object]] | None = None
 
     @property
@@ -72,8 +72,8 @@ class Progress:
                     state=state,
                     since_s=self._sent_s,
                     rows=self._rows[rank] if self._rows else None,
-                    header=self._headers.get(rank),
-                    took_s=self._ends_s.get(rank, self._sent_s) - self._sent_s,
+                    header=(self._headers or {}).get(rank),
+                    took_s=(self._ends_s or {}).get(rank, self._sent_s) - self._sent_s,
                 )
                 for rank, state in enumerate(self._states)
             ]
@@ -96,11 +96,13 @@ class Progress:
         """A rank has replied, with a batch of this ``header`` if there is one."""
         with self._lock:
             self._states[rank] = state
+            self._ends_s = self._ends_s or {}
             self._ends_s[rank] = self._now()
             if header is not None:
+                self._headers = self._headers or {}
                 self._headers[rank] = header
             if make is not None and self._rows and (rows := self._rows[rank]):
-                self._finished.append(FinishedPart(rows, make))
+                self._finished += (FinishedPart(rows, make),)
             listeners = list(self._listeners.values()) if self._listeners else ()
         for listener in listeners:
             listener()

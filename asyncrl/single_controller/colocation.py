@@ -23,9 +23,10 @@ from asyncrl.data.future import Future
 from asyncrl.errors import DispatchError, InfrastructureError, ResourceError
 from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.decorator import Registration, mark, registrations
+from asyncrl.single_controller.invocation import Invocation
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.worker import Worker
-from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, Unwatched, WorkerGroup
+from asyncrl.single_controller.worker_group import ClassWithInitArgs, Unwatched, WorkerGroup
 
 __all__ = [
     "ColocatedWorker",
@@ -267,8 +268,8 @@ class RoleWorkerGroup(WorkerGroup):
     async def _start(self) -> list[Failed | None]:
         raise AssertionError("the workers are started by the group they belong to")
 
-    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> Unwatched | None:
-        return self._group._submit(rank, call, sequence, came)
+    def _submit(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> Unwatched | None:
+        return self._group._submit(rank, call, sequence, invocation)
 
     def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
         return self._group._take_now(replies, timeout_s)

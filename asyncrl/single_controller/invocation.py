@@ -18,6 +18,7 @@ import contextlib
 import copy
 import functools
 import threading
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ from asyncrl.single_controller.call import (
     ReturnedBatch,
 )
 from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, Execute
-from asyncrl.single_controller.mesh import MeshDispatch
+from asyncrl.single_controller.mesh import Mesh, MeshDispatch
 from asyncrl.single_controller.scatter import NO_ROWS, Scatter, Share, collect, to_fetch
 
 if TYPE_CHECKING:
@@ -98,12 +99,14 @@ class Invocation:
         "_failures",
         "_group",
         "_lock",
+        "_mesh",
         "_missing",
         "_over",
         "_plain",
         "_registration",
         "_scatter",
         "_sequences",
+        "_shares",
         "_unwatched",
         "_values",
         "_waiting",
@@ -125,19 +128,21 @@ class Invocation:
         self._group = group
         self._registration = registration
         self._scatter = scatter
+        self._mesh: Mesh | None = None
         self._plain = plain
         self.outcome = outcome
         self.progress = progress
         self._lock = threading.Lock()
         self._over = False
         self._work: Work | None = None
-        self._sequences: list[int] = []
-        self._waiting: set[int] = set()
+        self._shares: Sequence[Share] = ()
+        self._sequences = array("Q")
+        self._waiting = 0
         self._missing = 0
         self._values: list[Any] = []
-        self._failures: list[tuple[int, Reply]] = []
+        self._failures: tuple[tuple[int, Reply], ...] = ()
         self._all_came: asyncio.Event | None = None
-        self._unwatched: list[Unwatched] = []
+        self._unwatched: Sequence[Unwatched] = ()
         group._under_way.add(self)
 
     # ---------------------------------------------------------------------------------------------------- the way there
@@ -207,16 +212,19 @@ class Invocation:
         """To all ranks in one go: no other call of these workers comes between. Under the line's lock."""
         if self._over:
             return
-        group, registration = self._group, self._registration
-        arguments = self._scatter.arguments()
+        group, registration, scatter = self._group, self._registration, self._scatter
+        arguments = scatter.arguments()
         ranks = len(arguments)
         rows: Sequence[range] = ()
+        if scatter.splits:
+            self._shares = scatter.shares
         if isinstance(registration.dispatch_mode, Dispatch) and registration.dispatch_mode in PROTO_MODES:
-            ends = accumulate(len(share.index) - share.padding for share in self._scatter.shares)
+            ends = accumulate(len(share.index) - share.padding for share in self._shares)
             rows = [range(start, end) for start, end in pairwise([0, *ends])]
         self.progress.sent(ranks, rows)
         self._values = [None] * ranks
-        self._waiting = set(range(ranks))
+        self._waiting = (1 << ranks) - 1
+        replies: list[Unwatched] = []
         self._missing = ranks
         call: Call | None = None
         for rank, each in enumerate(arguments):
@@ -225,19 +233,21 @@ class Invocation:
             sequence = group._line.sequence(rank)
             self._sequences.append(sequence)
             try:
-                reply = group._submit(rank, call, sequence, functools.partial(self.came, rank))
+                reply = group._submit(rank, call, sequence, self)
             except BaseException:
                 group._skip(rank, sequence)
-                self._waiting.difference_update(range(rank, ranks))
-                self._unwatched = []
+                self._waiting &= (1 << rank) - 1
                 self._abandon()
                 raise
             if reply is not None:
-                self._unwatched.append(reply)
+                replies.append(reply)
         group._sent()
-        if self._unwatched:
+        if replies:
+            self._unwatched = replies
             group._loop.watch_soon(self)
-        self._scatter.forget_arguments()
+        # What the call was made with is not kept while workers compute.
+        self._mesh = scatter.mesh
+        del self._scatter
         self._abandon_if_over()
 
     def _abandon_if_over(self) -> None:
@@ -265,14 +275,14 @@ class Invocation:
         made. Only a thread that blocks for the result right away is faster without.
         """
         with self._lock:
-            replies, self._unwatched = self._unwatched, []
+            replies, self._unwatched = self._unwatched, ()
         for reply in replies:
             reply.watch()
 
     def wait_here(self, timeout_s: float | None) -> None:
         """Take the replies in this thread if they come soon. Otherwise they are watched when this returns."""
         with self._lock:
-            replies, self._unwatched = self._unwatched, []
+            replies, self._unwatched = self._unwatched, ()
         if not replies:
             return
         taken = False
@@ -287,9 +297,9 @@ class Invocation:
         """A rank has replied; a batch that it keeps lies in ``block``. In any thread, and never raises."""
         failed = isinstance(reply, NO_VALUE)
         with self._lock:
-            if rank not in self._waiting:
+            if not self._waiting >> rank & 1:
                 return  # taken, but for an interrupt in the middle, and watched then
-            self._waiting.discard(rank)
+            self._waiting &= ~(1 << rank)
         if failed:
             self.progress.ended(rank, "cancelled" if isinstance(reply, Cancelled) else "failed")
         elif isinstance(reply, ReturnedBatch):
@@ -303,7 +313,7 @@ class Invocation:
         with self._lock:
             self._missing -= 1
             if failed:
-                self._failures.append((rank, reply))
+                self._failures += ((rank, reply),)
             first_failure = failed and len(self._failures) == 1
             complete, all_came = self._missing == 0, self._all_came
             over = self._over
@@ -318,8 +328,7 @@ class Invocation:
 
     def _came_with(self, rank: int, plan: Plan) -> None:
         self._values[rank] = plan
-        shares = self._scatter.shares
-        share = shares[rank] if rank < len(shares) else NO_ROWS
+        share = self._shares[rank] if rank < len(self._shares) else NO_ROWS
         make = functools.partial(_part, plan, share, self.outcome.label)
         self.progress.ended(rank, "done", header=plan.header, make=make)
 
@@ -335,7 +344,7 @@ class Invocation:
             self._succeed(value)
 
     def _collect(self) -> Any:
-        registration, scatter = self._registration, self._scatter
+        registration = self._registration
         mode, label = registration.dispatch_mode, self.outcome.label
         alone = (
             registration.execute_mode is Execute.RANK_ZERO and not isinstance(mode, dict) and mode not in PROTO_MODES
@@ -343,7 +352,7 @@ class Invocation:
         if alone:
             value = self._values[0]
         else:
-            value = collect(mode, self._values, scatter.shares, group=self._group, method=label, mesh=scatter.mesh)
+            value = collect(mode, self._values, self._shares, group=self._group, method=label, mesh=self._mesh)
         if not registration.returns_batch or isinstance(value, Plan | DataProtoFuture):
             return value
         if isinstance(value, DataProto):
@@ -365,7 +374,7 @@ class Invocation:
             async with asyncio.timeout(SIBLING_GRACE_S):
                 await all_came.wait()
         self._abandon()
-        raise first_of([self._error(rank, reply) for rank, reply in list(self._failures)])
+        raise first_of([self._error(rank, reply) for rank, reply in self._failures])
 
     def _collected(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
@@ -422,7 +431,7 @@ class Invocation:
     def _abandon(self) -> None:
         """Cancel what is still going on."""
         with self._lock:
-            waiting = list(self._waiting) if self._sequences else []
+            waiting = [rank for rank in range(len(self._sequences)) if self._waiting >> rank & 1]
         for rank in waiting:
             self._group._cancel(rank, self._sequences[rank])
 

@@ -12,8 +12,9 @@ from asyncrl.data.proto import DataProto
 from asyncrl.single_controller.call import Call, Failed, Lost, ReturnedBatch
 from asyncrl.single_controller.controller_loop import ControllerLoop
 from asyncrl.single_controller.host import WorkerHost
+from asyncrl.single_controller.invocation import Invocation
 from asyncrl.single_controller.worker import WorkerContext
-from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, WorkerGroup
+from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 __all__ = ["LocalWorkerGroup"]
 
@@ -87,21 +88,21 @@ class LocalWorkerGroup(WorkerGroup):
             )
         )
 
-    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(self._hosts[rank], call, sequence, came))
+    def _submit(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(rank, call, sequence, invocation))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _run(self, host: WorkerHost, call: Call, sequence: int, came: Came) -> None:
+    async def _run(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> None:
         try:
-            reply = await host.call(call, sequence)
+            reply = await self._hosts[rank].call(call, sequence)
         except BaseException as error:
-            came(Lost(error), None)
+            invocation.came(rank, Lost(error))
             raise
         if call.keep_batch and isinstance(reply, DataProto):
-            came(ReturnedBatch(Header.of(reply)), _LocalBlock(reply))
+            invocation.came(rank, ReturnedBatch(Header.of(reply)), _LocalBlock(reply))
         else:
-            came(reply, None)
+            invocation.came(rank, reply)
 
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         return error

@@ -21,6 +21,7 @@ from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.call import Call, Failed, Lost, ReturnedBatch
 from asyncrl.single_controller.decorator import registrations
+from asyncrl.single_controller.invocation import Invocation
 from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments, value_of
 from asyncrl.single_controller.ray_message import Sealer
 from asyncrl.single_controller.ray_resource_pool import (
@@ -31,7 +32,7 @@ from asyncrl.single_controller.ray_resource_pool import (
 )
 from asyncrl.single_controller.ray_store import RayBlock, RayValue, first_line
 from asyncrl.single_controller.worker import WorkerContext
-from asyncrl.single_controller.worker_group import Came, ClassWithInitArgs, Unwatched, WorkerGroup
+from asyncrl.single_controller.worker_group import ClassWithInitArgs, Unwatched, WorkerGroup
 
 __all__ = [
     "RayClassWithInitArgs",
@@ -246,7 +247,7 @@ class RayWorkerGroup(WorkerGroup):
     def _may_send_here(self) -> bool:
         return self._ready.outcome.state == "done"
 
-    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> Unwatched | None:
+    def _submit(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> Unwatched | None:
         handle: Any = self._actors.handles[rank]
         block: RayBlock | None = None
         try:
@@ -263,7 +264,7 @@ class RayWorkerGroup(WorkerGroup):
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
         with self._count_lock:
             self._under_way_to[rank] += 1
-        return _RayReply(self, rank, call.method if call.keep_batch else None, reply, block, came)
+        return _RayReply(self, rank, call.method if call.keep_batch else None, reply, block, invocation)
 
     def _sent(self) -> None:
         self._sealer.forget()
@@ -293,7 +294,7 @@ class RayWorkerGroup(WorkerGroup):
         except ray.exceptions.RayError:
             return False  # not there yet, or failed: whoever watches tells which
         for each, value in zip(coming, values, strict=True):
-            each.take(value)
+            each(value)
         return True
 
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
@@ -369,7 +370,7 @@ class RayWorkerGroup(WorkerGroup):
 class _RayReply:
     """A reply on its way. ``keeping``: the method, if the worker keeps its batch."""
 
-    __slots__ = ("_block", "_came", "_group", "_keeping", "_rank", "ref")
+    __slots__ = ("_block", "_group", "_invocation", "_keeping", "_rank", "ref")
 
     def __init__(
         self,
@@ -378,20 +379,20 @@ class _RayReply:
         keeping: str | None,
         ref: ray.ObjectRef[Any],
         block: RayBlock | None,
-        came: Came,
+        invocation: Invocation,
     ) -> None:
         self._group = group
         self._rank = rank
         self._keeping = keeping
         self.ref = ref
         self._block = block
-        self._came = came
+        self._invocation = invocation
 
     def watch(self) -> None:
         # What ObjectRef.future() is made of, without a Future for each rank.
-        self.ref._on_completed(self.take)  # noqa: SLF001
+        self.ref._on_completed(self)  # noqa: SLF001
 
-    def take(self, value: Any) -> None:
+    def __call__(self, value: Any) -> None:
         """Hand the reply on. In the thread that waited, or in one of Ray's, where nothing may block or raise."""
         if isinstance(value, ray.exceptions.RayTaskError):
             value = Lost(value.as_instanceof_cause())
@@ -407,7 +408,7 @@ class _RayReply:
             except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
                 value = Lost(error)
         self._group._replied(self._rank, self._keeping, small=small)  # noqa: SLF001
-        self._came(value, block)
+        self._invocation.came(self._rank, value, block)
 
 
 def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:

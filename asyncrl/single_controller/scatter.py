@@ -34,7 +34,6 @@ class Share:
 
 
 NO_ROWS = Share(range(0))
-NOTHING = Arguments((), {})
 
 
 def shares(rows: int, ranks: int, *, pad: bool) -> list[Share]:
@@ -125,7 +124,7 @@ class Scatter:
                 Arguments(*_map((each.args, each.kwargs), self._store)) for each in _transpose(self._whole, self._ranks)
             ]
         else:
-            convert = self._stored_parts if self._splits and self._parts else self._store
+            convert = self._stored_parts if self.splits and self._parts else self._store
             self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), convert))
 
     def _apply_custom(self) -> None:
@@ -144,7 +143,8 @@ class Scatter:
         return all(future.done() and future.outcome.state == "done" for future in self.futures)
 
     @property
-    def _splits(self) -> bool:
+    def splits(self) -> bool:
+        """Whether batches are split by rows."""
         return isinstance(self._mode, MeshDispatch) or (isinstance(self._mode, Dispatch) and self._mode in SPLIT_MODES)
 
     @property
@@ -177,12 +177,6 @@ class Scatter:
         else:
             self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), _own))
 
-    def forget_arguments(self) -> None:
-        """They have been sent. What collecting needs stays: shares and mesh."""
-        self._whole = NOTHING
-        self._listed = None
-        self.futures = []
-
     def arguments(self) -> list[Arguments]:
         """Arguments by rank, with a :class:`Plan` for every batch. To be asked once the futures are done.
 
@@ -199,7 +193,7 @@ class Scatter:
         whole: Any = (self._whole.args, self._whole.kwargs)
         if self.futures:
             whole = _map(whole, _arrived)
-        if not self._splits:
+        if not self.splits:
             return [Arguments(*whole)] * self._ranks
         for leaf in leaves(whole):
             if isinstance(leaf, Plan):

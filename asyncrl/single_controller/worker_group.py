@@ -8,13 +8,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.outcome import Outcome
 from asyncrl.data.progress import Progress
 from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError
-from asyncrl.single_controller.call import Arguments, Call, Failed, Reply
+from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
 from asyncrl.single_controller.dispatch import Dispatch, Execute
@@ -25,7 +25,7 @@ from asyncrl.single_controller.scatter import Scatter, rows_of
 from asyncrl.single_controller.worker import Worker
 
 if TYPE_CHECKING:
-    from asyncrl.data.plan import Block, Rows
+    from asyncrl.data.plan import Rows
     from asyncrl.data.proto import DataProto
 
 __all__ = ["ClassWithInitArgs", "WorkerGroup"]
@@ -51,10 +51,7 @@ class Unwatched(Protocol):
     """A reply on its way that nobody watches yet."""
 
     def watch(self) -> None:
-        """Have ``came`` called when it is there."""
-
-
-Came: TypeAlias = "Callable[[Reply, Block | None], None]"
+        """Have the invocation told when it is there."""
 
 
 class WorkerGroup(ABC):
@@ -80,6 +77,7 @@ class WorkerGroup(ABC):
         self._owner = TaskOwner(self._loop, name=self.name)
         self._line = Line(world_size)
         self._under_way: set[Invocation] = set()
+        self._labels: dict[str, str] = {}
         self._roles: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._meshes = Meshes(self._ask_mesh, self._owner, group_name=self.name)
         self._closed = False
@@ -99,8 +97,8 @@ class WorkerGroup(ABC):
         """Place and construct the workers; what became of each rank's ``__init__``."""
 
     @abstractmethod
-    def _submit(self, rank: int, call: Call, sequence: int, came: Came) -> Unwatched | None:
-        """Send a call to a rank, without waiting; ``came(reply, block)`` in any thread, when the reply has come.
+    def _submit(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> Unwatched | None:
+        """Send a call to a rank, without waiting; tell the ``invocation`` in any thread when the reply has come.
 
         ``sequence`` numbers the calls to that rank; ``block`` will hold the batch, if the reply says that there is one.
         If a reply has to be watched to be seen, it is returned.
@@ -315,7 +313,7 @@ class WorkerGroup(ABC):
         )
         progress = Progress(self._loop.loop.time)
         kind = DataProtoFuture if registration.returns_batch else Future
-        label = f"{self.name}.{registration.name}"
+        label = self._labels.setdefault(registration.name, f"{self.name}.{registration.name}")
         future: Future[Any] = kind(self._loop, label, inputs=scatter.futures, progress=progress)
         invocation = Invocation(self, registration, scatter, future.outcome, progress, plain=plain)
         future.made_by(invocation)

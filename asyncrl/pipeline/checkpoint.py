@@ -192,7 +192,7 @@ def read_driver_state(folder: Path) -> DriverState:
         if _file(content) != _manifest(folder).get("driver.json"):
             raise CheckpointError(f"{folder}/driver.json is damaged: its digest does not match")
         return msgspec.json.decode(content, type=DriverState)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, UnicodeError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{folder} is no checkpoint that can be read: {error}") from error
 
 
@@ -202,7 +202,7 @@ def _manifest(folder: Path) -> Mapping[str, _File]:
         if _digest(bytes(sealed.files)) != sealed.xxh3_64:
             raise CheckpointError(f"{folder}/manifest.json is damaged: its digest does not match")
         return msgspec.json.decode(sealed.files, type=dict[str, _File])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, UnicodeError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{folder} is no checkpoint that can be read: {error}") from error
 
 

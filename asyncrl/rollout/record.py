@@ -76,7 +76,7 @@ def read_records(rows: bytes) -> list[RowRecord]:
     """
     try:
         return _DECODER.decode(rows)
-    except msgspec.MsgspecError as error:
+    except (UnicodeError, msgspec.MsgspecError) as error:
         raise CodecError(f"not the rows of a group: {error}") from error
 
 

@@ -1,9 +1,10 @@
+import random
 from pathlib import Path
 
 import pytest
 
 from asyncrl.errors import CheckpointError
-from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, is_checkpoint, read_driver_state
+from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, check, is_checkpoint, read_driver_state
 
 
 class FolderTrainer:
@@ -98,3 +99,47 @@ def test_a_run_without_checkpoint_says_so(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"checkpoint\.every"):
         Checkpoints(tmp_path, keep=1).latest()
     assert not is_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("times", [300, pytest.param(2500, marks=pytest.mark.slow)])
+async def test_every_cut_and_every_flipped_bit_of_any_file_is_noticed(tmp_path: Path, times: int):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    await checkpoints.save(FolderTrainer(), state(1), step=1)
+    folder = await checkpoints.save(FolderTrainer(), state(2), step=2)
+    files = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    assert [path.name for path in files] == ["driver.json", "manifest.json", "weights"]
+    dice = random.Random(0)
+    for _ in range(times):
+        victim = dice.choice(list(files))
+        content = bytearray(files[victim])
+        if dice.random() < 0.3:
+            del content[dice.randrange(len(content)) :]
+        else:
+            content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        victim.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            check(folder)
+        victim.write_bytes(files[victim])
+    check(folder)
+    (folder / "stranger").write_text("x")
+    with pytest.raises(CheckpointError, match="does not belong"):
+        check(folder)
+    assert checkpoints.latest().name == "step-000001"
+
+
+async def test_the_checkpoint_in_use_stays(tmp_path: Path):
+    first = await Checkpoints(tmp_path, keep=1).save(FolderTrainer(), state(1), step=1)
+    checkpoints = Checkpoints(tmp_path, keep=1, in_use=first)
+    for step in (2, 3):
+        await checkpoints.save(FolderTrainer(), state(step), step=step)
+    assert [path.name for path in checkpoints.all()] == ["step-000001", "step-000003"]
+
+
+async def test_checkpoints_after_the_step_a_run_goes_on_from_count_no_more(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        await checkpoints.save(FolderTrainer(), state(step), step=step)
+    checkpoints.rewind(1)
+    assert [path.name for path in checkpoints.all()] == ["step-000001"]
+    await checkpoints.save(FolderTrainer(), state(2), step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]

@@ -24,6 +24,7 @@ from engines.training.passes import LossesOf, Passes, Portion
 from engines.training.rank_group import RankGroup
 from engines.training.token_log_probs import Extras, TokenScores
 from engines.training.trainer_folder import export_model, full_tensor, load_trainer, save_trainer
+from engines.training.whole_batch import prepared_columns
 
 __all__ = ["FSDPEngine"]
 
@@ -187,7 +188,15 @@ class FSDPEngine:
         if "proximal_log_probs" not in rows.columns and (prepares or self._minibatches * self._epochs > 1):
             rows.columns["proximal_log_probs"], _ = self._score(dealing, extras="none")
         if prepares:
-            rows.columns |= self._prepare(rows, dealing.row_counts, dealing.token_counts)
+            prepared = prepared_columns(
+                self._objective,
+                rows,
+                self._ranks,
+                row_counts=dealing.row_counts,
+                token_counts=dealing.token_counts,
+                seed=(self._seed << 40) + (self._updates << 10),
+            )
+            rows.columns |= {_PREPARED + name: column for name, column in prepared.items()}
 
         steps: list[dict[str, float]] = []
         weights_of_steps: list[int] = []
@@ -341,26 +350,6 @@ class FSDPEngine:
         self._optimizer.step(lr=lr, gradient_scale=clipping_scale(gradients.norm, self._max_grad_norm))
         self._optimizer_steps += 1
         return gradients.metrics | {"loss": gradients.loss, "grad_norm": gradients.norm, "lr": lr}
-
-    def _prepare(self, rows: PackedRows, row_counts: Sequence[int], token_counts: Sequence[int]) -> dict[str, Tensor]:
-        """[T] columns that the objective needs of the tokens of all ranks; every rank computes them alike."""
-        mine, rank = rows.mask, self._ranks.rank
-        row_of = (rows.row_of[mine] + sum(row_counts[:rank])).double()
-        batch = {
-            name: self._ranks.concatenated(rows.columns[name][mine], token_counts)
-            for name in ("proximal_log_probs", "behaviour_log_probs", "advantages")
-        }
-        whole = self._objective.prepare(
-            **batch,
-            rows=self._ranks.concatenated(row_of, token_counts).long(),
-            seed=(self._seed << 40) + (self._updates << 10),
-        )
-        first = sum(token_counts[:rank])
-        prepared: dict[str, Tensor] = {}
-        for name, column in whole.items():
-            prepared[_PREPARED + name] = torch.zeros(len(mine))
-            prepared[_PREPARED + name][mine] = column[first : first + token_counts[rank]].float()
-        return prepared
 
     def _policy_losses(self, rows: PackedRows, scores: TokenScores, stream: RowStream, mask: Tensor) -> TokenLosses:
         columns = {name: stream.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}

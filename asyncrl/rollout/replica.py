@@ -19,6 +19,8 @@ __all__ = ["EngineFactory", "Replica", "Supervision"]
 
 _log = logging.getLogger(__name__)
 
+_DOUBT_TOKENS = 4096.0  # how much less than others a suspect replica must have to do before it is preferred
+
 EngineFactory: TypeAlias = Callable[[], RolloutEngine]
 
 
@@ -97,7 +99,9 @@ class Replica:
     def load(self) -> ReplicaLoad:
         """For the router."""
         version = 0 if self.engine is None else self.engine.weight_version
-        return ReplicaLoad(name=self.name, rows=self.work, serving=self.serves, weight_version=version)
+        # One that fails quickly is never busy, and would draw all requests to itself.
+        doubt = _DOUBT_TOKENS if self.health.state == "suspect" else 0.0
+        return ReplicaLoad(name=self.name, rows=self.work + doubt, serving=self.serves, weight_version=version)
 
     def begin(self, attempt: Attempt) -> None:
         """A request is on it."""

@@ -146,6 +146,8 @@ async def test_a_version_is_served_by_all_or_its_replica_is_fenced_until_the_nex
     assert (await meta_of(pool, rows(1)))["version"] == 2
     assert pool.needed_versions == {2}
     await pool.publish(manifest(3))
+    while not pool._lives["b"].serving:  # nobody waits for one that was fenced when the publication began
+        await asyncio.sleep(0)
     busy = asyncio.ensure_future(meta_of(pool, rows(1, slow=True)))
     await begun(pool, "a")
     assert (await meta_of(pool, rows(1)))["by"] == "b", "it took version 3, and serves again"

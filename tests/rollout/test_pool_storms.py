@@ -34,7 +34,7 @@ OPTIONS = PoolOptions(
     admission=AdmissionLimits(max_running=24),
     weights_s=2.0,
     wait_s=300.0,
-    vain_attempts=10,
+    vain_attempts=50,
 )
 
 

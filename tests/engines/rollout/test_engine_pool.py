@@ -86,7 +86,9 @@ class Fire:
             for name in range(clients):
                 group.create_task(self.client(pool, name))
             group.create_task(self.kill(pool, every_s=kill_every_s))
-            for version in range(1, swaps + 1):
+            version = 0
+            while version < swaps or self.kills < 2:
+                version += 1
                 await publish(version)
                 await asyncio.sleep(0.02)
             self.running = False
@@ -102,7 +104,6 @@ async def test_processes_are_killed_while_weights_change_and_every_token_is_righ
         await fire.burn(pool, publish, clients=12, swaps=60, kill_every_s=0.6)
         statistics = pool.statistics()
         pids = [pid for name in ("r0", "r1", "r2") if (pid := pid_of(pool, name)) is not None]
-    assert fire.kills >= 2
     assert statistics.migrations > 0
     assert (statistics.failed, statistics.finished) == (0, len(fire.done))
     assert statistics.tokens == sum(len(got.token_ids) for got in fire.done)
@@ -160,6 +161,5 @@ async def test_models_are_killed_while_weights_change_and_every_token_is_right(
         await fire.burn(pool, publish, clients=8, swaps=66, kill_every_s=4.0)
         statistics = pool.statistics()
     transport.close()
-    assert fire.kills >= 1
     assert statistics.failed == 0
     assert statistics.tokens == sum(len(got.token_ids) for got in fire.done)

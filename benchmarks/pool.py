@@ -1,0 +1,282 @@
+"""The pool of replicas under fire: processes that are really killed, weights that change, and what clients notice.
+
+    python benchmarks/pool.py [--json] [--engine scripted|transformers] [--replicas 4] [--seconds 120]
+                              [--kill-every 5] [--swaps 2000] [--clients 16]
+
+The engines' every token is the weight version that made it (``scripted``: asyncrl.testing.TelltaleEngine, one token a
+millisecond; ``transformers``: a model of 20,000 parameters whose version v can only say v), so a wrong label shows by
+itself. Requests of 1 to 200 tokens come from ``--clients`` clients without a pause; weights are swapped ``--swaps``
+times, one after another, pauses in between; every ``--kill-every`` seconds a serving replica is sent SIGKILL. The run
+ends when the swaps are done and the seconds have passed.
+
+Re-routing is measured from the kill to the first token that a request of the dead replica gets on another. Its floor is
+the mean time between two chunks of one request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import WeightError
+from asyncrl.interfaces import GenerationRequest, SamplingParams, WeightTransport
+from asyncrl.rollout.pool_options import PoolOptions
+from asyncrl.rollout.replica import Supervision
+from asyncrl.rollout.replica_health import HealthPolicy
+from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.testing import EmptyTransport
+from asyncrl.weights.transport import TransportSpec
+from engines.rollout.remote_engine import RemoteEngine
+
+VOCABULARY = 67
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    value: float
+    unit: str
+    floor: float
+    ratio: float
+    goal: str
+    holds: bool
+
+
+@dataclass(slots=True)
+class Fire:
+    """What was asked for, and what came of it."""
+
+    pool: ReplicaPool
+    dice: random.Random
+    running: bool = True
+    requests: int = 0
+    tokens: int = 0
+    wrong: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    gaps_s: list[float] = field(default_factory=list)
+    rerouted_s: list[float] = field(default_factory=list)
+    swaps_s: list[float] = field(default_factory=list)
+    missed_swaps: int = 0
+    kills: int = 0
+    killed_at: dict[str, float] = field(default_factory=dict)
+    pauses: Counter[str] = field(default_factory=Counter)
+
+    async def client(self, name: int, says: Callable[[int], int]) -> None:
+        turn = 0
+        while self.running:
+            turn += 1
+            request = GenerationRequest(
+                request_id=f"{name}.{turn}",
+                prompt_token_ids=(1,) * self.dice.randint(1, 20),
+                sampling=SamplingParams(max_new_tokens=self.dice.randint(1, 200)),
+            )
+            self.requests += 1
+            try:
+                await self.check(request, says)
+            except Exception as error:  # noqa: BLE001 - what a client sees is what is measured
+                self.errors[type(error).__name__] += 1
+
+    async def check(self, request: GenerationRequest, says: Callable[[int], int]) -> None:
+        got, version, reason, before = 0, 0, None, time.perf_counter()
+        async for chunk in self.pool.generate(request):
+            now = time.perf_counter()
+            killed = self.killed_at.pop(request.request_id, None)
+            if killed is not None and chunk.token_ids:
+                self.rerouted_s.append(now - killed)
+            elif got:
+                self.gaps_s.append(now - before)
+            before = now
+            got += len(chunk.token_ids)
+            self.wrong += reason is not None or len(chunk.weight_versions) != len(chunk.token_ids)
+            for token, label in zip(chunk.token_ids, chunk.weight_versions, strict=True):
+                self.wrong += token != says(label) or label < version
+                version = label
+            reason = chunk.finish_reason
+        self.tokens += got
+        self.wrong += reason == "length" and got != request.sampling.max_new_tokens
+        self.wrong += reason not in ("length", "abort")
+
+    async def kill(self, every_s: float) -> None:
+        while self.running:
+            await asyncio.sleep(every_s)
+            serving = [status.name for status in self.pool.replicas() if status.serving]
+            if len(serving) < 2:
+                continue
+            replica = self.pool._replicas[self.dice.choice(serving)]
+            engine = replica.engine
+            if isinstance(engine, RemoteEngine) and engine.pid is not None:
+                now = time.perf_counter()
+                self.killed_at |= {attempt.request_id.partition("~")[0]: now for attempt in replica.attempts}
+                os.kill(engine.pid, signal.SIGKILL)
+                self.kills += 1
+
+    async def swap(self, publish: Callable[[int], Any], swaps: int) -> None:
+        for version in range(1, swaps + 1):
+            begin = time.perf_counter()
+            try:
+                await publish(version)
+            except WeightError:
+                self.missed_swaps += 1
+            self.swaps_s.append(time.perf_counter() - begin)
+            if version % 50 == 0:
+                mode: Any = self.dice.choice(("keep", "keep", "drain", "abort"))
+                await self.pool.pause(mode)
+                self.pauses[mode] += 1
+                await self.pool.resume()
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else float("nan")
+
+
+def telltale(folder: Path) -> Callable[[int], dict[str, Any]]:
+    """A model folder, and weights by version: the layers add nothing, and only row ``version`` of the head is high."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model: Any = transformers.LlamaForCausalLM(config)
+
+    def weights(version: int) -> dict[str, Any]:
+        tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        for name, tensor in tensors.items():
+            if "o_proj" in name or "down_proj" in name:
+                tensor.zero_()
+            elif "embed_tokens" in name or "norm" in name:
+                tensor.fill_(1.0)
+            elif name == "lm_head.weight":
+                tensor.fill_(-1.0)
+                tensor[version % VOCABULARY] = 1.0
+        return tensors
+
+    with torch.no_grad():
+        for name, tensor in weights(0).items():
+            model.get_parameter(name).copy_(tensor)
+    model.save_pretrained(folder)
+    return weights
+
+
+async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
+    transport: WeightTransport
+    if given.engine == "transformers":
+        from engines.weights.shared_memory import SharedMemoryTransport
+
+        weights, says = telltale(folder), lambda label: label % VOCABULARY
+        namespace = f"benchmark-{os.getpid()}"
+        transport = SharedMemoryTransport(namespace=namespace, max_versions=4)
+        spec = TransportSpec(name="shared_memory", namespace=namespace)
+        made: dict[str, Any] = {"engine": "transformers", "options": {"device": "cpu"}, "threads": 1}
+    else:
+        weights, says = lambda _version: {}, lambda label: label
+        transport = EmptyTransport()
+        spec = TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="none")
+        made = {"engine": "asyncrl.testing:TelltaleEngine", "options": {"token_s": 0.001}}
+    options = PoolOptions(
+        supervision=Supervision(health=HealthPolicy(restart_s=0.2, max_restart_s=5.0), probe_every_s=2.0),
+        weights_s=60.0,
+        max_away=given.max_away,
+    )
+    factories = {f"r{n}": lambda: RemoteEngine(str(folder), transport=spec, **made) for n in range(given.replicas)}
+    held: set[int] = set()
+    async with ReplicaPool(factories, options=options) as pool:
+        fire = Fire(pool, random.Random(0))
+
+        async def publish(version: int) -> None:
+            manifest = await asyncio.to_thread(transport.publish, weights(version).items(), version=version)
+            held.add(version)
+            try:
+                await pool.publish(manifest)
+            finally:
+                for old in held - pool.needed_versions:
+                    transport.release(old)
+                    held.discard(old)
+
+        begin = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for name in range(given.clients):
+                group.create_task(fire.client(name, says))
+            killing = group.create_task(fire.kill(given.kill_every))
+            await fire.swap(publish, given.swaps)
+            await asyncio.sleep(max(0.0, given.seconds - (time.perf_counter() - begin)))
+            fire.running = False
+            killing.cancel()
+        lasted_s = time.perf_counter() - begin
+        told = pool.statistics()
+    transport.close()
+    return figures(fire, told, lasted_s)
+
+
+def figures(fire: Fire, told: Any, lasted_s: float) -> list[Figure]:
+    def plain(name: str, value: float, unit: str, goal: str = "", holds: bool = True) -> Figure:
+        return Figure(name, value, unit, 0.0, 0.0, goal, holds)
+
+    gap_s = statistics.fmean(fire.gaps_s)
+    reroute_s = quantile(fire.rerouted_s, 0.99)
+    kills_held = told.restarts >= fire.kills - len(told.replicas)
+    return [
+        plain("wrong labels, lost and doubled tokens", fire.wrong, "tokens", "0", fire.wrong == 0),
+        plain("errors seen by clients", fire.errors.total(), "requests", "0", not fire.errors),
+        plain("replicas killed", fire.kills, "kills"),
+        plain("engines made again", told.restarts, "engines", "each that was killed", kills_held),
+        plain("requests moved", told.migrations, "requests"),
+        Figure("re-routing, p99", reroute_s, "s", gap_s, reroute_s / gap_s, "<= 2 s", not reroute_s > 2.0),
+        plain("weight swaps", len(fire.swaps_s) - fire.missed_swaps, "swaps"),
+        plain("swap, median", statistics.median(fire.swaps_s or [0.0]), "s"),
+        plain("pauses", fire.pauses.total(), "pauses"),
+        plain("requests", fire.requests, "requests"),
+        plain("tokens", fire.tokens, "tokens", "as many as the pool counted", fire.tokens == told.tokens),
+        plain("tokens per second", fire.tokens / lasted_s, "1/s"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--engine", choices=("scripted", "transformers"), default="scripted")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--kill-every", type=float, default=5.0)
+    parser.add_argument("--swaps", type=int, default=2000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--max-away", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = asyncio.run(measure(given, Path(folder)))
+    machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "system": platform.platform()}
+    if given.json:
+        json.dump({"machine": machine, "figures": [asdict(figure) for figure in measured]}, sys.stdout, indent=1)
+        print()
+        return
+    for figure in measured:
+        goal = f"   goal {figure.goal}: {'holds' if figure.holds else 'DOES NOT HOLD'}" if figure.goal else ""
+        floor = f"   ({figure.ratio:.1f} x {figure.floor:.4g})" if figure.floor else ""
+        print(f"{figure.name:40} {figure.value:12.4g} {figure.unit}{floor}{goal}")
+
+
+if __name__ == "__main__":
+    main()

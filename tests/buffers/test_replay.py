@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import doctest
 import random
-import selectors
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
 from asyncrl.pipeline.certificate import certify
 from asyncrl.pipeline.staleness import AdmissionLaw
+from asyncrl.simulation import VirtualLoop
 from buffers.replay import AsyncReplayBuffer
 
 ROWS = object()
@@ -35,27 +35,6 @@ def summary(slot: int, version: int = 0, *, tokens: int = 10) -> GroupSummary:
         rewards=(0.0,),
         lengths=(tokens,),
     )
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time stands still while anything can run, then jumps to the next timer. A wait without a timer is a deadlock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        loop = self
-
-        class Jump(selectors.SelectSelector):
-            def select(self, timeout: float | None = None) -> list:
-                ready = super().select(0)
-                if not ready:
-                    assert timeout is not None, "everybody waits and no timer is set"
-                    loop.now += timeout
-                return ready
-
-        super().__init__(Jump())
-
-    def time(self) -> float:
-        return self.now
 
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop, "virtual": VirtualLoop}

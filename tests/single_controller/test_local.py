@@ -16,6 +16,7 @@ from blockbuster import blockbuster_ctx
 
 from asyncrl.data import DataProto
 from asyncrl.errors import DeadlineError, InfrastructureError
+from asyncrl.simulation import run_virtually
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 
@@ -44,24 +45,8 @@ class Clockwork(Worker):
         return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time that jumps to the next timer instead of passing."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        if not self._ready and scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, min(handle.when() for handle in scheduled))
-        super()._run_once()  # type: ignore[misc]
-
-
 def virtually(story: Any) -> Any:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(story())
+    return run_virtually(story())
 
 
 def on_this_loop(world_size: int = 2) -> LocalWorkerGroup:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +94,47 @@ def test_one_future_awaited_by_loops_of_several_threads(doubler: WorkerGroup) ->
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert found == [DOUBLED] * 3
+
+
+@pytest.mark.slow
+def test_in_cells_of_marimo(tmp_path: Path) -> None:
+    pytest.importorskip("marimo")
+    program = tmp_path / "cells.py"
+    program.write_text(CELLS)
+    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.stdout == "[0, 2, 4] [0, 2, 4]\n", ran.stderr
+
+
+CELLS = """
+import marimo
+app = marimo.App()
+
+@app.cell
+def _():
+    import torch
+    from asyncrl import ClassWithInitArgs, DataProto, Dispatch, Worker, register
+    from asyncrl.single_controller.local import LocalWorkerGroup
+
+    class Doubler(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        async def double(self, batch: DataProto) -> DataProto:
+            return DataProto.from_dict({"x": batch.batch["x"] * 2})
+
+    group = LocalWorkerGroup(ClassWithInitArgs(Doubler), world_size=2)
+    future = group.double(DataProto.from_dict({"x": torch.arange(3)}))
+    return future, group
+
+@app.cell
+async def _(future):
+    awaited = (await future).batch["x"].tolist()
+    return (awaited,)
+
+@app.cell
+def _(awaited, future):
+    blocked = future.result(timeout=10).batch["x"].tolist()
+    print(awaited, blocked)
+    return
+
+if __name__ == "__main__":
+    app.run()
+"""

@@ -74,7 +74,7 @@ class ChatTurn:
                 prompt = await asyncio.to_thread(render)
             else:
                 prompt = render()
-        except (TemplateError, TypeError) as error:  # templates raise TypeError on shapes they do not expect
+        except (TemplateError, TypeError, KeyError) as error:  # the latter two on shapes they do not expect
             raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
         sampling = dataclasses.replace(
             sampling,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from asyncrl.agents.chat import ChatRenderer
 from asyncrl.errors import ConfigError
 from asyncrl.interfaces import Message, Tool
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ModelText", "RenderingReport"]
+
+_REFUSED = (TemplateError, ConfigError, TypeError, ValueError, KeyError)
+"""What templates raise on conversations that they were not written for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +136,6 @@ def _shortened(history: Sequence[Message]) -> list[Message]:
 
 def _short_history_suffices(renderer: ChatRenderer) -> bool:
     """Whether the template writes the same after a turn when only part of what came before is given."""
-    from jinja2 import TemplateError
-
     opening: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     middle: list[Message] = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     tool = Tool(name="t", description="d", parameters={"type": "object", "properties": {}})
@@ -147,11 +150,11 @@ def _short_history_suffices(renderer: ChatRenderer) -> bool:
             for tools in ((), (tool,)):
                 try:
                     whole = renderer.extend(history, [], new_messages, tools)
-                except (TemplateError, ConfigError):  # a shape that this template never takes
+                except _REFUSED:  # a shape that this template never takes
                     continue
                 try:
                     if renderer.extend(_shortened(history), [], new_messages, tools) != whole:
                         return False
-                except (TemplateError, ConfigError):
+                except _REFUSED:
                     return False
     return True

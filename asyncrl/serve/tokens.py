@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Literal
 
@@ -61,39 +61,47 @@ async def generate(call: Call) -> web.StreamResponse:
     prompt = tuple(body.prompt_token_ids)
     place = session.token_prompt(prompt) if session is not None else None
     (request,) = call.requests(prompt, sampling, choices=1)
+
+    def keep(generation: Generation) -> None:
+        if session is not None and place is not None and generation.finish_reason != "abort" and generation.token_ids:
+            text = call.face.text.decode(generation.token_ids) if call.face.text is not None else ""
+            call.face.sessions.add(session, place, generation, {"role": "assistant", "content": text})
+
     if body.stream:
-        generation, answer = await _stream(call, request)
-    else:
-        generation = await call.collect(request)
-        answer = call.answer(
-            GenerateAnswer(
-                request_id=call.id,
-                token_ids=generation.token_ids,
-                log_probs=generation.log_probs,
-                weight_versions=version_spans(generation.weight_versions),
-                finish_reason=generation.finish_reason,
-            )
+        return await _stream(call, request, keep)
+    generation = await call.collect(request)
+    keep(generation)
+    return call.answer(
+        GenerateAnswer(
+            request_id=call.id,
+            token_ids=generation.token_ids,
+            log_probs=generation.log_probs,
+            weight_versions=version_spans(generation.weight_versions),
+            finish_reason=generation.finish_reason,
         )
-    if session is not None and place is not None and generation.finish_reason != "abort" and generation.token_ids:
-        text = call.face.text.decode(generation.token_ids) if call.face.text is not None else ""
-        call.face.sessions.add(session, place, generation, {"role": "assistant", "content": text})
-    return answer
+    )
 
 
-async def _stream(call: Call, request: GenerationRequest) -> tuple[Generation, web.StreamResponse]:
+async def _stream(call: Call, request: GenerationRequest, keep: Callable[[Generation], None]) -> web.StreamResponse:
+    """Whoever has read the last event finds the turn in the session, and the session at rest."""
     events = call.events()
     whole = GatheredChunks()
+    last: GenerateAnswer | None = None
     async with aclosing(call.stream(request)) as chunks:
         async for chunk in chunks:
             begin = len(whole.token_ids)
             whole.add(chunk)
-            await events.send(
-                GenerateAnswer(
-                    request_id=call.id,
-                    token_ids=chunk.token_ids,
-                    log_probs=chunk.log_probs,
-                    weight_versions=version_spans(chunk.weight_versions, offset=begin),
-                    finish_reason=chunk.finish_reason,
-                )
+            event = GenerateAnswer(
+                request_id=call.id,
+                token_ids=chunk.token_ids,
+                log_probs=chunk.log_probs,
+                weight_versions=version_spans(chunk.weight_versions, offset=begin),
+                finish_reason=chunk.finish_reason,
             )
-    return whole.generation(request), await events.end()
+            if chunk.finish_reason is None:
+                await events.send(event)
+            else:
+                last = event
+    keep(whole.generation(request))
+    await events.send(last)
+    return await events.end()

@@ -113,6 +113,22 @@ async def test_tokens_go_on_from_tokens(serve):
         assert branches[0]["loss_mask"] == [False, False, True, True, False, True, True]
 
 
+async def test_a_reward_may_follow_the_last_event_at_once(serve):
+    async with serve(lambda prompt: "it<|end|>") as served:
+        body = {"prompt_token_ids": [5, 6], "stream": True}
+        async with served.client.post(f"{served.url}/sessions/s/generate", json=body) as answer:
+            async for line in answer.content:
+                if b'"finish_reason":"stop"' in line:
+                    kept = await served.post("/sessions/s/reward", {"reward": 1.0})
+        assert kept["trajectories"] == 1
+        body = {**ask(user("say it")), "stream": True}
+        async with served.client.post(f"{served.url}/sessions/s/v1/chat/completions", json=body) as answer:
+            async for line in answer.content:
+                if b"[DONE]" in line:
+                    kept = await served.post("/sessions/s/reward", {"reward": 1.0})
+        assert kept["kept"] == "00000001.asyncrl"
+
+
 async def test_sessions_have_bounds(serve):
     limits = Limits(sessions=1, session_tokens=4)
     async with serve(limits=limits) as served:

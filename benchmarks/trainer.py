@@ -1,12 +1,20 @@
-"""What a policy update costs on ragged rows, against a plain padded loop of transformers and AdamW.
+"""What a policy update costs on ragged rows, against a plain padded loop of transformers and AdamW, and against TRL.
 
-    python benchmarks/trainer.py [--json] [--model 0.5m|135m] [--rows 128] [--rounds 7] [--threads 1]
+    python benchmarks/trainer.py [--json] [--model 25m|0.5m|135m] [--rows 32] [--rounds 3] [--threads 1]
+    python benchmarks/trainer.py --device cuda --model 135m --rows 256    # bfloat16; prints MFU too
+    python benchmarks/trainer.py --trl-python trl/bin/python              # a Python that has TRL, torch, transformers
+    python benchmarks/trainer.py --attention                              # ways to attend within packed rows
 
-Both train the same rows (40..80 tokens, a prompt of 16) with the same objective. The plain loop is what one writes
-first: rows in the order they come, padded to the longest of a micro-batch with an attention mask, logits of every
-position, log_softmax in float32, gradients accumulated, clipped, AdamW. It computes micro-batches of the same budget of
-padded tokens. Loop and engine take turns; figures are medians over the rounds. That both do the same update is checked
-before anything is measured.
+All train the same rows with the same objective: lengths lognormal with mean 256 (sigma 1), at most 2048, a prompt of 16
+tokens. The plain loop is what one writes: rows in the order they come, padded to the longest of a micro-batch with an
+attention mask, logits of every position, log_softmax in float32, gradients accumulated, clipped, AdamW. TRL's
+GRPOTrainer computes its own loss on the same micro-batches (``_compute_loss``, without generation), and AdamW steps.
+All have the same budget of padded tokens a micro-batch. They take turns; figures are medians over the rounds. That loop
+and engine do the same update is checked before anything is measured. With one thread on the CPU the time is the
+process's own CPU time, so that neighbours on the machine do not count; otherwise it is the wall's.
+
+Peak memory is that of a forward and backward pass from hidden states to log-probs and entropies, 1024 tokens and a
+vocabulary of 151,936, in processes of their own: the highest resident size minus that before.
 """
 
 from __future__ import annotations
@@ -16,15 +24,18 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -36,8 +47,9 @@ from asyncrl.data.ragged import rows_of
 from engines.training.fsdp_engine import FSDPEngine
 
 PROMPT = 16
-MAX_TOKENS = 8192
+MEAN, LONGEST = 256, 2048
 LR = 1e-3
+PEAK_TOKENS, PEAK_HIDDEN, PEAK_VOCABULARY = 1024, 128, 151_936
 MODELS = {
     "0.5m": LlamaConfig(
         vocab_size=512,
@@ -48,8 +60,17 @@ MODELS = {
         num_key_value_heads=2,
         tie_word_embeddings=True,
     ),
+    "25m": LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
     "135m": LlamaConfig(
-        vocab_size=49152,
+        vocab_size=49_152,
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=30,
@@ -58,6 +79,8 @@ MODELS = {
         tie_word_embeddings=True,
     ),
 }
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0}
+"""Dense bfloat16, by a part of the device's name; vendors' figures."""
 
 
 @dataclass
@@ -74,32 +97,43 @@ class Figure:
 class PlainLoop:
     """The peer."""
 
-    def __init__(self, folder: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(self, folder: str, *, device: str, max_tokens: int) -> None:
+        self.device = device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
         self.objective = PolicyObjective()
+        self.max_tokens = max_tokens
 
     def microbatches(self, batch: DataProto) -> list[slice]:
         assert batch.batch is not None
         lengths = batch.batch["input_ids"].offsets().diff().tolist()
         cuts, start, longest = [], 0, 0
         for row, length in enumerate(lengths):
-            if (row + 1 - start) * max(longest, length) > MAX_TOKENS:
+            if row > start and (row + 1 - start) * max(longest, length) > self.max_tokens:
                 cuts.append(slice(start, row))
                 start, longest = row, 0
             longest = max(longest, length)
         return [*cuts, slice(start, len(lengths))]
 
+    def padding(self, batch: DataProto) -> float:
+        """Share of computed cells that hold no token."""
+        assert batch.batch is not None
+        lengths = batch.batch["input_ids"].offsets().diff().tolist()
+        cells = sum(len(lengths[rows]) * max(lengths[rows]) for rows in self.microbatches(batch))
+        return 1.0 - sum(lengths) / cells
+
     def forward(self, batch: DataProto) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         assert batch.batch is not None
         columns = {
-            name: pad_sequence(rows_of(batch.batch[name]), batch_first=True)
+            name: pad_sequence(rows_of(batch.batch[name]), batch_first=True).to(self.device)
             for name in ("input_ids", "loss_mask", "behaviour_log_probs")
         }
         ids = columns["input_ids"]
         lengths = batch.batch["input_ids"].offsets().diff()
-        attended = torch.arange(ids.shape[1]) < lengths[:, None]
-        logits = self.model(input_ids=ids, attention_mask=attended.long(), use_cache=False).logits[:, :-1]
+        attended = (torch.arange(ids.shape[1]) < lengths[:, None]).long().to(self.device)
+        with torch.autocast("cuda", dtype=self.dtype, enabled=self.device == "cuda"):
+            logits = self.model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
         log_p = logits.float().log_softmax(dim=-1)
         with torch.no_grad():
             entropy = -(log_p.exp() * log_p).sum(dim=-1)
@@ -118,7 +152,7 @@ class PlainLoop:
                 current_log_probs=current,
                 proximal_log_probs=current.detach(),
                 behaviour_log_probs=columns["behaviour_log_probs"][:, 1:],
-                advantages=part.batch["advantages"][:, None].expand_as(current),
+                advantages=part.batch["advantages"].to(self.device)[:, None].expand_as(current),
                 mask=columns["loss_mask"][:, 1:],
                 entropy=entropy,
             )
@@ -135,113 +169,298 @@ class PlainLoop:
             self.forward(batch[rows])
 
 
+class Trl:
+    """TRL's trainer in a Python of its own; does one update when told to, and says how long that took."""
+
+    def __init__(self, python: str, folder: str, batch: DataProto, cuts: list[slice], *, threads: int) -> None:
+        assert batch.batch is not None
+        rows = {name: batch.batch[name].values() for name in ("input_ids",)}
+        rows |= {"offsets": batch.batch["input_ids"].offsets(), "advantages": batch.batch["advantages"]}
+        rows["cuts"] = torch.tensor([rows.stop for rows in cuts])
+        save_file({name: tensor.contiguous() for name, tensor in rows.items()}, Path(folder) / "rows.safetensors")
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("trainer_trl.py")), folder, str(PROMPT), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.version = self._answer("ready")
+
+    def update(self) -> float:
+        """Seconds of one update."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("update\n")
+        self._process.stdin.flush()
+        return float(self._answer("took"))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.split()[1]
+        raise RuntimeError(f"TRL's process ended with {self._process.wait()}; see what it printed above")
+
+
 def ragged_rows(count: int, vocabulary: int) -> DataProto:
     draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(40, 81, (count,), generator=draw).tolist()
+    lengths = torch.exp(torch.randn(count, generator=draw) + torch.tensor(float(MEAN)).log() - 0.5)
+    lengths = lengths.round().clamp(PROMPT + 1, LONGEST).int().tolist()
     return DataProto.from_dict(
         tensors={
             "input_ids": [torch.randint(0, vocabulary, (length,), generator=draw) for length in lengths],
             "loss_mask": [torch.arange(length) >= PROMPT for length in lengths],
-            "behaviour_log_probs": [-6.0 + torch.rand(length, generator=draw) for length in lengths],
+            "behaviour_log_probs": [-10.0 + torch.rand(length, generator=draw) for length in lengths],
             "advantages": torch.randn(count, generator=draw),
         }
     )
 
 
-def interleaved(left: Callable[[], object], right: Callable[[], object], *, rounds: int) -> tuple[float, float]:
-    """Median seconds of both, taking turns."""
-    durations: tuple[list[float], list[float]] = ([], [])
+def interleaved(*calls: Callable[[], object], rounds: int, device: str, threads: int) -> list[float]:
+    """Median seconds of each, taking turns. A call that returns a float has measured itself."""
+    clock = time.process_time if device == "cpu" and threads == 1 else time.perf_counter
+    durations: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        for call, taken in zip((left, right), durations, strict=True):
-            started = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - started)
-    return statistics.median(durations[0]), statistics.median(durations[1])
+        for call, taken in zip(calls, durations, strict=True):
+            started = clock()
+            measured = call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            taken.append(measured if isinstance(measured, float) else clock() - started)
+    return [statistics.median(each) for each in durations]
 
 
-def measure(*, model: str, rows: int, rounds: int, threads: int) -> list[Figure]:
-    config = MODELS[model]
-    batch = ragged_rows(rows, config.vocab_size)
+def measure(arguments: argparse.Namespace, notes: dict[str, object]) -> list[Figure]:
+    config = MODELS[arguments.model]
+    batch = ragged_rows(arguments.rows, config.vocab_size)
     assert batch.batch is not None
-    tokens = len(batch.batch["input_ids"].values())
+    lengths = batch.batch["input_ids"].offsets().diff().tolist()
+    tokens = sum(lengths)
+    turns = {"rounds": arguments.rounds, "device": arguments.device, "threads": arguments.threads}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        plain = PlainLoop(folder)
+        plain = PlainLoop(folder, device=arguments.device, max_tokens=arguments.max_tokens)
+        notes["padding_of_the_plain_loop"] = round(plain.padding(batch), 3)
         engine = FSDPEngine(
             folder,
             objective=PolicyObjective(),
             lr=LR,
-            device="cpu",
-            threads=threads,
-            max_tokens_per_microbatch=MAX_TOKENS,
+            device=arguments.device,
+            dtype="bfloat16" if arguments.device == "cuda" else "float32",
+            threads=arguments.threads,
+            max_tokens_per_microbatch=arguments.max_tokens,
         )
-        for _ in range(2):
-            expected, found = plain.update(batch), engine.update(batch)["loss"]
-            if abs(expected - found) > 1e-3 * max(1.0, abs(expected)):
-                raise RuntimeError(f"the two do different updates: loss {expected} and {found}")
-
-        engine_s, plain_s = interleaved(lambda: engine.update(batch), lambda: plain.update(batch), rounds=rounds)
-        score_s, plain_score_s = interleaved(
-            lambda: engine.log_probs(batch), lambda: plain.log_probs(batch), rounds=rounds
-        )
+        expected, found = plain.update(batch), engine.update(batch)["loss"]
+        if abs(expected - found) > (1e-3 if arguments.device == "cpu" else 2e-2) * max(1.0, abs(expected)):
+            raise RuntimeError(f"the two do different updates: loss {expected} and {found}")
+        calls: list[Callable[[], object]] = [lambda: bool(engine.update(batch)), lambda: bool(plain.update(batch))]
+        trl = None
+        if arguments.trl_python:
+            trl = Trl(arguments.trl_python, folder, batch, plain.microbatches(batch), threads=arguments.threads)
+            notes["trl"] = trl.version
+            trl.update()
+            calls.append(trl.update)
+        else:
+            notes["trl"] = "skipped: no --trl-python"
+        engine_s, plain_s, *trl_s = interleaved(*calls, **turns)
+        if trl is not None:
+            trl.close()
+        score_s, plain_score_s = interleaved(lambda: engine.log_probs(batch), lambda: plain.log_probs(batch), **turns)
         weights = [tensor.detach() for tensor in plain.model.parameters()]
         publish_s, copy_s = interleaved(
             lambda: [tensor.clone() for _, tensor in engine.named_tensors()],
             lambda: [tensor.clone() for tensor in weights],
-            rounds=max(rounds, 20),
+            **(turns | {"rounds": max(arguments.rounds, 10)}),
         )
+        flops = 3 * 2 * sum(engine._cost.of(length, length - PROMPT) for length in lengths)
         engine.close()
 
-    def against(name: str, value: float, unit: str, floor: float, *, at_most: float) -> Figure:
-        ratio = value / floor
-        return Figure(name, value, unit, floor, ratio, f"ratio <= {at_most}", ratio <= at_most)
+    def speed(name: str, seconds: float, peer_s: float, *, at_least: float) -> Figure:
+        ratio = peer_s / seconds
+        return Figure(
+            name, tokens / seconds, "tokens/s", tokens / peer_s, ratio, f"ratio >= {at_least:g}", ratio >= at_least
+        )
 
-    speed = Figure(
-        "update_tokens",
-        tokens / engine_s,
-        "tokens/s",
-        tokens / plain_s,
-        plain_s / engine_s,
-        "ratio >= 1.0",
-        engine_s <= plain_s,
-    )
-    return [
-        against(f"update_{rows}_rows", engine_s * 1e3, "ms", plain_s * 1e3, at_most=1.0),
-        speed,
-        against(f"log_probs_{rows}_rows", score_s * 1e3, "ms", plain_score_s * 1e3, at_most=1.0),
+    figures = [
+        speed("update_against_plain_loop", engine_s, plain_s, at_least=2.0),
+        *(speed("update_against_trl", engine_s, each, at_least=1.0) for each in trl_s),
+        speed("log_probs_against_plain_loop", score_s, plain_score_s, at_least=1.0),
         # Two milliseconds: what walking over the tensors may cost where there is next to nothing to copy.
-        against("gather_weights_for_publishing", publish_s * 1e3, "ms", copy_s * 1e3 + 2.0, at_most=1.5),
+        _at_most("gather_weights_for_publishing", publish_s * 1e3, "ms", copy_s * 1e3 + 2.0, 1.5),
     ]
+    if arguments.device == "cuda":
+        device = torch.cuda.get_device_name()
+        peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), float("nan"))
+        figures.append(
+            Figure("mfu", flops / engine_s / 1e12, "TFLOP/s", peak, flops / engine_s / 1e12 / peak, "ratio > 0", True)
+        )
+    return figures
+
+
+def _at_most(name: str, value: float, unit: str, floor: float, bound: float) -> Figure:
+    return Figure(name, value, unit, floor, value / floor, f"ratio <= {bound}", value / floor <= bound)
+
+
+# -------------------------------------------------------------------------------------------------------- peak memory
+
+
+def peak_of_a_pass(way: str) -> int:
+    """Bytes that one forward and backward pass adds to this process at most."""
+    from engines.training.token_log_probs import Head, token_log_probs
+
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(PEAK_TOKENS, PEAK_HIDDEN, generator=draw).requires_grad_()
+    weight = (torch.randn(PEAK_VOCABULARY, PEAK_HIDDEN, generator=draw) * 0.05).requires_grad_()
+    targets = torch.randint(0, PEAK_VOCABULARY, (PEAK_TOKENS,), generator=draw)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
+    before = _status("VmRSS")
+    if way == "fused":
+        scores = token_log_probs(
+            hidden, targets, head=Head(weight), vocabulary=PEAK_VOCABULARY, extras="entropy_gradient"
+        )
+        (scores.log_probs - 0.01 * scores.entropy).sum().backward()
+    else:
+        log_p = (hidden @ weight.T).float().log_softmax(dim=-1)
+        entropy = -(log_p.exp() * log_p).sum(dim=-1)
+        (log_p.gather(-1, targets[:, None]).squeeze(-1) - 0.01 * entropy).sum().backward()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    """Bytes, from the kernel."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"the kernel tells no {field}")
+
+
+def measure_memory() -> Figure:
+    found: dict[str, int] = {}
+    for way in ("fused", "naive"):
+        program = subprocess.run(
+            [sys.executable, __file__, "--peak", way], capture_output=True, text=True, check=True, env=os.environ
+        )
+        found[way] = int(program.stdout.split()[-1])
+    return _at_most("peak_memory_of_log_probs", found["fused"] / 2**20, "MiB", found["naive"] / 2**20, 0.35)
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def measure_attention(rounds: int) -> list[Figure]:
+    """Forward and backward of one layer's attention over a stream; the value is ours, the floor another way."""
+    from types import SimpleNamespace
+    from typing import Any, cast
+
+    from engines.training.packed_attention import RowsOfStream, packed_attention
+
+    draw = torch.Generator().manual_seed(0)
+    short = torch.randint(24, 61, (96,), generator=draw).tolist()
+    batch = ragged_rows(8, 100).batch
+    assert batch is not None
+    figures: list[Figure] = []
+    for case, found, heads, kv_heads, size in (
+        ("short_rows", short, 4, 4, 24),
+        ("lognormal_rows", batch["input_ids"].offsets().diff().tolist(), 6, 2, 64),
+    ):
+        lengths = sorted(found, reverse=True)
+        total = sum(lengths)
+        leaves = [
+            torch.randn(1, total, each, size, generator=draw).transpose(1, 2).requires_grad_()
+            for each in (heads, kv_heads, kv_heads)
+        ]
+        layer = cast(Any, SimpleNamespace())
+        equal = [(lengths.count(length), length) for length in sorted(set(lengths), reverse=True)]
+        alone = [(1, length) for length in lengths]
+        row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        mask = (row[:, None] == row[None, :]).tril()
+
+        def packed(
+            shapes: list[tuple[int, int]], layer: Any = layer, leaves: list[Tensor] = leaves
+        ) -> tuple[Tensor, ...]:
+            rows = RowsOfStream.of(shapes, device=torch.device("cpu"))
+            attended, _ = packed_attention(layer, *leaves, asyncrl_rows=rows)
+            return torch.autograd.grad(attended.sum(), leaves)
+
+        def block_diagonal(mask: Tensor = mask, leaves: list[Tensor] = leaves) -> tuple[Tensor, ...]:
+            attended = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+            return torch.autograd.grad(attended.sum(), leaves)
+
+        def padded(lengths: list[int] = lengths, leaves: list[Tensor] = leaves) -> tuple[Tensor, ...]:
+            pieces = [
+                pad_sequence([part[0].transpose(0, 1) for part in each.split(lengths, dim=2)], batch_first=True)
+                for each in leaves
+            ]
+            q, k, v = (each.transpose(1, 2) for each in pieces)
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return torch.autograd.grad(attended.sum(), leaves)
+
+        ways: list[Callable[[], object]] = [
+            lambda shapes=equal: packed(shapes),  # type: ignore[misc]
+            lambda shapes=alone: packed(shapes),  # type: ignore[misc]
+            block_diagonal,
+            padded,
+        ]
+        for way in ways:
+            way()
+        ours, *others = interleaved(*ways, rounds=rounds, device="cpu", threads=1)
+        for name, other in zip(("one_call_a_row", "block_diagonal_mask", "all_padded"), others, strict=True):
+            figures.append(_at_most(f"{case}_against_{name}", ours * 1e3, "ms", other * 1e3, 1.1))
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--model", choices=sorted(MODELS), default="0.5m")
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", choices=sorted(MODELS), default="25m")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=4096, help="padded tokens of a micro-batch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
+    parser.add_argument("--attention", action="store_true", help="compare ways of attention, and nothing else")
+    parser.add_argument("--peak", choices=["fused", "naive"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(arguments.threads)
-    figures = measure(model=arguments.model, rows=arguments.rows, rounds=arguments.rounds, threads=arguments.threads)
+    if arguments.peak:
+        print(peak_of_a_pass(arguments.peak))
+        return
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: nothing was measured", file=sys.stderr)
+        return
+    notes: dict[str, object] = {}
+    if arguments.attention:
+        figures = measure_attention(max(arguments.rounds, 5))
+    else:
+        figures = [*measure(arguments, notes), measure_memory()]
     machine = {
         "cpus": os.cpu_count(),
         "threads": arguments.threads,
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "model": arguments.model,
+        "rows": arguments.rows,
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **notes,
     }
     if arguments.json:
         json.dump({"machine": machine, "figures": [asdict(figure) for figure in figures]}, sys.stdout, indent=2)
         print()
         return
+    for name, value in notes.items():
+        print(f"{name}: {value}")
     for each in figures:
         verdict = "holds" if each.holds else "DOES NOT HOLD"
         print(
-            f"{each.name:32s} {each.value:10.1f} {each.unit:9s} plain {each.floor:10.1f}  "
+            f"{each.name:40s} {each.value:10.1f} {each.unit:9s} peer {each.floor:10.1f}  "
             f"ratio {each.ratio:5.2f}  {each.goal}: {verdict}"
         )
 

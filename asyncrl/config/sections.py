@@ -19,6 +19,7 @@ __all__ = [
     "EnvConfig",
     "EvalConfig",
     "LedgerConfig",
+    "LoraConfig",
     "ModelConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -122,6 +123,21 @@ class RolloutConfig(Section):
     """Compute threads of one replica; more than its CPUs slows its neighbours down."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: the weights stay, small matrices beside them learn (arXiv:2106.09685). Needs `asyncrl[lora]`.
+
+    The warm start still trains all weights; what it ends with is frozen, and is the reference policy where one is asked
+    for. Servers and exports get the weights with the adapters merged in.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=65_536)]
+    """Rank of the matrices: 8 to 64 is usual; their memory grows with it."""
+    alpha: Annotated[float, Field(gt=0, le=1e6)]
+    """Adapters count alpha / rank times; often twice the rank."""
+    targets: Texts = ("all-linear",)
+    """Ends of the names of linear modules (`q_proj`, `v_proj`); `all-linear`: every one but the output head."""
+
+
 class TrainerConfig(Section):
     """The ranks that update the policy, and how."""
 
@@ -151,6 +167,8 @@ class TrainerConfig(Section):
     """Steps over which the rate grows linearly to its peak."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=2, le=100_000_000)] = 4096
     """Tokens one forward and backward pass holds on a rank; bounds activation memory, does not change the result."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights; they want steps about ten times larger (`lr`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     minibatches: Annotated[int, Field(ge=1, le=65_536)] = 1

@@ -47,6 +47,7 @@ def trainer_options(config: Config) -> dict[str, Any]:
         "epochs": trainer.epochs,
         "threads": trainer.threads,
         "temperature": config.rollout.temperature,
+        **({"lora": trainer.lora.model_dump()} if trainer.lora is not None else {}),
         **_common_options(config),
     }
 
@@ -238,7 +239,7 @@ class Assembly:
         if config.reward.source != "environment":
             reward_spec = (config.reward.source, dict(config.reward.options))
             requests.append(_Request("reward", "reward", RewardWorker, reward_spec, 1, 0.0, 0.0))
-        if config.algorithm.kl_coefficient > 0:
+        if config.algorithm.kl_coefficient > 0 and trainer.lora is None:
             frozen = TrainerSpec(engine=trainer.engine, engine_options=dict(trainer.options))
             requests.append(
                 _Request("reference", "reference", TrainerWorker, frozen, 1, trainer.num_cpus, trainer.num_gpus)

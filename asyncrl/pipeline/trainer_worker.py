@@ -46,6 +46,7 @@ class TrainerWorker(Worker):
         self._spec = spec
         self._engine: Any = None
         self._version = 0
+        self._adapted = False
         self._transport: WeightTransport | None = None
         if spec.transport is not None and self.rank == 0:
             self._transport = spec.transport.make()
@@ -58,6 +59,7 @@ class TrainerWorker(Worker):
         """
         self._close_engine()
         self._version = weight_version
+        self._adapted = settings.get("lora") is not None
         self._engine = make_part(
             "asyncrl.training_engines",
             self._spec.engine,
@@ -89,9 +91,12 @@ class TrainerWorker(Worker):
     def reference_log_probs(self, batch: DataProto, estimator: KLEstimator | None = None) -> DataProto:
         """Column ``reference_log_probs`` (ragged, like ``input_ids``) under the weights held.
 
+        A policy of adapters answers for the frozen weights they stand beside: it is its own reference.
+
         With an ``estimator``, the header's ``meta_info["divergences"]`` tells the driver what each row diverged.
         """
-        scored = self._held().log_probs(batch)
+        engine: Any = self._held()  # one that takes `lora` has a method more than the contract
+        scored = engine.reference_log_probs(batch) if self._adapted else engine.log_probs(batch)
         assert scored.batch is not None
         reference = scored.batch["log_probs"]
         told: dict[str, Any] = {}

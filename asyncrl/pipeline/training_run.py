@@ -194,6 +194,8 @@ class TrainingRun:
                 *([assembly.reward.start(model)] if assembly.reward else []),
             )
         reward, reference = assembly.reward, assembly.reference
+        if config.trainer.lora is not None and config.algorithm.kl_coefficient > 0:
+            reference = assembly.trainer  # without its adapters it is the policy of version 0
         plan, found = _plan(config), self._journal.recovered
         held, again = still_outstanding(
             self._resumed, found, total_groups=(config.steps - step) * config.trainer.groups_per_step

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
 from engines.training.dealing import Dealing
+from engines.training.lora import lora_of, without_adapters
 from engines.training.microbatch import Layout
 from engines.training.model import ComputeDtype, PolicyModel, load_policy_model, shard
 from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
+from engines.training.options import check_options
 from engines.training.packed_rows import PackedRows, RowStream
 from engines.training.passes import LossesOf, Passes, Portion
 from engines.training.rank_group import RankGroup
@@ -66,6 +68,8 @@ class FSDPEngine:
         gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
         layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
             whose attention cannot be told of rows), ``auto``: packed where the model allows it.
+        lora: train low-rank adapters instead of the weights: ``rank``, ``alpha`` and ``targets``, see
+            :class:`~engines.training.lora.LoRA`.
         minibatches: optimizer steps per pass over a batch.
         epochs: passes over a batch.
         temperature: the one that tokens are sampled with: log-probs are of softmax(logits / temperature).
@@ -101,6 +105,7 @@ class FSDPEngine:
         max_tokens_per_microbatch: int = 8192,
         gradient_checkpointing: bool = False,
         layout: Layout | Literal["auto"] = "auto",
+        lora: Mapping[str, Any] | None = None,
         minibatches: int = 1,
         epochs: int = 1,
         temperature: float = 1.0,
@@ -109,7 +114,7 @@ class FSDPEngine:
         seed: int = 0,
         collective_timeout_s: float = 1800.0,
     ) -> None:
-        _check_options(
+        check_options(
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             minibatches=minibatches,
             epochs=epochs,
@@ -142,7 +147,11 @@ class FSDPEngine:
         )
         try:
             self._model: PolicyModel = load_policy_model(
-                model_path, gradient_checkpointing=gradient_checkpointing, layout=layout
+                model_path,
+                gradient_checkpointing=gradient_checkpointing,
+                layout=layout,
+                lora=lora_of(lora),
+                seed=seed,
             )
             self._cost = self._model.row_cost()
             shard(self._model, self._ranks.mesh, dtype=dtype)
@@ -251,30 +260,32 @@ class FSDPEngine:
     def log_probs(self, batch: DataProto) -> DataProto:
         """Columns ``log_probs`` and ``entropy``: ragged float32, aligned with ``input_ids``, entry 0 of each row 0."""
         self._check_open()
-        rows = self._read(batch, loss_mask=False)
-        log_probs, entropy = self._score(Dealing(rows, self._ranks, cost=self._cost), extras="entropy")
-        offsets = offsets_from_lengths(rows.lengths)
-        return DataProto.from_dict(
-            tensors={
-                "log_probs": ragged_from_values(log_probs, offsets),
-                "entropy": ragged_from_values(entropy, offsets),
-            }
-        )
+        return self._log_probs(batch)
+
+    def reference_log_probs(self, batch: DataProto) -> DataProto:
+        """:meth:`log_probs` under the frozen weights that adapters stand beside: a reference without a second copy.
+
+        Raises:
+            ConfigError: without LoRA nothing is frozen.
+        """
+        self._check_open()
+        if self._model.lora is None:
+            raise ConfigError("all weights are trained: nothing is left to refer to", path="lora", remedy="set lora")
+        with without_adapters(self._model):
+            return self._log_probs(batch)
 
     # -------------------------------------------------------------------------------------------------------- weights
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their checkpoint names, one at a time, tied ones once. Collective.
+        """Full weights under their checkpoint names, one at a time, tied ones once, adapters merged in. Collective.
 
         A tensor may be the trainer's own memory: it holds until the next step and must not be written to. Models whose
         checkpoint names are not the module's (fused experts) are gathered whole first.
         """
         self._check_open()
         dtype = self._publish_dtype
-        tensors = (
-            (name, full.to(dtype) if full.is_floating_point() else full)
-            for name, full in ((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
-        )
+        whole = self._model.merged((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
+        tensors = ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in whole)
         return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
 
     def save(self, folder: Path) -> None:
@@ -303,6 +314,9 @@ class FSDPEngine:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder: config, weights in ``publish_dtype``, the tokenizer of ``model_path`` if any.
+
+        With LoRA its weights have the adapters merged in; the adapters alone lie beside them in ``adapter``, as peft
+        reads them.
 
         Raises:
             OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
@@ -374,6 +388,17 @@ class FSDPEngine:
         log_probs, entropy = self._passes.score(rows, extras=extras)
         return dealing.give_back(log_probs), dealing.give_back(entropy)
 
+    def _log_probs(self, batch: DataProto) -> DataProto:
+        rows = self._read(batch, loss_mask=False)
+        log_probs, entropy = self._score(Dealing(rows, self._ranks, cost=self._cost), extras="entropy")
+        offsets = offsets_from_lengths(rows.lengths)
+        return DataProto.from_dict(
+            tensors={
+                "log_probs": ragged_from_values(log_probs, offsets),
+                "entropy": ragged_from_values(entropy, offsets),
+            }
+        )
+
     def _read(
         self,
         batch: DataProto,
@@ -423,18 +448,3 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
 def _check_some(tokens: int) -> None:
     if tokens == 0:
         raise InvalidDataError("no token to train on: loss_mask is False everywhere, on every rank")
-
-
-def _check_options(
-    *, max_grad_norm: float | None, temperature: float, dtype: str, publish_dtype: str, **counts: int | None
-) -> None:
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}", path=name, remedy="at least 1")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm is {max_grad_norm}", path="max_grad_norm", remedy="positive, or None")
-    if not temperature > 0:
-        raise ConfigError(f"temperature is {temperature}", path="temperature", remedy="positive; 1.0 for greedy")
-    for name, chosen in (("dtype", dtype), ("publish_dtype", publish_dtype)):
-        if chosen not in get_args(ComputeDtype):
-            raise ConfigError(f"{name} is {chosen!r}", path=name, remedy=f"one of {', '.join(get_args(ComputeDtype))}")

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from asyncrl.errors import ConfigError
 from engines.loading import one_at_a_time
 from engines.training.balance import RowCost
+from engines.training.lora import LoRA, add_adapters, merged_tensors
 from engines.training.microbatch import Layout
 from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowsOfStream, register_packed_attention
 from engines.training.token_log_probs import Extras, Head, TokenScores, token_log_probs
@@ -39,12 +40,14 @@ class PolicyModel(nn.Module):
     Attributes:
         causal_lm: the model of transformers.
         layout: how rows may lie; ``packed`` if :meth:`pack` found that the model allows it.
+        lora: what was put beside its weights, if anything; only that is trained then.
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.layout: Layout = "padded"
+        self.lora: LoRA | None = None
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -192,6 +195,10 @@ class PolicyModel(nn.Module):
                 if name not in transient:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
+    def merged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors of :meth:`tensors_by_name`, as they are in a model without adapters that computes the same."""
+        return tensors if self.lora is None else merged_tensors(tensors, self.lora)
+
     def free_gathered(self) -> None:
         """Hold only shards: without a backward pass FSDP keeps what it gathered, which would outlive new weights."""
         for module in self.modules():
@@ -200,17 +207,24 @@ class PolicyModel(nn.Module):
 
 
 def load_policy_model(
-    path: str, *, gradient_checkpointing: bool = False, layout: Layout | Literal["auto"] = "auto"
+    path: str,
+    *,
+    gradient_checkpointing: bool = False,
+    layout: Layout | Literal["auto"] = "auto",
+    lora: LoRA | None = None,
+    seed: int = 0,
 ) -> PolicyModel:
     """Load a causal LM from a folder or the hub, in float32 on the CPU.
 
-    Rows will lie as ``layout`` says; ``auto`` packs them if the model allows it and says so in the log if not.
+    Rows will lie as ``layout`` says; ``auto`` packs them if the model allows it and says so in the log if not. With
+    ``lora`` the model is frozen and gets adapters, drawn from ``seed``.
 
     Dropout is switched off wherever the config names it: the policy that is trained must be the policy that is
     sampled from, and a training step is then a function of its batch alone.
 
     Raises:
-        ConfigError: the model computes logits in a way that is not covered here, or cannot be packed and must be.
+        ConfigError: the model computes logits in a way that is not covered here, cannot be packed and must be, or has
+            no modules of the names that adapters are wanted for.
         OSError: there is no such model.
     """
     config: Any = AutoConfig.from_pretrained(path)
@@ -227,6 +241,9 @@ def load_policy_model(
         enable = getattr(causal_lm, "activation_checkpointing_enable", causal_lm.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     model = PolicyModel(causal_lm)
+    if lora is not None:
+        add_adapters(causal_lm, lora, seed=seed)
+        model.lora = lora
     model.train()
     _check_logits(model)
     if layout != "padded" and (reason := model.pack()):

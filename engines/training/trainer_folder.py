@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from asyncrl.errors import CheckpointError
 from engines.training import checkpoint
 from engines.training.checkpoint import TensorSpec
+from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
 from engines.training.optimizer import MOMENTS, ShardedAdamW
 from engines.training.rank_group import RankGroup
@@ -60,6 +61,7 @@ def save_trainer(
     state = {
         "model_type": model.causal_lm.config.model_type,
         "counters": dict(counters),
+        "lora": model.lora.as_record() if model.lora is not None else None,
         "parameter_steps": optimizer.steps(),
     }
 
@@ -152,21 +154,35 @@ def export_model(
         checkpoint.write_json(partial / "config.json", settings)
         if model.causal_lm.generation_config is not None:
             model.causal_lm.generation_config.save_pretrained(partial)
+        if model.lora is not None:
+            checkpoint.write_json(
+                partial / "adapter" / "adapter_config.json", model.lora.adapter_config(base=model_path)
+            )
         for name in _TOKENIZER_FILES:
             if (source := _model_file(model_path, name)) is not None:
                 shutil.copyfile(source, partial / name)
 
+    files: dict[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]] = {}
+    if model.lora is not None:
+        adapters = list(adapter_tensors(model.tensors_by_name()))
+        files["adapter/adapter_model.safetensors"] = (
+            [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in adapters],
+            (full_tensor(tensor) for _, tensor in adapters),
+        )
     if model.renamed:
         whole = dict(tensors)
         specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()]
         values: Iterator[Tensor] = iter(whole.values())
     else:
+        shapes = (
+            (spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in _weight_specs(model)
+        )
         specs = [
-            TensorSpec(spec.name, dtype if spec.dtype.is_floating_point else spec.dtype, spec.shape)
-            for spec in _weight_specs(model)
+            TensorSpec(name, dtype if shape.dtype.is_floating_point else shape.dtype, tuple(shape.shape))
+            for name, shape in model.merged(shapes)
         ]
         values = (tensor for _, tensor in tensors)
-    _write_folder(folder, {_MODEL: (specs, values)}, ranks, finish=finish)
+    _write_folder(folder, {_MODEL: (specs, values)} | files, ranks, finish=finish)
 
 
 def _write_folder(
@@ -182,6 +198,7 @@ def _write_folder(
         try:
             with checkpoint.replace_folder(folder) as partial:
                 for name, (specs, tensors) in files.items():
+                    (partial / name).parent.mkdir(exist_ok=True)
                     checkpoint.write_tensors(partial / name, specs, tensors, metadata={"format": "pt"})
                 finish(partial)
         except (OSError, CheckpointError) as error:
@@ -213,6 +230,9 @@ def _read_state(path: Path, model: PolicyModel) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is of another model: a {state['model_type']}, here it is a {model.causal_lm.config.model_type}"
         )
+    here = model.lora.as_record() if model.lora is not None else None
+    if (there := state.get("lora")) != here:
+        raise CheckpointError(f"{path} was written with lora = {there}, here it is {here}")
     return state
 
 

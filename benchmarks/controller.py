@@ -34,6 +34,7 @@ from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool,
 
 RANKS = 4
 LARGE = 64 << 20
+STORE = 2 << 30
 ROWS = 1020
 BATCHES = 10
 STAGE_S = 0.1
@@ -471,7 +472,16 @@ def main() -> None:
     parts = arguments.only.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(unknown)}")
-    ray.init(num_cpus=4 * RANKS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        num_cpus=4 * RANKS,
+        object_store_memory=STORE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    # Memory is slow when it is first touched: touch the store before anything is measured.
+    touched = [ray.put(np.ones(LARGE, dtype=np.uint8)) for _ in range(STORE // LARGE - 2)]
+    del touched
     machine = {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

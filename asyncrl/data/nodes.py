@@ -274,7 +274,7 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
         case Given():
             return node.data
         case Coded():
-            return node.decoded()
+            return bare(node.decoded())
         case Taken():
             return _rows_of(assemble(node.source, payloads), node.index)
         case Selected():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data import DataProto
+from asyncrl.data import DataProto, nodes
+from asyncrl.data.codec import encode
 from asyncrl.data.plan import Header, Plan
 from asyncrl.errors import SchemaError
 
@@ -203,3 +205,12 @@ def test_operations_on_a_plan_are_those_on_the_batch(sizes: list[int], chosen: l
         assert plan.header.schema.diff(data.schema) == ""
     assert plan.get() == data
     assert asyncio.run(plan.fetch()) == data
+
+
+def test_parts_of_batches_that_are_here_as_bytes_are_joined_whatever_their_meta_info():
+    def coded(number: int) -> Plan:
+        data = DataProto.from_dict(tensors={"x": torch.arange(2), "y": torch.ones(2)}, meta_info={"number": number})
+        return dataclasses.replace(Plan.of(data), node=nodes.Coded(encode(data), 2))
+
+    joined = Plan.concat([coded(number).select(["x"], [], []) for number in range(2)])
+    assert joined.get() == DataProto.from_dict(tensors={"x": torch.tensor([0, 1, 0, 1])})

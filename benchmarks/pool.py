@@ -244,6 +244,7 @@ def figures(fire: Fire, told: Any, lasted_s: float) -> list[Figure]:
         plain("replicas killed", fire.kills, "kills"),
         plain("engines made again", told.restarts, "engines", "each that was killed", kills_held),
         plain("requests moved", told.migrations, "requests"),
+        plain("re-routing, median", quantile(fire.rerouted_s, 0.5), "s"),
         Figure("re-routing, p99", reroute_s, "s", gap_s, reroute_s / gap_s, "<= 2 s", not reroute_s > 2.0),
         plain("weight swaps", len(fire.swaps_s) - fire.missed_swaps, "swaps"),
         plain("swap, median", statistics.median(fire.swaps_s or [0.0]), "s"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch
 import asyncrl.pipeline.certificate
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import ragged_from_list
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.interfaces import GroupSummary
-from asyncrl.pipeline.certificate import certify, merge
+from asyncrl.pipeline.certificate import certify, check_summary, merge
 from asyncrl.pipeline.masking import mask_older
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, staleness_policy
 
@@ -98,6 +99,22 @@ def test_the_certificate_tells_what_was_masked():
     assert certificate.mean_length_trained == 20.0  # a masked token belongs to a trajectory that was trained on
     assert certificate.length_ratio == pytest.approx(20 / (100 / 6))
     assert merge([certificate, certificate]).masked_tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"slot": 4}, "slot 3 was answered with rows of slot 4"),
+        ({"tokens": 61}, "group 3 has 61 tokens, but its versions .* count 60"),
+        ({"lengths": (60, 1)}, "and its rows 61"),
+        ({"rewards": (0.0,)}, "2 rows, 1 rewards and 2 lengths"),
+    ],
+)
+def test_a_rollout_that_contradicts_itself_is_refused(change: dict[str, object], rule: str):
+    honest = group(3, {1: 40, 6: 20})
+    check_summary(honest, slot=3)
+    with pytest.raises(InvalidDataError, match=rule):
+        check_summary(replace(honest, **change), slot=3)  # type: ignore[arg-type]
 
 
 def test_masking_takes_old_tokens_out_of_the_loss_and_nothing_else():

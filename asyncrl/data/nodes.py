@@ -274,7 +274,7 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
         case Given():
             return node.data
         case Coded():
-            return bare(node.decoded())
+            return node.decoded()
         case Taken():
             return _rows_of(assemble(node.source, payloads), node.index)
         case Selected():
@@ -289,7 +289,7 @@ def assemble(node: Node, payloads: dict[int, DataProto]) -> DataProto:
 
             return decode_joined([part.encoded for part in node.parts if isinstance(part, Coded)])
         case Joined():
-            return DataProto.concat([assemble(part, payloads) for part in node.parts])
+            return DataProto.concat([bare(assemble(part, payloads)) for part in node.parts])  # meta_info: the header's
         case United():
             left = assemble(node.left, payloads)
             return DataProto(left.batch, left.non_tensor_batch).union(assemble(node.right, payloads))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
 from collections.abc import Sequence
 
 import numpy as np
@@ -213,4 +214,6 @@ def test_parts_of_batches_that_are_here_as_bytes_are_joined_whatever_their_meta_
         return dataclasses.replace(Plan.of(data), node=nodes.Coded(encode(data), 2))
 
     joined = Plan.concat([coded(number).select(["x"], [], []) for number in range(2)])
-    assert joined.get() == DataProto.from_dict(tensors={"x": torch.tensor([0, 1, 0, 1])})
+    expected = DataProto.from_dict(tensors={"x": torch.tensor([0, 1, 0, 1])})
+    assert joined.get() == expected
+    assert pickle.loads(pickle.dumps(joined)).get() == expected

@@ -132,6 +132,28 @@ def test_sharded_by_fsdp_the_same_tensors_leave_and_load_back(
     assert exported.update(batch) == trainer.update(batch)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_variable_length_kernel_agrees_with_float32(
+    engine: Callable[..., FSDPEngine],
+    family_folder: Callable[[str], str],
+    trajectories: Callable[..., DataProto],
+    family: str,
+) -> None:
+    folder, batch = family_folder(family), trajectories(LENGTHS)
+    expected = torch.cat(_plain_log_probs(folder, batch))
+    trained: list[dict[str, float]] = []
+    for dtype, tolerance in (("float32", 1e-3), ("bfloat16", 0.2)):
+        trainer = engine(folder, device="cuda", dtype=dtype, layout="packed", max_tokens_per_microbatch=40)
+        scored = trainer.log_probs(batch).batch
+        assert scored is not None
+        found = torch.cat([row[1:] for row in rows_of(scored["log_probs"])])
+        assert torch.allclose(found, expected, atol=tolerance)
+        trained.append(trainer.update(batch))
+    assert trained[1]["grad_norm"] == pytest.approx(trained[0]["grad_norm"], rel=0.1)
+
+
 def test_a_model_that_cannot_be_packed_says_so(
     family_folder: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:

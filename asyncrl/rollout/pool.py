@@ -350,6 +350,9 @@ class RolloutPool:
         except (WorkerDiedError, GroupClosedError, EngineError) as error:
             self._bury(name, life, str(error))
             raise
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
 
     def explain(self) -> tuple[str, ...]:
         """One sentence for every replica: whether it serves, what it does, and for how long."""

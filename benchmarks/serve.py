@@ -184,7 +184,7 @@ async def serve_ours(stack: AsyncExitStack, *, turn_s: float, pooled: bool) -> i
     from asyncrl.serve.sessions import Sessions
 
     many = 20_000
-    limits = Limits(connections=many, concurrent_requests=many, concurrent_requests_per_key=many)
+    limits = Limits(connections=many, concurrent_requests=many, concurrent_requests_per_key=many, idle_timeout_s=600.0)
     pool: ServedPool = EchoPool(turn_s)
     if pooled:
         options = PoolOptions(admission=AdmissionLimits(max_running=many))

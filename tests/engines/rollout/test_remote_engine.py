@@ -172,6 +172,7 @@ async def test_a_killed_process_fails_what_waits_with_its_cause(request_of: Requ
         await engine.abort("a")
 
 
+@pytest.mark.slow
 async def test_another_python_need_not_have_asyncrl_installed(
     tmp_path: Path, request_of: RequestOf, collect: Collect
 ) -> None:

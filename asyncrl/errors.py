@@ -27,12 +27,19 @@
     ├── CheckpointError             a checkpoint is missing, damaged or of another run
     └── LedgerError                 a run's ledger cannot be written or is of another kind
 
+Where several ranks of a call fail, each for itself, they are one :class:`RankErrors`: an ExceptionGroup that is also of
+the nearest class that all of them are of, so that an ``except`` that catches each of them catches it.
+
 The branches answer "whose fault": infrastructure is retried, an environment's failure costs its rollout, user code
 and bad data end the run with their name. Every class takes its message first and everything else by keyword with a
 default, which is what makes it survive pickling with its attributes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "AsyncRLError",
@@ -63,8 +70,35 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where in a worker group an error comes from.
+
+    Attributes:
+        group: name of the worker group.
+        rank: which of its workers.
+        method: method that was called.
+        node: machine and process of the worker.
+        arguments: what the rank was called with: shapes of batches and arrays, other values shortened.
+        remote_traceback: formatted traceback of the worker's process.
+    """
+
+    group: str
+    rank: int
+    method: str
+    node: str = ""
+    arguments: str = ""
+    remote_traceback: str = ""
+
+
 class AsyncRLError(Exception):
-    """Root of the tree: ``except AsyncRLError`` catches what asyncrl raises on purpose and nothing else."""
+    """Root of the tree: ``except AsyncRLError`` catches what asyncrl raises on purpose and nothing else.
+
+    Attributes:
+        origin: the worker it comes from; None if it was raised here.
+    """
+
+    origin: Origin | None = None
 
 
 class ConfigError(AsyncRLError):
@@ -105,14 +139,18 @@ class WorkerDiedError(InfrastructureError):
         rank: rank whose process died.
         method: call that was waiting for it, if any.
         cause: what is known of the death (exit code, signal, out of memory).
+        node: machine the process was on.
     """
 
-    def __init__(self, message: str, *, group: str = "", rank: int = -1, method: str = "", cause: str = "") -> None:
+    def __init__(
+        self, message: str, *, group: str = "", rank: int = -1, method: str = "", cause: str = "", node: str = ""
+    ) -> None:
         super().__init__(message)
         self.group = group
         self.rank = rank
         self.method = method
         self.cause = cause
+        self.node = node
 
 
 class GroupClosedError(InfrastructureError):
@@ -215,16 +253,28 @@ class WorkerError(UserCodeError):
         rank: rank that raised first.
         method: method that was called.
         remote_traceback: formatted traceback of the worker's process.
+        node: machine and process of the worker.
+        arguments: what the rank was called with, as shapes and short values.
     """
 
     def __init__(
-        self, message: str, *, group: str = "", rank: int = -1, method: str = "", remote_traceback: str = ""
+        self,
+        message: str,
+        *,
+        group: str = "",
+        rank: int = -1,
+        method: str = "",
+        remote_traceback: str = "",
+        node: str = "",
+        arguments: str = "",
     ) -> None:
         super().__init__(message)
         self.group = group
         self.rank = rank
         self.method = method
         self.remote_traceback = remote_traceback
+        self.node = node
+        self.arguments = arguments
 
 
 class RewardError(UserCodeError):
@@ -241,3 +291,81 @@ class CheckpointError(AsyncRLError):
 
 class LedgerError(AsyncRLError):
     """The ledger of a run cannot be opened, written or read."""
+
+
+class RankErrors(ExceptionGroup[Exception], AsyncRLError):
+    """Several ranks of one call failed, each for itself; ``exceptions`` has their errors by rank.
+
+    Made by :meth:`of`, as a subclass that is also of the nearest class of this module that all members are of: two
+    ranks that raise SchemaErrors make a group that ``except SchemaError`` catches, and ``except* SchemaError`` takes
+    apart. Attributes (``rank``, ``method``, ``remote_traceback``, ...) are those of the first member.
+    """
+
+    def __new__(cls, message: str, errors: Sequence[Exception]) -> RankErrors:  # noqa: PYI034  derive gives another class
+        made: RankErrors = super().__new__(cls, message, errors)
+        return made
+
+    def __init__(self, message: str, errors: Sequence[Exception]) -> None:
+        # Not the __init__ of the other base: its attributes are the first member's.
+        BaseException.__init__(self, message, list(errors))
+        self.__dict__.update({name: value for name, value in vars(errors[0]).items() if name != "__notes__"})
+        self.__cause__ = errors[0].__cause__
+
+    @staticmethod
+    def of(errors: Sequence[BaseException], *, call: str, ranks: int) -> BaseException:
+        """What a call failed with, from the errors of its ranks, by rank.
+
+        One error is itself. Where processes died, they explain what the other ranks saw of it, which becomes notes.
+        Where no group could be caught as its members are, the first error has the others as notes.
+        """
+        died: list[BaseException] = [error for error in errors if isinstance(error, WorkerDiedError)]
+        reasons = died or list(errors)
+        failure, told = reasons[0], reasons[:1]
+        members = [error for error in reasons if isinstance(error, Exception)]
+        if len(members) == len(reasons) > 1 and (group := _group_class(_nearest(members))) is not None:
+            first_line = (str(failure).splitlines() or [""])[0]
+            failure, told = (
+                group(f"{len(members)} of {ranks} ranks failed in {call}; first: {first_line}", members),
+                reasons,
+            )
+        for error in errors:
+            if all(error is not each for each in told):
+                failure.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        return failure
+
+    def derive(self, excs: Sequence[Exception], /) -> ExceptionGroup[Exception]:  # type: ignore[override]
+        """The same for some of the members; ``except*`` asks."""
+        group = _group_class(_nearest(excs)) or ExceptionGroup
+        return group(self.message, excs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.message, list(self.exceptions), {**vars(self)})
+
+
+def _again(message: str, errors: list[Exception], attributes: dict[str, Any]) -> ExceptionGroup[Exception]:
+    group = (_group_class(_nearest(errors)) or RankErrors)(message, errors)
+    group.__dict__.update(attributes)
+    return group
+
+
+def _nearest(errors: Sequence[BaseException]) -> type[BaseException]:
+    """The nearest class of the first error that all errors are of."""
+    return next(each for each in type(errors[0]).__mro__ if all(isinstance(error, each) for error in errors))
+
+
+_group_classes: dict[type[BaseException], type[RankErrors] | None] = {AsyncRLError: RankErrors}
+
+
+def _group_class(common: type[BaseException]) -> type[RankErrors] | None:
+    """The class of groups that ``except common`` catches; None if there can be none."""
+    if issubclass(common, RankErrors):
+        return common
+    if not issubclass(common, AsyncRLError):
+        return None
+    if common not in _group_classes:
+        members = {"__module__": __name__, "__doc__": RankErrors.__doc__}
+        try:
+            _group_classes[common] = type(f"{common.__name__}s", (RankErrors, common), members)
+        except TypeError:  # a layout of its own, as OSError has
+            _group_classes[common] = None
+    return _group_classes[common]

@@ -17,6 +17,7 @@ LONGEST_FILE = 450
 LONG_FILES = {
     "asyncrl/interfaces.py",  # all contracts on one page
     "asyncrl/data/proto.py",  # one class whose methods are a public, fixed set
+    "asyncrl/single_controller/invocation.py",  # one state machine
     "asyncrl/single_controller/ray.py",  # the whole seam to one vendor
     "engines/rollout/transformers_engine.py",  # one contract, implemented
 }

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from asyncrl.data.declared import Declared
     from asyncrl.data.plan import Header, Plan
     from asyncrl.data.progress import Progress
     from asyncrl.data.proto import DataProto
+    from asyncrl.data.schema import Schema
 
 __all__ = ["DataProtoFuture", "FinishedRows", "Future"]
 
@@ -66,6 +68,7 @@ class DataProtoFuture(Future["DataProto"]):
         self._start_lock = threading.Lock()
         self._started = apply is None
         self._data: DataProto | None = None
+        self.declared: Declared | None = None
 
     @staticmethod
     def from_plan(plan: Plan, label: str, loop: ControllerLoop | None = None) -> DataProtoFuture:
@@ -116,11 +119,34 @@ class DataProtoFuture(Future["DataProto"]):
         if not given:
             yield FinishedRows(range(whole.header.rows), self)
 
+    @property
+    def knows_rows(self) -> bool:
+        """Whether ``len`` is known: the call has finished, or declares it."""
+        return (self.declared is not None and self.declared.rows is not None) or self.done()
+
+    @property
+    def schema(self) -> Schema:
+        """The columns, once the call has finished; before, if its method declares them.
+
+        Raises:
+            RuntimeError: they are not known yet.
+        """
+        if self.declared is not None and self.declared.schema is not None:
+            return self.declared.schema.any_rows()
+        if not self.done():
+            raise RuntimeError(
+                f"the columns of {self.outcome.label} are not known yet: `(await future.header()).schema` waits for "
+                "them, and register(schema=...) declares them"
+            )
+        return cast("Plan", self.outcome.get()).header.schema.any_rows()
+
     def __len__(self) -> int:
+        if self.declared is not None and self.declared.rows is not None:
+            return self.declared.rows
         if not self.done():
             raise RuntimeError(
                 f"the number of rows of {self.outcome.label} is not known yet: "
-                "`(await future.header()).rows` waits for it"
+                "`(await future.header()).rows` waits for it, and register(rows=...) declares it"
             )
         return cast("Plan", self.outcome.get()).header.rows
 
@@ -132,7 +158,13 @@ class DataProtoFuture(Future["DataProto"]):
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProtoFuture:
         """Rows as Python slices a list."""
         text = ":".join("" if each is None else str(each) for each in (start, end))
-        return self._derive(f"[{text}{'' if step is None else f':{step}'}]", lambda plan: plan.slice(start, end, step))
+        import builtins
+
+        return self._derive(
+            f"[{text}{'' if step is None else f':{step}'}]",
+            lambda plan: plan.slice(start, end, step),
+            rows=lambda count: len(range(count)[builtins.slice(start, end, step)]),
+        )
 
     def select_idxs(
         self, idxs: Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | torch.Tensor
@@ -187,7 +219,7 @@ class DataProtoFuture(Future["DataProto"]):
             from asyncrl.errors import SchemaError
 
             raise SchemaError(f"split_size must be at least 1, got {split_size}")
-        if not self.done():
+        if not self.knows_rows:
             raise RuntimeError(
                 f"into how many parts of {split_size} rows {self.outcome.label} splits is not known yet: "
                 "`await future.header()` first, or use chunk, whose number of parts is given"
@@ -204,7 +236,11 @@ class DataProtoFuture(Future["DataProto"]):
             from asyncrl.errors import SchemaError
 
             raise SchemaError(f"repeat_times must not be negative, got {repeat_times}")
-        return self._derive(f".repeat({repeat_times})", lambda plan: plan.repeat(repeat_times, interleave=interleave))
+        return self._derive(
+            f".repeat({repeat_times})",
+            lambda plan: plan.repeat(repeat_times, interleave=interleave),
+            rows=lambda count: count * repeat_times,
+        )
 
     @staticmethod
     def concat(data: Sequence[DataProtoFuture | DataProto]) -> DataProtoFuture:
@@ -279,8 +315,15 @@ class DataProtoFuture(Future["DataProto"]):
 
     # ------------------------------------------------------------------------------------------------------- machinery
 
-    def _derive(self, text: str, apply: Callable[[Plan], Plan], *, by_row: bool = False) -> DataProtoFuture:
-        """``by_row``: what it does to parts of the rows, joined, is what it does to all."""
+    def _derive(
+        self,
+        text: str,
+        apply: Callable[[Plan], Plan],
+        *,
+        by_row: bool = False,
+        rows: Callable[[int], int] | None = None,
+    ) -> DataProtoFuture:
+        """``by_row``: what it does to parts of the rows, joined, is what it does to all. ``rows``: how many it has."""
         derived = DataProtoFuture(
             self.controller,
             self.outcome.label + text,
@@ -288,6 +331,8 @@ class DataProtoFuture(Future["DataProto"]):
             apply=lambda plans: apply(plans[0]),
             progress=self.progress if by_row else None,
         )
+        if self.declared is not None and (by_row or rows is not None):
+            derived.declared = self.declared.with_rows(rows or (lambda count: count))
         if by_row and self.progress is not None:
             earlier = self._of_part
             derived._of_part = apply if earlier is _unchanged else lambda plan: apply(earlier(plan))

@@ -126,8 +126,15 @@ class Future(Generic[T]):
         Raises:
             DeadlineError: ``timeout`` passed; the call goes on.
             RuntimeError: called on the controller loop itself, which would wait for itself: ``await`` there.
+            KeyboardInterrupt: after cancelling this thread's unfinished calls (in a notebook, those of the cell).
         """
-        return self.value_of(self._wait(timeout))
+        try:
+            return self.value_of(self._wait(timeout))
+        except KeyboardInterrupt:
+            from asyncrl.single_controller.interruption import cancel_what_was_started_here
+
+            cancel_what_was_started_here()
+            raise
 
     def get(self, timeout: float | None = None) -> T:
         """:meth:`result`, under verl's name."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     )
     from asyncrl.single_controller.resource_pool import ResourcePool as ResourcePool
     from asyncrl.single_controller.resource_pool_manager import ResourcePoolManager as ResourcePoolManager
+    from asyncrl.single_controller.restart import Restart as Restart
+    from asyncrl.single_controller.retry import Retry as Retry
     from asyncrl.single_controller.role import Role as Role
     from asyncrl.single_controller.worker import Worker as Worker
     from asyncrl.single_controller.worker_group import ClassWithInitArgs as ClassWithInitArgs
@@ -32,6 +34,8 @@ _HOMES = {
     "Future": "asyncrl.data.future",
     "ResourcePool": "asyncrl.single_controller.resource_pool",
     "ResourcePoolManager": "asyncrl.single_controller.resource_pool_manager",
+    "Restart": "asyncrl.single_controller.restart",
+    "Retry": "asyncrl.single_controller.retry",
     "Role": "asyncrl.single_controller.role",
     "Worker": "asyncrl.single_controller.worker",
     "WorkerGroup": "asyncrl.single_controller.worker_group",
@@ -47,6 +51,8 @@ __all__ = [
     "Future",
     "ResourcePool",
     "ResourcePoolManager",
+    "Restart",
+    "Retry",
     "Role",
     "Worker",
     "WorkerGroup",

@@ -5,7 +5,9 @@ A worker process reads this module first; it loads neither torch nor numpy.
 
 from __future__ import annotations
 
+import os
 import pickle
+import platform
 import traceback
 from abc import ABC, abstractmethod
 from concurrent.futures import thread
@@ -13,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from asyncrl.errors import AsyncRLError, WorkerError
+from asyncrl.errors import AsyncRLError, Origin, WorkerError
 
 if TYPE_CHECKING:
     from asyncrl.data.plan import Header
@@ -79,7 +81,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The method raised.
+    """The method raised. ``arguments`` says what it was called with, ``node`` where.
 
     Between processes the exception travels as ``pickled``, so that a class that one side cannot load costs the class
     only, not the reply.
@@ -89,14 +91,23 @@ class Failed:
     kind: str
     message: str
     remote_traceback: str
+    arguments: str = ""
+    node: str = ""
     pickled: bytes | None = None
 
     @staticmethod
-    def of(error: BaseException, *, hidden: str = "") -> Failed:
+    def of(error: BaseException, *, hidden: str = "", arguments: str = "") -> Failed:
         """What became of a method that raised ``error``; frames of the file ``hidden`` are left out."""
         trace = _users(error.__traceback__, hidden=(hidden, thread.__file__))
         text = "".join(traceback.format_exception(type(error), error, trace))
-        return Failed(error=error, kind=type(error).__qualname__, message=str(error), remote_traceback=text)
+        return Failed(
+            error=error,
+            kind=type(error).__qualname__,
+            message=str(error),
+            remote_traceback=text,
+            arguments=arguments,
+            node=f"{platform.node()}, process {os.getpid()}",
+        )
 
     def portable(self) -> Failed:
         """The same for another process."""
@@ -121,17 +132,31 @@ class Failed:
     def to_error(self, *, group: str, rank: int, method: str) -> BaseException:
         """The exception for the driver: the worker's own if asyncrl made it, else a :class:`WorkerError`."""
         original = self._original()
+        origin = Origin(
+            group=group,
+            rank=rank,
+            method=method,
+            node=self.node,
+            arguments=self.arguments,
+            remote_traceback=self.remote_traceback,
+        )
+        called = f"called with {self.arguments or 'no arguments'} on {self.node}"
         if isinstance(original, AsyncRLError):
-            original.add_note(f"raised by {group}.{method} on rank {rank}; traceback there:\n{self.remote_traceback}")
+            note = f"raised by {group}.{method} on rank {rank}, {called}; traceback there:\n{self.remote_traceback}"
+            original.add_note(note)
+            original.origin = origin
             return original
         error = WorkerError(
             f"{group}.{method} raised {self.kind} on rank {rank}: {self.message}\n\n"
-            f"traceback on rank {rank}:\n{self.remote_traceback}",
+            f"{called}\ntraceback on rank {rank}:\n{self.remote_traceback}",
             group=group,
             rank=rank,
             method=method,
             remote_traceback=self.remote_traceback,
+            node=self.node,
+            arguments=self.arguments,
         )
+        error.origin = origin
         error.__cause__ = original
         return error
 

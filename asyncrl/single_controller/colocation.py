@@ -25,6 +25,7 @@ from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.decorator import Registration, mark, registrations
 from asyncrl.single_controller.invocation import Invocation
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
+from asyncrl.single_controller.streams import Source
 from asyncrl.single_controller.worker import Worker
 from asyncrl.single_controller.worker_group import ClassWithInitArgs, Unwatched, WorkerGroup
 
@@ -270,6 +271,9 @@ class RoleWorkerGroup(WorkerGroup):
 
     def _submit(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> Unwatched | None:
         return self._group._submit(rank, call, sequence, invocation)
+
+    def _open_stream(self, rank: int, call: Call, sequence: int) -> Source:
+        return self._group._open_stream(rank, call, sequence)
 
     def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
         return self._group._take_now(replies, timeout_s)

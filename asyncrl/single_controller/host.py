@@ -6,14 +6,18 @@ A worker process loads this module first; torch is loaded with the first batch t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed, Reply, StoredValue
+from asyncrl.single_controller.decorator import registration_of
+from asyncrl.single_controller.shapes import shapes_of
 from asyncrl.single_controller.worker import WorkerContext, constructing
 
 if TYPE_CHECKING:
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from asyncrl.single_controller.controller_loop import ControllerLoop
 
 __all__ = ["WorkerHost"]
+
+
+_NO_MORE: Any = object()
 
 
 class WorkerHost:
@@ -41,6 +48,7 @@ class WorkerHost:
         self._loop: ControllerLoop | None = None
         self._thread = None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._line = _Line()
+        self._traits: dict[str, _Trait] = {}
         self._next = 0
         self._arrived: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
@@ -86,9 +94,35 @@ class WorkerHost:
         except asyncio.CancelledError:
             return Cancelled()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what the call failed with
-            return Failed.of(error, hidden=__file__)
+            return Failed.of(error, hidden=__file__, arguments=shapes_of(call.arguments))
         finally:
             del self._running[sequence]
+
+    async def stream(self, call: Call, sequence: int) -> AsyncGenerator[Reply, None]:
+        """The items of a generator method when it is its turn; a :class:`Failed` is the last one."""
+        if sequence != self._next:
+            await self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
+        self._advance()
+        try:
+            arguments = await self._materialized(call)
+            method = getattr(self._worker, call.method)
+            trait = self._traits.get(call.method) or self._traits.setdefault(call.method, _Trait.of(method))
+            items = method(*arguments.args, **arguments.kwargs)
+            del arguments
+            if hasattr(items, "__anext__"):
+                async with trait.limit or contextlib.nullcontext(), contextlib.aclosing(items):
+                    async for item in items:
+                        yield item
+                return
+            async with self._line.place(trait.priority) as place:
+                await place.first()
+                try:
+                    while (item := await self._run_plain(functools.partial(next, items, _NO_MORE))) is not _NO_MORE:
+                        yield item
+                finally:
+                    await self._run_plain(items.close)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+            yield Failed.of(error, hidden=__file__, arguments=shapes_of(call.arguments))
 
     def cancel(self, sequence: int) -> None:
         """Cancel a call that runs or is still to arrive."""
@@ -107,6 +141,18 @@ class WorkerHost:
         else:
             waiter = self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
             waiter.add_done_callback(lambda _: self._advance())
+
+    def begin_at(self, sequence: int) -> None:
+        """Calls to this worker are numbered from ``sequence``: earlier ones were another's."""
+        self._next = sequence - 1
+        self._advance()
+
+    async def prepare(self, method: str) -> Failed | None:
+        """Run a method without arguments that is no call of the group's."""
+        function = getattr(self._worker, method)
+        coroutine = function() if inspect.iscoroutinefunction(function) else self._run_plain(function)
+        result = await self._outcome(coroutine)
+        return result if isinstance(result, Failed) else None
 
     async def close(self) -> Failed | None:
         """Cancel running calls and let the worker close itself (``aclose`` or ``close``, if it has one)."""
@@ -137,10 +183,15 @@ class WorkerHost:
 
     async def _perform(self, call: Call) -> Any:
         method = getattr(self._worker, call.method)
-        if inspect.iscoroutinefunction(method):
+        trait = self._traits.get(call.method) or self._traits.setdefault(call.method, _Trait.of(method))
+        if trait.side_by_side:
+            if trait.limit is not None:
+                async with trait.limit:
+                    arguments = await self._materialized(call)
+                    return await _leaving(method(*arguments.args, **arguments.kwargs))
             arguments = await self._materialized(call)
             return await _leaving(method(*arguments.args, **arguments.kwargs))
-        async with self._line.place() as place:
+        async with self._line.place(trait.priority) as place:
             await place.next()
             arguments = await self._materialized(call)
             await place.first()
@@ -193,23 +244,47 @@ class WorkerHost:
             return Failed.of(error, hidden=__file__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trait:
+    """How the calls of one method run."""
+
+    side_by_side: bool
+    limit: asyncio.Semaphore | None
+    priority: int
+
+    @staticmethod
+    def of(method: Callable[..., Any]) -> _Trait:
+        registration = registration_of(method)
+        most = None if registration is None else registration.max_concurrency
+        return _Trait(
+            side_by_side=inspect.iscoroutinefunction(method),
+            limit=None if most is None else asyncio.Semaphore(most),
+            priority=0 if registration is None else registration.priority,
+        )
+
+
 class _Line:
     """Plain calls standing in line. The one behind the first may get ready, no other: that bounds what is held."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
 
-    def place(self) -> _Place:
-        return _Place(self._places)
+    def place(self, priority: int) -> _Place:
+        return _Place(self._places, priority)
 
 
 class _Place:
-    def __init__(self, places: list[_Place]) -> None:
+    def __init__(self, places: list[_Place], priority: int) -> None:
         self._places = places
+        self._priority = priority
         self.moved = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._places.append(self)
+        place = len(self._places)
+        # Never before the first, which runs.
+        while place > 1 and self._places[place - 1]._priority < self._priority:  # noqa: SLF001  of this class
+            place -= 1
+        self._places.insert(place, self)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import operator
 import threading
 from array import array
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.plan import Block, Plan
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import AsyncRLError, DispatchError, GroupClosedError, WorkerDiedError, WorkerError
+from asyncrl.errors import AsyncRLError, DispatchError, GroupClosedError, RankErrors, WorkerError
 from asyncrl.single_controller.call import (
     NO_VALUE,
     Arguments,
@@ -42,19 +43,24 @@ from asyncrl.single_controller.mesh import Mesh, MeshDispatch
 from asyncrl.single_controller.scatter import NO_ROWS, Scatter, Share, collect, to_fetch
 
 if TYPE_CHECKING:
+    from asyncrl.data.declared import Declared
     from asyncrl.data.outcome import Outcome
     from asyncrl.data.progress import Progress
     from asyncrl.single_controller.controller_loop import Work
     from asyncrl.single_controller.decorator import Registration
+    from asyncrl.single_controller.retry import Repeats
     from asyncrl.single_controller.worker_group import Unwatched, WorkerGroup
 
-__all__ = ["Invocation", "Line", "first_of"]
+__all__ = ["Invocation", "Line"]
 
 SOON_S = 0.02
 """How long a thread that asks for a result waits for the replies itself, before the controller loop does it."""
 
 SIBLING_GRACE_S = 0.05
 """After the first failure of a call, how long its other ranks may go on: what fails them too is often under way."""
+
+
+_SENT_AGAIN: Any = object()
 
 
 class Line:
@@ -80,6 +86,10 @@ class Line:
         self._sequences[rank] += 1
         return number
 
+    def next(self, rank: int) -> int:
+        """The number that the next call to a rank will get. Under the lock."""
+        return self._sequences[rank]
+
     def leave(self) -> None:
         """A call has been sent, or may be passed."""
         with self.lock:
@@ -91,6 +101,7 @@ class Invocation:
 
     Args:
         plain: the method is no ``async def``: it runs in the workers' threads, one after another.
+        repeats: whether it is sent again after failures, and when; None for never.
     """
 
     __slots__ = (
@@ -104,6 +115,7 @@ class Invocation:
         "_over",
         "_plain",
         "_registration",
+        "_repeats",
         "_scatter",
         "_sequences",
         "_shares",
@@ -111,8 +123,10 @@ class Invocation:
         "_values",
         "_waiting",
         "_work",
+        "declared",
         "outcome",
         "progress",
+        "thread",
     )
 
     def __init__(
@@ -124,13 +138,17 @@ class Invocation:
         progress: Progress,
         *,
         plain: bool = True,
+        repeats: Repeats | None = None,
     ) -> None:
+        self._repeats = repeats
         self._group = group
         self._registration = registration
         self._scatter = scatter
         self._mesh: Mesh | None = None
         self._plain = plain
         self.outcome = outcome
+        self.thread = threading.get_ident()
+        self.declared: Declared | None = None
         self.progress = progress
         self._lock = threading.Lock()
         self._over = False
@@ -155,6 +173,8 @@ class Invocation:
         with line.lock:
             now = group._may_send_here() and line.ahead == 0 and self._scatter.is_here
             if now:
+                if self._repeats is not None:
+                    self._scatter.snapshot()  # what is sent again is what was given
                 error = self._try_to_send()
             else:
                 line.ahead += 1
@@ -180,6 +200,7 @@ class Invocation:
                 in_line = False
             for future in scatter.futures:
                 await self._arrival(future)
+            await group._ready.completed()  # workers may have died meanwhile, and be made again
             with line.lock:
                 error = self._try_to_send()
         finally:
@@ -222,6 +243,8 @@ class Invocation:
             ends = accumulate(len(share.index) - share.padding for share in self._shares)
             rows = [range(start, end) for start, end in pairwise([0, *ends])]
         self.progress.sent(ranks, rows)
+        if self._repeats is not None:
+            self._repeats.sent()
         self._values = [None] * ranks
         self._waiting = (1 << ranks) - 1
         replies: list[Unwatched] = []
@@ -245,9 +268,10 @@ class Invocation:
         if replies:
             self._unwatched = replies
             group._loop.watch_soon(self)
-        # What the call was made with is not kept while workers compute.
+        # What the call was made with is not kept while workers compute, unless it may be sent again.
         self._mesh = scatter.mesh
-        del self._scatter
+        if self._repeats is None:
+            del self._scatter
         self._abandon_if_over()
 
     def _abandon_if_over(self) -> None:
@@ -328,8 +352,9 @@ class Invocation:
 
     def _came_with(self, rank: int, plan: Plan) -> None:
         self._values[rank] = plan
+        # What may be made again is given once it is whole.
         share = self._shares[rank] if rank < len(self._shares) else NO_ROWS
-        make = functools.partial(_part, plan, share, self.outcome.label)
+        make = functools.partial(_part, plan, share, self.outcome.label) if self._repeats is None else None
         self.progress.ended(rank, "done", header=plan.header, make=make)
 
     def _finish(self) -> None:
@@ -353,6 +378,8 @@ class Invocation:
             value = self._values[0]
         else:
             value = collect(mode, self._values, self._shares, group=self._group, method=label, mesh=self._mesh)
+        if self.declared is not None and isinstance(value, Plan):
+            self.declared.check(value.header, label)
         if not registration.returns_batch or isinstance(value, Plan | DataProtoFuture):
             return value
         if isinstance(value, DataProto):
@@ -374,14 +401,29 @@ class Invocation:
             async with asyncio.timeout(SIBLING_GRACE_S):
                 await all_came.wait()
         self._abandon()
-        raise first_of([self._error(rank, reply) for rank, reply in self._failures])
+        errors = [self._error(rank, reply) for rank, reply in sorted(self._failures, key=operator.itemgetter(0))]
+        failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
+        if self._repeats is None or not await self._repeats.allow(failure):
+            raise failure
+        await all_came.wait()
+        return await self._send_again()
+
+    async def _send_again(self) -> Any:
+        with self._lock:
+            self._failures, self._sequences, self._all_came = (), array("Q"), None
+        line = self._group._line
+        # From here on an interruption is seen by send itself: this task is not the work of the call any more.
+        with line.lock:
+            if not self._over:
+                self.send()
+        return _SENT_AGAIN
 
     def _collected(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
             self._end(None)
         elif (error := task.exception()) is not None:
             self._end(error)
-        else:
+        elif task.result() is not _SENT_AGAIN:
             self._succeed(task.result())
 
     def _error(self, rank: int, reply: Reply) -> BaseException:
@@ -394,17 +436,30 @@ class Invocation:
         message = f"{self.outcome.label} was cancelled by its own code on rank {rank}"
         return WorkerError(message, group=group.name, rank=rank, method=method)
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether the workers know of it."""
+        return bool(self._sequences)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that it was sent to and that have not replied."""
+        waiting = self._waiting
+        return [rank for rank in range(len(self._sequences)) if waiting >> rank & 1]
+
     # ---------------------------------------------------------------------------------------------------------- the end
 
     def cancel(self) -> None:
-        """End it: it is never sent, or cancelled in the workers. From any thread."""
+        """End it: it is never sent, or cancelled in the workers. From any thread, once the outcome is complete."""
         self._stop()
+        self._group._tally.add("failed" if self.outcome.state == "failed" else "cancelled")
 
     def close(self) -> None:
         """The group is shut down."""
         self._stop()
         message = f"worker group {self._group.name} was shut down while {self.outcome.label} was going on"
-        self.outcome.fail(GroupClosedError(message))
+        if self.outcome.fail(GroupClosedError(message)):
+            self._group._tally.add("failed")
 
     def _stop(self) -> None:
         with self._lock:
@@ -418,15 +473,17 @@ class Invocation:
     def _succeed(self, value: Any) -> None:
         self._over = True
         self._group._under_way.discard(self)
-        self.outcome.succeed(value)
+        if self.outcome.succeed(value):
+            self._group._tally.add_done(value.header.size_bytes if isinstance(value, Plan) else 0)
 
     def _end(self, error: BaseException | None) -> None:
         self._over = True
         self._group._under_way.discard(self)
         if error is None:
-            self.outcome.cancel()
-        else:
-            self.outcome.fail(error)
+            if self.outcome.cancel():
+                self._group._tally.add("cancelled")
+        elif self.outcome.fail(error):
+            self._group._tally.add("failed")
 
     def _abandon(self) -> None:
         """Cancel what is still going on."""
@@ -447,13 +504,3 @@ def _travelled(error: AsyncRLError, label: str) -> AsyncRLError:
     again.__notes__ = [*getattr(error, "__notes__", ())]
     again.add_note(f"it was an argument of {label}, which was not called")
     return again
-
-
-def first_of(errors: Sequence[BaseException]) -> BaseException:
-    """The first error, except that a dead process explains what the other ranks saw of it."""
-    died = [error for error in errors if isinstance(error, WorkerDiedError)]
-    first = died[0] if died else errors[0]
-    for error in errors:
-        if error is not first:
-            first.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    return first

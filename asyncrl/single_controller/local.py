@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from asyncrl.data.plan import Header, Plan
 from asyncrl.data.proto import DataProto
-from asyncrl.single_controller.call import Call, Failed, Lost, ReturnedBatch
+from asyncrl.errors import Origin, WorkerDiedError
+from asyncrl.single_controller.call import Call, Failed, Lost, Reply, ReturnedBatch
 from asyncrl.single_controller.controller_loop import ControllerLoop
 from asyncrl.single_controller.host import WorkerHost
 from asyncrl.single_controller.invocation import Invocation
+from asyncrl.single_controller.restart import Restart
+from asyncrl.single_controller.streams import Source
 from asyncrl.single_controller.worker import WorkerContext
 from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
@@ -36,6 +39,10 @@ class _LocalBlock:
         return cls.get_all(blocks)
 
 
+class _Killed(Exception):
+    """The worker that ran a call is dead."""
+
+
 class LocalWorkerGroup(WorkerGroup):
     """Workers in this process. Methods behave as on Ray; only Python objects among the arguments are shared.
 
@@ -48,6 +55,7 @@ class LocalWorkerGroup(WorkerGroup):
         loop: ``"current"`` runs everything on the event loop that is running now, in a fixed order: then ``await`` is
             the only way to wait, and by default plain methods run on the loop too.
         inline: run plain methods on the loop, without threads. Default: only with ``loop="current"``.
+        restart: what to do when a worker is killed (:meth:`kill`); None leaves it dead.
     """
 
     def __init__(
@@ -58,16 +66,21 @@ class LocalWorkerGroup(WorkerGroup):
         name: str = "",
         loop: Literal["background", "current"] = "background",
         inline: bool | None = None,
+        restart: Restart | None = None,
     ) -> None:
         controller = ControllerLoop.current() if loop == "current" else ControllerLoop.default()
-        super().__init__(cls_with_init, world_size=world_size, name=name, loop=controller)
-        on_loop = loop == "current" if inline is None else inline
-        self._hosts = [WorkerHost(inline=on_loop) for _ in range(world_size)]
-        self._calls: set[asyncio.Task[Any]] = set()
+        super().__init__(cls_with_init, world_size=world_size, name=name, loop=controller, restart=restart)
+        self._inline = loop == "current" if inline is None else inline
+        self._hosts = [WorkerHost(inline=self._inline) for _ in range(world_size)]
+        self._killed: weakref.WeakSet[WorkerHost] = weakref.WeakSet()
+        self._calls: dict[asyncio.Task[Any], WorkerHost] = {}
         self._finalizer = weakref.finalize(self, _stop, self._hosts)
         self._begin()
 
     async def _start(self) -> list[Failed | None]:
+        return await self._construct(range(self.world_size))
+
+    async def _construct(self, ranks: Sequence[int]) -> list[Failed | None]:
         init = self.cls_with_init
         contexts = [
             WorkerContext(
@@ -79,33 +92,77 @@ class LocalWorkerGroup(WorkerGroup):
                 master_addr="127.0.0.1",
                 master_port=0,
             )
-            for rank in range(self.world_size)
+            for rank in ranks
         ]
         return await asyncio.gather(
             *(
-                host.construct(init.cls, init.args, init.kwargs, context)
-                for host, context in zip(self._hosts, contexts, strict=True)
+                self._hosts[rank].construct(init.cls, init.args, init.kwargs, context)
+                for rank, context in zip(ranks, contexts, strict=True)
             )
         )
 
+    def kill(self, rank: int) -> None:
+        """Let the worker of a rank be dead from now on, as if it had a process that got SIGKILL: for tests.
+
+        What a plain method is doing in its thread goes on there; nobody hears of it any more.
+        """
+        self._loop.call(self._end_life, rank)
+
+    def _end_life(self, rank: int) -> None:
+        if self._hosts[rank] not in self._killed:
+            self._stop_host(self._hosts[rank])
+            self._lives.died(rank, self._lives.incarnations[rank], self._death(rank, "its life"))
+
+    def _stop_host(self, host: WorkerHost) -> None:
+        self._killed.add(host)
+        host.stop()
+        for task, runs_in in list(self._calls.items()):
+            if runs_in is host:
+                task.cancel()
+
+    def _death(self, rank: int, method: str) -> WorkerDiedError:
+        message = f"the worker of rank {rank} of {self.name} was killed during {method}"
+        error = WorkerDiedError(message, group=self.name, rank=rank, method=method, cause="killed")
+        error.origin = Origin(group=self.name, rank=rank, method=method)
+        return error
+
+    async def _replace(self, ranks: Sequence[int], prepare: str) -> list[Failed | None]:
+        for rank in ranks:
+            self._stop_host(self._hosts[rank])
+            self._hosts[rank] = WorkerHost(inline=self._inline)
+        failures = await self._construct(ranks)
+        if prepare and not any(failures):
+            failures = await asyncio.gather(*(self._hosts[rank].prepare(prepare) for rank in ranks))
+        with self._line.lock:
+            for rank in ranks:
+                self._hosts[rank].begin_at(self._line.next(rank))
+        return failures
+
     def _submit(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> None:
         task = asyncio.get_running_loop().create_task(self._run(rank, call, sequence, invocation))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._calls[task] = self._hosts[rank]
+        task.add_done_callback(self._calls.pop)
 
     async def _run(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> None:
+        host = self._hosts[rank]
         try:
-            reply = await self._hosts[rank].call(call, sequence)
+            reply: Reply = Lost(_Killed()) if host in self._killed else await host.call(call, sequence)
         except BaseException as error:
-            invocation.came(rank, Lost(error))
+            invocation.came(rank, Lost(_Killed() if host in self._killed else error))
             raise
+        if host in self._killed:
+            reply = Lost(_Killed())
         if call.keep_batch and isinstance(reply, DataProto):
             invocation.came(rank, ReturnedBatch(Header.of(reply)), _LocalBlock(reply))
         else:
             invocation.came(rank, reply)
 
+    def _open_stream(self, rank: int, call: Call, sequence: int) -> Source:
+        host = self._hosts[rank]
+        return Source(host.stream(call, sequence), lambda _: host.skip(sequence))
+
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
-        return error
+        return self._death(rank, method) if isinstance(error, _Killed) else error
 
     def _cancel(self, rank: int, sequence: int) -> None:
         self._hosts[rank].cancel(sequence)

@@ -7,7 +7,7 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -18,8 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.data.codec import encode_slices
 from asyncrl.data.plan import Header, Plan, Rows
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
-from asyncrl.single_controller.call import Call, Failed, Lost, ReturnedBatch
+from asyncrl.errors import DispatchError, Origin, ResourceError, WorkerDiedError, WorkerError
+from asyncrl.single_controller.call import Call, Failed, Lost, Reply, ReturnedBatch
 from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation
 from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments, value_of
@@ -30,7 +30,10 @@ from asyncrl.single_controller.ray_resource_pool import (
     merge_resource_pool,
     split_resource_pool,
 )
+from asyncrl.single_controller.ray_resource_pool import Seat as PoolSeat
 from asyncrl.single_controller.ray_store import RayBlock, RayValue, first_line
+from asyncrl.single_controller.restart import Restart
+from asyncrl.single_controller.streams import AHEAD, Source
 from asyncrl.single_controller.worker import WorkerContext
 from asyncrl.single_controller.worker_group import ClassWithInitArgs, Unwatched, WorkerGroup
 
@@ -135,23 +138,34 @@ class RayWorkerGroup(WorkerGroup):
         resource_pool: the seats.
         ray_cls_with_init: class, arguments, options.
         name: for messages and logs; the class's name if empty.
+        restart: what to do when a worker's process dies; None leaves it dead.
 
     Raises:
         ResourceError: the cluster can never hold the pool, a worker asks for more than its seat has, or Ray is not
             initialised. Resources that others use are waited for; if they do not become free, :meth:`ready` fails.
     """
 
-    def __init__(self, resource_pool: RayResourcePool, ray_cls_with_init: ClassWithInitArgs, *, name: str = "") -> None:
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: ClassWithInitArgs,
+        *,
+        name: str = "",
+        restart: Restart | None = None,
+    ) -> None:
         if not ray.is_initialized():
             raise ResourceError("Ray is not initialised: call ray.init() before making worker groups")
         if not isinstance(ray_cls_with_init, RayClassWithInitArgs):
             init = ray_cls_with_init
             ray_cls_with_init = RayClassWithInitArgs(init.cls, *init.args, **init.kwargs)
-        super().__init__(ray_cls_with_init, world_size=resource_pool.world_size, name=name)
+        super().__init__(ray_cls_with_init, world_size=resource_pool.world_size, name=name, restart=restart)
         self.resource_pool = resource_pool
         self._options = ray_cls_with_init.actor_options
         resource_pool.check()
         self._demand = self._actor_resources()
+        self._nodes: list[str] = []
+        self._contexts_given: list[WorkerContext] = []
+        self._made: RayValue | None = None
         self._actors = _Actors()
         self._alone = {name: name_without_arguments(name) for name in registrations(ray_cls_with_init.cls)}
         self._under_way_to = [0] * self.world_size
@@ -184,19 +198,63 @@ class RayWorkerGroup(WorkerGroup):
 
     async def _start(self) -> list[Failed | None]:
         handles = await self._place()
-        seats: list[Seat] = await self._all("seat", [handle.seat.remote() for handle in handles])
+        ranks = range(len(handles))
+        seats: list[Seat] = await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
+        self._nodes = [seat.address for seat in seats]
         init = self.cls_with_init
-        variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
         given: Any = (init.cls, init.args, init.kwargs)
-        made = RayValue(ray.put(given))
-        contexts = self._contexts(seats)
-        return await self._all(
-            "__init__",
-            [
-                handle.construct.remote(made, context, variables)
-                for handle, context in zip(handles, contexts, strict=True)
-            ],
-        )
+        self._made = RayValue(ray.put(given))
+        self._contexts_given = self._contexts(seats)
+        failures = await self._construct(ranks, handles)
+        for rank, handle in enumerate(handles):
+            self._watch_life(rank, handle)
+        return failures
+
+    async def _construct(self, ranks: Sequence[int], handles: Sequence[_Handle]) -> list[Failed | None]:
+        variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
+        calls = [
+            handle.construct.remote(self._made, self._contexts_given[rank], variables)
+            for rank, handle in zip(ranks, handles, strict=True)
+        ]
+        return await self._all("__init__", ranks, calls)
+
+    def _watch_life(self, rank: int, handle: _Handle) -> None:
+        """Have the group told when this process dies."""
+        incarnation = self._lives.incarnations[rank]
+        reference = weakref.ref(self)
+
+        def ended(value: Any) -> None:
+            group = reference()
+            if group is None or not isinstance(value, ray.exceptions.RayError):
+                return
+            error = group._explained(rank, "its life", value)  # noqa: SLF001  of this class
+            if isinstance(error, WorkerDiedError):
+                group._loop.notify(group._lives.died, rank, incarnation, error)  # noqa: SLF001
+
+        handle.live.remote()._on_completed(ended)  # noqa: SLF001
+
+    async def _replace(self, ranks: Sequence[int], prepare: str) -> list[Failed | None]:
+        for rank in ranks:
+            ray.kill(self._actors.handles[rank])  # of a group, those that still live
+        seats = await asyncio.to_thread(self.resource_pool.seats)
+        handles = [self._actor(rank, seats[rank]) for rank in ranks]
+        places: list[Seat] = await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
+        if len(ranks) == self.world_size:
+            self._contexts_given = self._contexts(places)
+        for rank, place in zip(ranks, places, strict=True):
+            self._nodes[rank] = place.address
+        failures = await self._construct(ranks, handles)
+        if prepare and not any(failures):
+            failures = await self._all(prepare, ranks, [handle.prepare.remote(prepare) for handle in handles])
+        with self._line.lock:
+            for rank, handle in zip(ranks, handles, strict=True):
+                self._actors.handles[rank] = handle
+                # Calls keep their numbers, so that what is still said of old ones does not meet new ones.
+                self._skipped[rank] = True
+                handle.begin_at.remote(self._line.next(rank))
+        for rank, handle in zip(ranks, handles, strict=True):
+            self._watch_life(rank, handle)
+        return failures
 
     async def _place(self) -> list[_Handle]:
         pool = self.resource_pool
@@ -205,19 +263,21 @@ class RayWorkerGroup(WorkerGroup):
         waits = [asyncio.to_thread(group.wait, pool.placement_timeout_s) for group in groups]
         if not all(await asyncio.gather(*waits)):
             raise await asyncio.to_thread(pool.no_room)
-        for seat in await asyncio.to_thread(pool.seats):
-            label = f"{self.name}[{len(self._actors.handles)}]"
-            cls: Any = ray.remote(actor_class(label, self._alone))
-            handle: Any = cls.options(
-                **self._demand,
-                runtime_env=self._options.get("runtime_env"),
-                max_concurrency=MAX_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    seat.group, placement_group_bundle_index=seat.bundle_index
-                ),
-            ).remote(label)
-            self._actors.handles.append(handle)
+        for rank, seat in enumerate(await asyncio.to_thread(pool.seats)):
+            self._actors.handles.append(self._actor(rank, seat))
         return list(self._actors.handles)
+
+    def _actor(self, rank: int, seat: PoolSeat) -> _Handle:
+        label = f"{self.name}[{rank}]"
+        cls: Any = ray.remote(actor_class(label, self._alone))
+        return cls.options(
+            **self._demand,
+            runtime_env=self._options.get("runtime_env"),
+            max_concurrency=MAX_CALLS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                seat.group, placement_group_bundle_index=seat.bundle_index
+            ),
+        ).remote(label)
 
     def _contexts(self, seats: Sequence[Seat]) -> list[WorkerContext]:
         on_node = Counter(seat.node_id for seat in seats)
@@ -238,9 +298,9 @@ class RayWorkerGroup(WorkerGroup):
             before[seat.node_id] += 1
         return contexts
 
-    async def _all(self, method: str, refs: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
-        """Values of one call on every rank; the first failure is raised at once."""
-        return await asyncio.gather(*(self._value(rank, method, ref) for rank, ref in enumerate(refs)))
+    async def _all(self, method: str, ranks: Sequence[int], refs: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+        """Values of one call on these ranks; the first failure is raised at once."""
+        return await asyncio.gather(*(self._value(rank, method, ref) for rank, ref in zip(ranks, refs, strict=True)))
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -268,6 +328,28 @@ class RayWorkerGroup(WorkerGroup):
 
     def _sent(self) -> None:
         self._sealer.forget()
+
+    def _open_stream(self, rank: int, call: Call, sequence: int) -> Source:
+        method = self._actors.handles[rank].stream.options(
+            num_returns="streaming", _generator_backpressure_num_objects=AHEAD
+        )
+        try:
+            message, refs = self._sealer.sealed(call, sequence)
+            items = method.remote(message, *refs)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            self._skip(rank, sequence)
+            raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
+        with self._count_lock:
+            self._under_way_to[rank] += 1
+
+        def over(through: bool) -> None:
+            if not through and self._actors.reachable:
+                # Closes the generator there; or it has not arrived yet, and must not be waited for.
+                ray.cancel(items)
+                self._skip(rank, sequence)
+            self._replied(rank, None, small=False)
+
+        return Source(_items(items), over)
 
     def _is_alone(self, rank: int, call: Call) -> bool:
         """Whether a call needs neither arguments nor a number: whatever was sent before has been answered."""
@@ -309,7 +391,9 @@ class RayWorkerGroup(WorkerGroup):
         if isinstance(error, DEATHS):
             cause = _cause(error)
             message = f"the process of rank {rank} of {self.name} died during {method}: {cause}"
-            explained = WorkerDiedError(message, group=self.name, rank=rank, method=method, cause=cause)
+            node = self._nodes[rank] if rank < len(self._nodes) else ""
+            explained = WorkerDiedError(message, group=self.name, rank=rank, method=method, cause=cause, node=node)
+            explained.origin = Origin(group=self.name, rank=rank, method=method, node=node)
         elif isinstance(error, ray.exceptions.RayError):
             message = (
                 f"{self.name}.{method} failed on rank {rank} on the way there or back: {first_line(error)}\n"
@@ -409,6 +493,14 @@ class _RayReply:
                 value = Lost(error)
         self._group._replied(self._rank, self._keeping, small=small)  # noqa: SLF001
         self._invocation.came(self._rank, value, block)
+
+
+async def _items(references: Any) -> AsyncGenerator[Reply, None]:
+    try:
+        async for reference in references:
+            yield await reference
+    except ray.exceptions.RayError as error:
+        yield Lost(error)
 
 
 def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:

@@ -5,11 +5,13 @@ A worker process loads this module first: it imports neither torch nor numpy.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import pickle
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -97,6 +99,22 @@ class RayHost:
         """Run a call that is alone, and therefore needs no number."""
         call = Call(method=method, arguments=Arguments((), {}), to_fetch=False)
         return _portable(await self._host.call(call, None))
+
+    async def stream(self, message: Message, *values: Any) -> AsyncGenerator[Reply, None]:
+        """The items of a generator method."""
+        async with contextlib.aclosing(self._host.stream(*opened(message, values))) as items:
+            async for item in items:
+                yield _portable(item)
+
+    async def begin_at(self, sequence: int) -> None:
+        self._host.begin_at(sequence)
+
+    async def prepare(self, method: str) -> Failed | None:
+        return cast("Failed | None", _portable(await self._host.prepare(method)))
+
+    async def live(self) -> None:
+        """Never returns: that it fails is the news of this process's death."""
+        await asyncio.get_running_loop().create_future()
 
     async def cancel(self, sequence: int) -> None:
         self._host.cancel(sequence)

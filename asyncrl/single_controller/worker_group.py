@@ -8,20 +8,27 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
+from asyncrl.data.declared import Declared
 from asyncrl.data.future import DataProtoFuture, Future
 from asyncrl.data.outcome import Outcome
 from asyncrl.data.progress import Progress
-from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError
+from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError, RankErrors
 from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
 from asyncrl.single_controller.decorator import Registration, registrations
 from asyncrl.single_controller.dispatch import Dispatch, Execute
-from asyncrl.single_controller.invocation import Invocation, Line, first_of
+from asyncrl.single_controller.group_method import GroupMethod, declared_rows
+from asyncrl.single_controller.interruption import joins
+from asyncrl.single_controller.invocation import Invocation, Line
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.mesh_inquiry import Meshes
+from asyncrl.single_controller.restart import Lives, Restart
+from asyncrl.single_controller.retry import Repeats
 from asyncrl.single_controller.scatter import Scatter, rows_of
+from asyncrl.single_controller.statistics import GroupStatistics, Tally
+from asyncrl.single_controller.streams import Source, Stream, Streaming
 from asyncrl.single_controller.worker import Worker
 
 if TYPE_CHECKING:
@@ -68,7 +75,13 @@ class WorkerGroup(ABC):
     """
 
     def __init__(
-        self, cls_with_init: ClassWithInitArgs, *, world_size: int, name: str, loop: ControllerLoop | None = None
+        self,
+        cls_with_init: ClassWithInitArgs,
+        *,
+        world_size: int,
+        name: str,
+        loop: ControllerLoop | None = None,
+        restart: Restart | None = None,
     ) -> None:
         self.cls_with_init = cls_with_init
         self.name = name or cls_with_init.cls.__name__
@@ -80,15 +93,18 @@ class WorkerGroup(ABC):
         self._labels: dict[str, str] = {}
         self._roles: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._meshes = Meshes(self._ask_mesh, self._owner, group_name=self.name)
+        self._lives = Lives(self, restart)
+        self._tally = Tally()
         self._closed = False
         self._shutdown: Future[None] | None = None
         self._ready: Future[None] = Future(self._loop, f"start of {self.name}")
         for registration in registrations(cls_with_init.cls).values():
             self._bind(registration)
+        joins(self)
 
     if TYPE_CHECKING:
         # Registered methods of the worker class.
-        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+        def __getattr__(self, name: str) -> GroupMethod: ...
 
     # ------------------------------------------------------------------------------------------- what a backend does
 
@@ -106,6 +122,10 @@ class WorkerGroup(ABC):
 
     def _sent(self) -> None:  # noqa: B027  most backends have nothing to do
         """The call has been submitted to all its ranks."""
+
+    @abstractmethod
+    def _open_stream(self, rank: int, call: Call, sequence: int) -> Source:
+        """Send a call of a generator method to a rank, without waiting."""
 
     @abstractmethod
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
@@ -134,6 +154,14 @@ class WorkerGroup(ABC):
     async def _close_workers(self) -> list[Failed | None]:
         """Let every worker close itself."""
 
+    async def _replace(self, ranks: Sequence[int], prepare: str) -> list[Failed | None]:
+        """New workers for these ranks, with ``prepare`` run if it names a method; what became of each.
+
+        Raises:
+            WorkerDiedError: one died again.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def _kill(self) -> None:
         """Free everything at once. Idempotent; from any thread."""
@@ -143,9 +171,15 @@ class WorkerGroup(ABC):
     def ready(self) -> Future[None]:
         """Done when every worker is constructed.
 
-        If one cannot be, this fails, and with it every call made before or later; the workers are gone then.
+        If one cannot be, this fails, and with it every call made before or later; the workers are gone then. While
+        workers are made again after a death (:class:`Restart`), it is not done.
         """
         return self._ready
+
+    def _is_ready_with(self, ready: Future[None]) -> None:
+        self._ready = ready
+        for role in list(self._roles):
+            role._is_ready_with(ready)  # noqa: SLF001  of this class
 
     def _begin(self) -> None:
         self._ready.run(self._start_all, self._owner)
@@ -159,7 +193,8 @@ class WorkerGroup(ABC):
                 if failure is not None
             ]
             if errors:
-                raise first_of(errors)
+                raise RankErrors.of(errors, call=f"the start of {self.name}", ranks=self.world_size)
+            self._lives.begin()
         except BaseException:
             self._kill()
             raise
@@ -220,6 +255,25 @@ class WorkerGroup(ABC):
     ) -> None:
         await self.aclose()
 
+    def statistics(self) -> GroupStatistics:
+        """What its calls are doing and have done."""
+        tally, lives = self._tally, self._home._lives  # noqa: SLF001  of this class
+        under_way = list(self._under_way)
+        sent = [each for each in under_way if each.is_sent]
+        missing = [rank for each in sent for rank in each.missing]
+        return GroupStatistics(
+            done=tally.done,
+            failed=tally.failed,
+            cancelled=tally.cancelled,
+            waiting=len(under_way) - len(sent),
+            running=len(sent),
+            outstanding=tuple(missing.count(rank) for rank in range(self.world_size)),
+            returned_bytes=tally.returned_bytes,
+            deaths=lives.deaths,
+            restarts=lives.restarts,
+            dead=lives.dead,
+        )
+
     def __repr__(self) -> str:
         state = (
             "closed"
@@ -276,49 +330,81 @@ class WorkerGroup(ABC):
             )
         signature = inspect.signature(method)
         own = list(signature.parameters.values())[1:]
-        kind = DataProtoFuture if registration.returns_batch else Future
+        kind: Any = DataProtoFuture if registration.returns_batch else Future
+        if registration.streams:
+            kind = Stream
         offered = signature.replace(parameters=own, return_annotation=kind)
         checked = not isinstance(registration.dispatch_mode, dict)
-        plain = not inspect.iscoroutinefunction(method)
+        plain = not (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method))
         takes_blocking = "blocking" in offered.parameters
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            blocking = registration.blocking if takes_blocking else kwargs.pop("blocking", registration.blocking)
-            if checked:
-                offered.bind(*args, **kwargs)
-            future = self._execute(registration, Arguments(args, kwargs), plain=plain)
-            return future.result() if blocking else future
+        def method_with(registration: Registration) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                blocking = registration.blocking if takes_blocking else kwargs.pop("blocking", registration.blocking)
+                if checked:
+                    offered.bind(*args, **kwargs)
+                if registration.streams:
+                    return self._stream(registration, Arguments(args, kwargs), plain=plain)
+                future = self._execute(registration, Arguments(args, kwargs), plain=plain)
+                return future.result() if blocking else future
 
-        call.__name__ = name
-        call.__qualname__ = f"{self.name}.{name}"
-        call.__doc__ = method.__doc__
-        call.__module__ = method.__module__
-        call.__signature__ = offered  # type: ignore[attr-defined]
-        setattr(self, name, call)
+            def options(**given: Any) -> Callable[..., Any]:
+                """The method for calls with other ``deadline_s``, ``retries`` or ``blocking`` than registered."""
+                return method_with(registration.with_options(**given))
 
-    def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
+            call.__name__ = name
+            call.__qualname__ = f"{self.name}.{name}"
+            call.__doc__ = method.__doc__
+            call.__module__ = method.__module__
+            call.__signature__ = offered  # type: ignore[attr-defined]
+            call.options = options  # type: ignore[attr-defined]
+            return call
+
+        setattr(self, name, method_with(registration))
+
+    def _scatter(self, registration: Registration, arguments: Arguments) -> Scatter:
         if self._closed:
             raise GroupClosedError(f"worker group {self.name} is closed: it takes no more calls")
-        ranks = 1 if registration.execute_mode is Execute.RANK_ZERO else self.world_size
         mode = registration.dispatch_mode
-        scatter = Scatter(
+        return Scatter(
             mode,
             arguments,
-            ranks=ranks,
+            ranks=1 if registration.execute_mode is Execute.RANK_ZERO else self.world_size,
             pad=registration.pad,
             store=self._store,
             store_parts=self._store_parts,
             group=self,
             mesh=self._meshes.known(mode.mesh_name) if isinstance(mode, MeshDispatch) else None,
         )
+
+    def _stream(self, registration: Registration, arguments: Arguments, *, plain: bool) -> Stream[Any]:
+        outcome: Outcome[None] = Outcome(f"{self.name}.{registration.name}")
+        scatter = self._scatter(registration, arguments)
+        streaming = Streaming(self, registration, scatter, outcome, Progress(self._loop.loop.time), plain=plain)
+        streaming.begin()
+        return Stream(streaming, self._loop)
+
+    def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
+        scatter = self._scatter(registration, arguments)
         progress = Progress(self._loop.loop.time)
         kind = DataProtoFuture if registration.returns_batch else Future
         label = self._labels.setdefault(registration.name, f"{self.name}.{registration.name}")
         future: Future[Any] = kind(self._loop, label, inputs=scatter.futures, progress=progress)
-        invocation = Invocation(self, registration, scatter, future.outcome, progress, plain=plain)
+        repeats = self._repeats(registration) if registration.idempotent else None
+        invocation = Invocation(self, registration, scatter, future.outcome, progress, plain=plain, repeats=repeats)
         future.made_by(invocation)
+        if registration.rows is not None or registration.schema is not None:
+            invocation.declared = Declared(declared_rows(registration, arguments), registration.schema)
+            cast("DataProtoFuture", future).declared = invocation.declared
         invocation.begin()
+        if registration.deadline_s is not None:
+            future.deadline(registration.deadline_s)
         return future
+
+    def _repeats(self, registration: Registration) -> Repeats | None:
+        lives = self._home._lives  # noqa: SLF001  of this class
+        never = registration.retry is None and lives.policy is None
+        return None if never else Repeats(registration.retry, lives)
 
     def _may_send_here(self) -> bool:
         """Whether calls may be sent in the caller's thread; otherwise they are on the controller loop."""

@@ -1,0 +1,188 @@
+"""What a method is registered with beyond its dispatch, what a call may override, and what a group counts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.data.schema import Column, Schema
+from asyncrl.errors import DeadlineError, DispatchError, SchemaError
+from asyncrl.single_controller import Dispatch, Worker, WorkerGroup, register
+
+TIMEOUT_S = 30.0
+X = Schema((Column("x", "tensor", "int64"),))
+
+
+class Offering(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.door = asyncio.Event()
+        self.gate = threading.Event()
+        self.inside = 0
+        self.most = 0
+        self.journal: list[str] = []
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, rows=lambda batch, n: len(batch) * n, schema=X)
+    async def sample(self, batch: DataProto, n: int) -> DataProto:
+        await self.door.wait()
+        return batch.repeat(n)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, rows=len)
+    async def wrong_rows(self, batch: DataProto) -> DataProto:
+        return batch.repeat(2)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, schema=X)
+    async def wrong_columns(self, batch: DataProto) -> DataProto:
+        return batch.rename("x", "y")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def undeclared(self, batch: DataProto) -> DataProto:
+        await self.door.wait()
+        return batch
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def open_door(self) -> None:
+        self.door.set()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, deadline_s=0.05)
+    async def slow(self, name: str) -> str:
+        await asyncio.sleep(0.5 if name == "half a second" else TIMEOUT_S)
+        return name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, max_concurrency=2)
+    async def crowded(self) -> int:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.inside -= 1
+        return self.most
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_at_gate(self) -> None:
+        assert self.gate.wait(TIMEOUT_S)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def write(self, text: str) -> list[str]:
+        self.journal.append(text)
+        return list(self.journal)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, priority=1)
+    def urgent(self, text: str) -> list[str]:
+        return self.write(text)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def open_gate(self) -> None:
+        self.gate.set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_value() -> None:
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def group(make_group: Callable[..., WorkerGroup]) -> WorkerGroup:
+    return make_group(Offering, name="offering")
+
+
+def batch(count: int) -> DataProto:
+    return DataProto.from_dict(tensors={"x": torch.arange(count)})
+
+
+def test_declared_rows_and_columns_are_known_before_the_data(group: WorkerGroup) -> None:
+    future: DataProtoFuture = group.sample(batch(4), 3)
+    assert not future.done()
+    assert (len(future), future.schema) == (12, X)
+    assert (len(future[2:7]), len(future.select(["x"])), len(future.repeat(2))) == (5, 12, 24)
+    assert len(future.split(5)) == 3
+    # So are those of a call that is given one.
+    second = group.sample(future[:5], 2)
+    assert len(second) == 10
+    unknown = group.undeclared(batch(2))
+    with pytest.raises(RuntimeError, match=r"register\(rows=...\) declares it"):
+        len(group.sample(unknown, 2))
+    with pytest.raises(RuntimeError, match=r"register\(schema=...\) declares them"):
+        assert unknown.schema
+    group.open_door().result(TIMEOUT_S)
+    assert len(second.result(TIMEOUT_S)) == 10
+    assert unknown.result(TIMEOUT_S) == batch(2)
+    assert unknown.schema == X
+
+
+def test_what_is_not_as_declared_is_an_error_by_name(group: WorkerGroup) -> None:
+    with pytest.raises(SchemaError, match=r"(?s)offering\.wrong_rows returned another .*8 rows, declared were 4"):
+        group.wrong_rows(batch(4)).result(TIMEOUT_S)
+    with pytest.raises(SchemaError, match=r"(?s)offering\.wrong_columns returned another .*'x' is missing"):
+        group.wrong_columns(batch(4)).result(TIMEOUT_S)
+
+
+def test_deadlines_are_registered_and_overridden_per_call(group: WorkerGroup) -> None:
+    with pytest.raises(DeadlineError, match=r"offering\.slow did not finish within 0\.05 s"):
+        group.slow("for ever").result(TIMEOUT_S)
+    patient = group.slow.options(deadline_s=TIMEOUT_S)
+    assert patient("half a second").result(TIMEOUT_S) == ["half a second"] * 2
+    assert group.write.options(blocking=True)("first") == [["first"]] * 2
+
+
+def test_options_that_do_not_go_together_are_refused(group: WorkerGroup) -> None:
+    with pytest.raises(DispatchError, match="must be positive"):
+        group.slow.options(deadline_s=0)
+    with pytest.raises(DispatchError, match="not registered idempotent"):
+        group.slow.options(retries=2)
+    with pytest.raises(DispatchError, match="its result is no batch"):
+        register(dispatch_mode=Dispatch.ONE_TO_ALL, schema=X)(lambda self: None)
+    with pytest.raises(DispatchError, match="plain methods run one by one"):
+        register(dispatch_mode=Dispatch.ONE_TO_ALL, max_concurrency=2)(lambda self: None)
+
+    async def method(self: object) -> None:
+        pass
+
+    with pytest.raises(DispatchError, match="async methods do not wait"):
+        register(dispatch_mode=Dispatch.ONE_TO_ALL, priority=1)(method)
+
+
+def test_a_method_runs_as_often_at_a_time_as_it_says(group: WorkerGroup) -> None:
+    futures = [group.crowded() for _ in range(6)]
+    assert max(most for future in futures for most in future.result(TIMEOUT_S)) <= 2
+
+
+def test_urgent_calls_pass_those_that_wait(make_group: Callable[..., WorkerGroup]) -> None:
+    group = make_group(Offering, name="urgent", world_size=1)
+    first = group.wait_at_gate()
+    group.write("a")
+    last = group.write("b")
+    group.urgent("urgent one")
+    urgent = group.urgent("urgent two")
+    group.open_gate().result(TIMEOUT_S)
+    first.result(TIMEOUT_S)
+    assert urgent.result(TIMEOUT_S) == [["urgent one", "urgent two"]]
+    assert last.result(TIMEOUT_S) == [["urgent one", "urgent two", "a", "b"]]
+
+
+def test_a_group_counts_its_calls(make_group: Callable[..., WorkerGroup]) -> None:
+    group = make_group(Offering, name="counted")
+    group.ready().result(TIMEOUT_S)
+    waits = group.undeclared(batch(4))
+    behind = group.sample(waits, 1)
+    group.crowded().result(TIMEOUT_S)
+    with pytest.raises(DeadlineError):
+        group.slow("for ever").result(TIMEOUT_S)
+    found = group.statistics()
+    assert (found.done, found.failed, found.cancelled) == (1, 1, 0)
+    assert (found.waiting, found.running, found.outstanding) == (1, 1, (1, 1))
+    behind.cancel()
+    group.open_door().result(TIMEOUT_S)
+    waits.result(TIMEOUT_S)
+    after = group.statistics()
+    assert replace(found, done=3, cancelled=1, waiting=0, running=0, outstanding=(0, 0), returned_bytes=32) == after
+    assert (after.deaths, after.restarts, after.dead) == (0, 0, ())

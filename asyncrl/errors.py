@@ -37,9 +37,10 @@ default, which is what makes it survive pickling with its attributes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "AsyncRLError",
@@ -99,6 +100,12 @@ class AsyncRLError(Exception):
     """
 
     origin: Origin | None = None
+
+    def on_its_way(self, note: str) -> Self:
+        """The same error with a note more, for the next future on its way: each tells its own way."""
+        again = copy.copy(self)
+        again.__notes__ = [*getattr(self, "__notes__", ()), note]
+        return again
 
 
 class ConfigError(AsyncRLError):

@@ -18,7 +18,6 @@ LONG_FILES = {
     "asyncrl/interfaces.py",  # all contracts on one page
     "asyncrl/data/proto.py",  # one class whose methods are a public, fixed set
     "asyncrl/single_controller/invocation.py",  # one state machine
-    "asyncrl/single_controller/ray.py",  # the whole seam to one vendor
     "engines/rollout/transformers_engine.py",  # one contract, implemented
 }
 """Files that may be longer, each with a reason."""

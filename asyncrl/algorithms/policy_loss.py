@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
@@ -60,7 +61,14 @@ class PolicyLoss(ABC):
 
 def check_range(name: str, value: float, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
     """Raise :class:`ConfigError` unless ``low <= value <= high`` (``low < value`` if ``open_low``) and finite."""
-    if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    huge = isinstance(value, int) and abs(value) > sys.float_info.max
+    if (
+        isinstance(value, bool)
+        or huge
+        or not math.isfinite(value)
+        or not low <= value <= high
+        or (open_low and value == low)
+    ):
         bound = f"above {low:g}" if open_low else f"of at least {low:g}"
         allowed = f"a finite number {bound}" + (f" and at most {high:g}" if math.isfinite(high) else "")
         raise ConfigError(f"{name} is {value}; {allowed} is needed", path=name, remedy=allowed)

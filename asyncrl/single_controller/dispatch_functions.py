@@ -162,7 +162,8 @@ def _join(output: Sequence[Any]) -> DataProto | DataProtoFuture:
             raise DispatchError(f"value {number} is to be a batch and is {type(each).__name__}")
     if any(isinstance(each, DataProtoFuture) for each in output):
         return DataProtoFuture.concat(output)
-    return DataProto.concat(output)
+    joined: DataProto = DataProto.concat(output)
+    return joined
 
 
 # --------------------------------------------------------------------------------------------------- modes by name

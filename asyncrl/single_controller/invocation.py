@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import operator
 import threading
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.data.future import DataProtoFuture, Future
+from asyncrl.data.future import DataProtoFuture
 from asyncrl.data.plan import Block, Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import AsyncRLError, DispatchError, GroupClosedError, RankErrors, WorkerError
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from asyncrl.single_controller.retry import Repeats
     from asyncrl.single_controller.worker_group import Unwatched, WorkerGroup
 
-__all__ = ["Invocation", "Line"]
+__all__ = ["Invocation"]
 
 SOON_S = 0.02
 """How long a thread that asks for a result waits for the replies itself, before the controller loop does it."""
@@ -61,39 +60,6 @@ SIBLING_GRACE_S = 0.05
 
 
 _SENT_AGAIN: Any = object()
-
-
-class Line:
-    """In which order calls reach the workers: that of the program, and the same on all ranks.
-
-    A group and the roles that live in its workers share one.
-
-    Attributes:
-        lock: held while a call is sent.
-        ahead: calls that are made, not sent, and not to be passed.
-    """
-
-    __slots__ = ("_sequences", "ahead", "lock")
-
-    def __init__(self, ranks: int) -> None:
-        self.lock = threading.Lock()
-        self.ahead = 0
-        self._sequences = [0] * ranks
-
-    def sequence(self, rank: int) -> int:
-        """The number of the next call to a rank. Under the lock."""
-        number = self._sequences[rank]
-        self._sequences[rank] += 1
-        return number
-
-    def next(self, rank: int) -> int:
-        """The number that the next call to a rank will get. Under the lock."""
-        return self._sequences[rank]
-
-    def leave(self) -> None:
-        """A call has been sent, or may be passed."""
-        with self.lock:
-            self.ahead -= 1
 
 
 class Invocation:
@@ -198,8 +164,9 @@ class Invocation:
             if not all(future.done() for future in scatter.futures):
                 line.leave()
                 in_line = False
-            for future in scatter.futures:
-                await self._arrival(future)
+            await self._arrivals()
+            scatter.apply_custom()
+            await self._arrivals()
             await group._ready.completed()  # workers may have died meanwhile, and be made again
             with line.lock:
                 error = self._try_to_send()
@@ -215,11 +182,14 @@ class Invocation:
         elif (error := task.exception()) is not None:
             self._end(error)
 
-    async def _arrival(self, future: Future[Any]) -> None:
-        try:
-            await future.completed()
-        except AsyncRLError as error:
-            raise _travelled(error, self.outcome.label) from error.__cause__
+    async def _arrivals(self) -> None:
+        for future in self._scatter.futures:
+            try:
+                await future.completed()
+            except AsyncRLError as error:
+                raise error.on_its_way(f"it was an argument of {self.outcome.label}, which was not called") from (
+                    error.__cause__
+                )
 
     def _try_to_send(self) -> BaseException | None:
         """What kept it from being sent. Errors are reported once the line's lock is free: they wake others."""
@@ -488,7 +458,7 @@ class Invocation:
     def _abandon(self) -> None:
         """Cancel what is still going on."""
         with self._lock:
-            waiting = [rank for rank in range(len(self._sequences)) if self._waiting >> rank & 1]
+            waiting = self.missing
         for rank in waiting:
             self._group._cancel(rank, self._sequences[rank])
 
@@ -496,11 +466,3 @@ class Invocation:
 def _part(plan: Plan, share: Share, method: str) -> Plan:
     part: Plan = collect(Dispatch.DP_COMPUTE_PROTO, [plan], [share], group=None, method=method)
     return part
-
-
-def _travelled(error: AsyncRLError, label: str) -> AsyncRLError:
-    """The same error for the next future on its way, so that each tells its own way."""
-    again = copy.copy(error)
-    again.__notes__ = [*getattr(error, "__notes__", ())]
-    again.add_note(f"it was an argument of {label}, which was not called")
-    return again

@@ -7,7 +7,7 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -19,11 +19,13 @@ from asyncrl.data.codec import encode_slices
 from asyncrl.data.plan import Header, Plan, Rows
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, Origin, ResourceError, WorkerDiedError, WorkerError
-from asyncrl.single_controller.call import Call, Failed, Lost, Reply, ReturnedBatch
+from asyncrl.single_controller.call import Call, Failed
 from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation
-from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments, value_of
+from asyncrl.single_controller.ray_class import RayClassWithInitArgs
+from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments
 from asyncrl.single_controller.ray_message import Sealer
+from asyncrl.single_controller.ray_reply import RayReply, items_of
 from asyncrl.single_controller.ray_resource_pool import (
     RayResourcePool,
     SubRayResourcePool,
@@ -56,40 +58,6 @@ DEATHS = (
 
 MAX_CALLS = 1_000_000
 """Calls that one actor holds at a time, running or in line; Ray keeps further ones back."""
-
-
-class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class, plain or decorated with ``ray.remote``, the arguments of every rank, and options of the actors.
-
-    Options (:meth:`options`): ``num_cpus``, ``num_gpus``, ``resources`` (of one worker; the pool's share if not given),
-    ``runtime_env`` and ``env_vars`` (environment variables set before the class is loaded).
-    """
-
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        options: dict[str, Any] = {}
-        metadata = getattr(cls, "__ray_metadata__", None)
-        if metadata is not None:
-            options = dict(getattr(cls, "_default_options", {}))
-            cls = metadata.modified_class
-        super().__init__(cls, *args, **kwargs)
-        self.actor_options = _checked_options(options)
-
-    def options(self, **options: Any) -> RayClassWithInitArgs:
-        """The same with these options added."""
-        again = RayClassWithInitArgs(self.cls, *self.args, **self.kwargs)
-        again.actor_options = {**self.actor_options, **_checked_options(options)}
-        return again
-
-    def update_options(self, options: Mapping[str, Any]) -> None:
-        """Add options in place, under verl's name."""
-        self.actor_options = self.options(**options).actor_options
-
-
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    allowed = {"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars"}
-    if unknown := sorted(options.keys() - allowed):
-        raise ResourceError(f"options {unknown} cannot be used: a worker takes {sorted(allowed)}")
-    return options
 
 
 # ------------------------------------------------------------------------------------------------------ in the driver
@@ -324,7 +292,7 @@ class RayWorkerGroup(WorkerGroup):
             raise DispatchError(f"an argument of {self.name}.{call.method} cannot be pickled: {error}") from error
         with self._count_lock:
             self._under_way_to[rank] += 1
-        return _RayReply(self, rank, call.method if call.keep_batch else None, reply, block, invocation)
+        return RayReply(self, rank, call.method if call.keep_batch else None, reply, block, invocation)
 
     def _sent(self) -> None:
         self._sealer.forget()
@@ -349,7 +317,7 @@ class RayWorkerGroup(WorkerGroup):
                 self._skip(rank, sequence)
             self._replied(rank, None, small=False)
 
-        return Source(_items(items), over)
+        return Source(items_of(items), over)
 
     def _is_alone(self, rank: int, call: Call) -> bool:
         """Whether a call needs neither arguments nor a number: whatever was sent before has been answered."""
@@ -370,7 +338,7 @@ class RayWorkerGroup(WorkerGroup):
             (self._small.add if small else self._small.discard)(keeping)
 
     def _take_now(self, replies: Sequence[Unwatched], timeout_s: float) -> bool:
-        coming = cast("Sequence[_RayReply]", replies)
+        coming = cast("Sequence[RayReply]", replies)
         try:
             values: Any = ray.get([each.ref for each in coming], timeout=timeout_s)
         except ray.exceptions.RayError:
@@ -412,12 +380,13 @@ class RayWorkerGroup(WorkerGroup):
             raise self._explained(rank, method, error) from error
 
     def _cancel(self, rank: int, sequence: int) -> None:
-        if rank < len(self._actors.handles):
+        # A call through a handle would start another cluster where this one is gone.
+        if rank < len(self._actors.handles) and self._actors.reachable:
             self._actors.handles[rank].cancel.remote(sequence)
 
     def _skip(self, rank: int, sequence: int) -> None:
         self._skipped[rank] = True
-        if rank < len(self._actors.handles):
+        if rank < len(self._actors.handles) and self._actors.reachable:
             self._actors.handles[rank].skip.remote(sequence)
 
     def _store(self, value: Any) -> Any:
@@ -449,58 +418,6 @@ class RayWorkerGroup(WorkerGroup):
 
     def _kill(self) -> None:
         self._finalizer()
-
-
-class _RayReply:
-    """A reply on its way. ``keeping``: the method, if the worker keeps its batch."""
-
-    __slots__ = ("_block", "_group", "_invocation", "_keeping", "_rank", "ref")
-
-    def __init__(
-        self,
-        group: RayWorkerGroup,
-        rank: int,
-        keeping: str | None,
-        ref: ray.ObjectRef[Any],
-        block: RayBlock | None,
-        invocation: Invocation,
-    ) -> None:
-        self._group = group
-        self._rank = rank
-        self._keeping = keeping
-        self.ref = ref
-        self._block = block
-        self._invocation = invocation
-
-    def watch(self) -> None:
-        # What ObjectRef.future() is made of, without a Future for each rank.
-        self.ref._on_completed(self)  # noqa: SLF001
-
-    def __call__(self, value: Any) -> None:
-        """Hand the reply on. In the thread that waited, or in one of Ray's, where nothing may block or raise."""
-        if isinstance(value, ray.exceptions.RayTaskError):
-            value = Lost(value.as_instanceof_cause())
-        elif isinstance(value, ray.exceptions.RayError):
-            value = Lost(value)
-        block, small = self._block, False
-        if self._keeping is not None:
-            small = isinstance(value, bytes)
-            if type(value) is tuple and len(value) == 2 and isinstance(value[0], ReturnedBatch):
-                value, block = value[0], RayBlock(value[1])
-            try:
-                value = value_of(value)
-            except Exception as error:  # noqa: BLE001  raised here it would be lost, and the call would never end
-                value = Lost(error)
-        self._group._replied(self._rank, self._keeping, small=small)  # noqa: SLF001
-        self._invocation.came(self._rank, value, block)
-
-
-async def _items(references: Any) -> AsyncGenerator[Reply, None]:
-    try:
-        async for reference in references:
-            yield await reference
-    except ray.exceptions.RayError as error:
-        yield Lost(error)
 
 
 def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:

@@ -116,7 +116,7 @@ class Scatter:
         if isinstance(mode, Dispatch | MeshDispatch):
             self._keep_batches()
         elif not self.futures:
-            self._apply_custom()
+            self.apply_custom()
 
     def _keep_batches(self) -> None:
         if self._mode in LIST_MODES:
@@ -127,11 +127,14 @@ class Scatter:
             convert = self._stored_parts if self.splits and self._parts else self._store
             self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), convert))
 
-    def _apply_custom(self) -> None:
-        assert isinstance(self._mode, dict)
+    def apply_custom(self) -> None:
+        """Call the mode's own function, if it has one, once the futures are done. It may give others to wait for."""
+        if self._listed is not None or not isinstance(self._mode, dict):
+            return
         args, kwargs = self._mode["dispatch_fn"](self._group, *self._whole.args, **self._whole.kwargs)
         listed = _transpose(Arguments(tuple(args), dict(kwargs)), self._ranks)
         self._listed = [Arguments(*_map((each.args, each.kwargs), self._store)) for each in listed]
+        self.futures = [leaf for each in self._listed for leaf in leaves(each) if isinstance(leaf, Future)]
 
     @property
     def is_here(self) -> bool:
@@ -184,8 +187,6 @@ class Scatter:
             DispatchError: batches differ in their rows, or the arguments do not suit the mode.
             BaseException: what a future failed with.
         """
-        if self._listed is None and isinstance(self._mode, dict):
-            self._apply_custom()
         if self._listed is not None:
             if not self.futures:
                 return self._listed

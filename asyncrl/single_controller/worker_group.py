@@ -21,7 +21,8 @@ from asyncrl.single_controller.decorator import Registration, registrations
 from asyncrl.single_controller.dispatch import Dispatch, Execute
 from asyncrl.single_controller.group_method import GroupMethod, declared_rows
 from asyncrl.single_controller.interruption import joins
-from asyncrl.single_controller.invocation import Invocation, Line
+from asyncrl.single_controller.invocation import Invocation
+from asyncrl.single_controller.line import Line
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.mesh_inquiry import Meshes
 from asyncrl.single_controller.restart import Lives, Restart

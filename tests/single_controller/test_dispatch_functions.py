@@ -110,3 +110,9 @@ def test_a_mode_made_of_predefined_functions_is_the_predefined_mode(copier: Work
     assert future.result(30) == rows(1, 2, 3, 4)
     # Batches that are still with their workers are joined as futures.
     assert copier.joined(rows(1, 2, 3, 4)).result(30) == rows(1, 2, 3, 4)
+
+
+def test_a_dispatch_function_may_give_futures(copier: WorkerGroup) -> None:
+    future = copier.copy(rows(1, 2, 3, 4))
+    assert copier.copy(future).result(30) == rows(1, 2, 3, 4)
+    assert copier.joined(future.rename("x", "y").rename("y", "x")).result(30) == rows(1, 2, 3, 4)

@@ -1,0 +1,45 @@
+"""What a group of Ray actors is made of: a class, its arguments, and options of the actors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.errors import ResourceError
+from asyncrl.single_controller.worker_group import ClassWithInitArgs
+
+__all__ = ["RayClassWithInitArgs"]
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class, plain or decorated with ``ray.remote``, the arguments of every rank, and options of the actors.
+
+    Options (:meth:`options`): ``num_cpus``, ``num_gpus``, ``resources`` (of one worker; the pool's share if not given),
+    ``runtime_env`` and ``env_vars`` (environment variables set before the class is loaded).
+    """
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        options: dict[str, Any] = {}
+        metadata = getattr(cls, "__ray_metadata__", None)
+        if metadata is not None:
+            options = dict(getattr(cls, "_default_options", {}))
+            cls = metadata.modified_class
+        super().__init__(cls, *args, **kwargs)
+        self.actor_options = _checked_options(options)
+
+    def options(self, **options: Any) -> RayClassWithInitArgs:
+        """The same with these options added."""
+        again = RayClassWithInitArgs(self.cls, *self.args, **self.kwargs)
+        again.actor_options = {**self.actor_options, **_checked_options(options)}
+        return again
+
+    def update_options(self, options: Mapping[str, Any]) -> None:
+        """Add options in place, under verl's name."""
+        self.actor_options = self.options(**options).actor_options
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    allowed = {"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars"}
+    if unknown := sorted(options.keys() - allowed):
+        raise ResourceError(f"options {unknown} cannot be used: a worker takes {sorted(allowed)}")
+    return options

@@ -391,11 +391,11 @@ class RolloutPool:
         return TokenCounts(delivered=delivered, in_flight=in_flight, lost=lost)
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Each living replica's :meth:`asyncrl.rollout.worker.RolloutWorker.statistics`, by name."""
+        """Each living replica's :meth:`asyncrl.rollout.worker.RolloutWorker.engine_statistics`, by name."""
         names = [name for name, life in self._lives.items() if not life.dead]
         return dict(zip(names, await self._answers([self._lives[name] for name in names]), strict=True))
 
     @staticmethod
     async def _answers(lives: list[_Life]) -> list[dict[str, Any]]:
-        answers = await asyncio.gather(*(life.group.statistics() for life in lives))
+        answers = await asyncio.gather(*(life.group.engine_statistics() for life in lives))
         return list(answers)

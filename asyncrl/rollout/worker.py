@@ -214,7 +214,7 @@ class RolloutWorker(Worker):
         await self._running_engine().resume()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    async def statistics(self) -> dict[str, Any]:
+    async def engine_statistics(self) -> dict[str, Any]:
         """The engine's statistics, tokens delivered and in flight by purpose, and the file that outlives this."""
         return {
             "engine": asdict(self._running_engine().statistics()),

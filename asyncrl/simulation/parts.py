@@ -152,7 +152,7 @@ class ModelledReplica:
 
         return self._calls.value(f"{self.name}.commit_weights", commit)
 
-    def statistics(self) -> Future[Any]:
+    def engine_statistics(self) -> Future[Any]:
         async def count() -> dict[str, Any]:
             return {
                 "engine": {},

@@ -97,6 +97,7 @@ def long_config(small_config: Callable[..., Config]) -> Config:
     return small_config(steps=1_000_000, cluster={"backend": "ray"}, telemetry={"progress": "plain"})
 
 
+@pytest.mark.slow
 def test_a_dead_worker_ends_the_run_with_its_name_within_seconds(long_config: Config, tmp_path: Path):
     note = tmp_path / "died"
     world = {"name": "worlds:DigitsFactory", "options": {"dies_on": 20, "note": str(note)}}

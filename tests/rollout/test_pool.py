@@ -78,7 +78,7 @@ class Pretender(Worker):
         self.gate.set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    async def statistics(self) -> dict[str, Any]:
+    async def engine_statistics(self) -> dict[str, Any]:
         return {"delivered": {"train": self.delivered}, "in_flight": {"train": self.in_flight}}
 
 

@@ -174,7 +174,8 @@ async def blocking(future: Any) -> Any:
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("calls", [330, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [330, 5_000])
 def test_calls_on_ray_leave_nothing_behind(calls: int) -> None:
     import ray.cloudpickle
 

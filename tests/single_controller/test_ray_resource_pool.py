@@ -92,6 +92,7 @@ class TestOnACluster:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         return lambda pool: RayWorkerGroup(pool, RayClassWithInitArgs(Member))
 
+    @pytest.mark.slow
     @pytest.mark.timeout(300)
     def test_parts_share_the_placement_groups_of_the_whole(
         self, group: Callable[[RayResourcePool], RayWorkerGroup]

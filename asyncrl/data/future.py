@@ -31,6 +31,9 @@ class FinishedRows:
 
     ``rows`` are counted in the arguments of the call: where it returns one row for each, they are the rows of the
     result; where it returns k, those times k.
+
+        >>> FinishedRows(range(0, 3), future).rows
+        range(0, 3)
     """
 
     rows: range
@@ -79,7 +82,11 @@ class DataProtoFuture(Future["DataProto"]):
 
     @staticmethod
     def of(data: DataProto) -> DataProtoFuture:
-        """A batch that is here, as a finished future."""
+        """A batch that is here, as a finished future.
+
+        >>> DataProtoFuture.of(data).done()
+        True
+        """
         from asyncrl.data.plan import Plan
 
         return DataProtoFuture.from_plan(Plan.of(data), "batch")
@@ -87,16 +94,28 @@ class DataProtoFuture(Future["DataProto"]):
     # ------------------------------------------------------------------------------------------------- without payload
 
     async def header(self) -> Header:
-        """Rows, schema, ``meta_info`` and size, as soon as the call has finished."""
+        """Rows, schema, ``meta_info`` and size, as soon as the call has finished.
+
+        >>> asyncio.run(future.header()).rows
+        3
+        """
         header = (await self.plan()).header
         return replace(header, meta_info=dict(header.meta_info))
 
     async def meta_info(self) -> dict[str, Any]:
-        """``meta_info`` of the batch, as soon as the call has finished."""
+        """``meta_info`` of the batch, as soon as the call has finished.
+
+        >>> asyncio.run(future.meta_info())
+        {'step': 7}
+        """
         return (await self.header()).meta_info
 
     async def plan(self) -> Plan:
-        """Which rows and columns of which blocks, as soon as the call has finished."""
+        """Which rows and columns of which blocks, as soon as the call has finished.
+
+        >>> asyncio.run(future.plan()).header.schema.names
+        ('x', 'name')
+        """
         return cast("Plan", await self.completed())
 
     async def rows(self) -> AsyncGenerator[FinishedRows, None]:
@@ -105,6 +124,11 @@ class DataProtoFuture(Future["DataProto"]):
         The result of a call whose rows are split comes in as many parts as ranks had rows; so does what ``select``,
         ``pop``, ``rename`` and ``then`` make of it. Any other future is one part. If a rank fails, the parts that had
         finished are given first, then the error is raised. Leaving early leaves the call going.
+
+            >>> async def parts():
+            ...     return [part.rows async for part in future.rows()]
+            >>> asyncio.run(parts())
+            [range(0, 3)]
         """
         self.start()
         given = False
@@ -156,7 +180,11 @@ class DataProtoFuture(Future["DataProto"]):
     # ------------------------------------------------------------------------------------------------------------ rows
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProtoFuture:
-        """Rows as Python slices a list."""
+        """Rows as Python slices a list.
+
+        >>> future.slice(0, 2).result().batch["x"].tolist()
+        [1, 2]
+        """
         text = ":".join("" if each is None else str(each) for each in (start, end))
         import builtins
 
@@ -169,7 +197,11 @@ class DataProtoFuture(Future["DataProto"]):
     def select_idxs(
         self, idxs: Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | torch.Tensor
     ) -> DataProtoFuture:
-        """The rows ``idxs``: integers in their order, or one boolean a row."""
+        """The rows ``idxs``: integers in their order, or one boolean a row.
+
+        >>> future.select_idxs([2, 0]).result().batch["x"].tolist()
+        [3, 1]
+        """
         import numpy as np
         import torch
 
@@ -179,7 +211,11 @@ class DataProtoFuture(Future["DataProto"]):
         return self._derive(".select_idxs", lambda plan: plan.take(row_index(kept, plan.header.rows)))
 
     def __getitem__(self, item: Any) -> DataProtoFuture:
-        """Rows by a slice or an index of rows."""
+        """Rows by a slice or an index of rows.
+
+        >>> future[1:].result() == data[1:]
+        True
+        """
         import builtins
 
         if isinstance(item, builtins.slice):
@@ -192,7 +228,11 @@ class DataProtoFuture(Future["DataProto"]):
         raise TypeError(f"{self.outcome.label} cannot be iterated before its rows are here: `await` it first")
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """``chunks`` parts of consecutive rows, by the rule of :meth:`DataProto.chunk`, before the rows are known."""
+        """``chunks`` parts of consecutive rows, by the rule of :meth:`DataProto.chunk`, before the rows are known.
+
+        >>> [part.result().batch["x"].tolist() for part in future.chunk(3)]
+        [[1], [2], [3]]
+        """
         if chunks < 1:
             from asyncrl.errors import SchemaError
 
@@ -212,6 +252,9 @@ class DataProtoFuture(Future["DataProto"]):
     def split(self, split_size: int) -> list[DataProtoFuture]:
         """Parts of ``split_size`` rows, the last one perhaps smaller.
 
+            >>> [len(part) for part in future.split(2)]
+            [2, 1]
+
         Raises:
             RuntimeError: the number of rows, and so the number of parts, is not known yet.
         """
@@ -227,11 +270,19 @@ class DataProtoFuture(Future["DataProto"]):
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     def reorder(self, indices: Sequence[int] | np.ndarray[Any, Any] | torch.Tensor) -> DataProtoFuture:
-        """The rows ``indices``. A new future: unlike a batch, a future is never changed in place."""
+        """The rows ``indices``. A new future: unlike a batch, a future is never changed in place.
+
+        >>> future.reorder([2, 1, 0]).result().batch["x"].tolist()
+        [3, 2, 1]
+        """
         return self.select_idxs(indices)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProtoFuture:
-        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b. Fetched once for all copies."""
+        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b. Fetched once for all copies.
+
+        >>> future.repeat(2).result().batch["x"].tolist()
+        [1, 1, 2, 2, 3, 3]
+        """
         if repeat_times < 0:
             from asyncrl.errors import SchemaError
 
@@ -245,6 +296,9 @@ class DataProtoFuture(Future["DataProto"]):
     @staticmethod
     def concat(data: Sequence[DataProtoFuture | DataProto]) -> DataProtoFuture:
         """The rows of all, in order.
+
+            >>> len(DataProtoFuture.concat([future, data]).result())
+            6
 
         Raises:
             SchemaError: there is none.
@@ -266,7 +320,11 @@ class DataProtoFuture(Future["DataProto"]):
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProtoFuture:
-        """Only these columns and entries of ``meta_info``; None means all."""
+        """Only these columns and entries of ``meta_info``; None means all.
+
+        >>> future.select(["x"], []).result().columns().names
+        ['x']
+        """
         keys = _listed(batch_keys, non_tensor_batch_keys, meta_info_keys)
         return self._derive(".select", lambda plan: plan.select(*keys), by_row=True)
 
@@ -280,13 +338,21 @@ class DataProtoFuture(Future["DataProto"]):
 
         A future is a value: it keeps its columns. ``popped`` is what :meth:`DataProto.pop` returns, ``rest`` what it
         leaves.
+
+            >>> popped, rest = future.pop(["x"])
+            >>> popped.result().columns().names, rest.result().columns().names
+            (['x'], ['name'])
         """
         keys = _listed(batch_keys, non_tensor_batch_keys, meta_info_keys)
         popped = self._derive(".pop", lambda plan: plan.pop(*keys)[0], by_row=True)
         return popped, self._derive(".pop.rest", lambda plan: plan.pop(*keys)[1], by_row=True)
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProtoFuture:
-        """Columns of either kind under other names. A new future."""
+        """Columns of either kind under other names. A new future.
+
+        >>> future.rename("x", "y").result().columns().names
+        ['y', 'name']
+        """
         old, new = ([each] if isinstance(each, str) else list(each) for each in (old_keys, new_keys))
         return self._derive(".rename", lambda plan: plan.rename(old, new), by_row=True)
 
@@ -300,13 +366,21 @@ class DataProtoFuture(Future["DataProto"]):
         Raises, when the result is used:
             UserCodeError: it raised (its error is the ``__cause__`` in this process) or returned no batch.
             SchemaError: not one row for each, or other columns or ``meta_info`` than for no rows.
+
+            >>> double = future.then(lambda batch: batch.with_columns(double=batch.batch["x"] * 2))
+            >>> double.result().batch["double"].tolist()
+            [2, 4, 6]
         """
         label = getattr(function, "__name__", type(function).__name__)
         name = f"{label}, given to then() of {self.outcome.label},"
         return self._derive(f".then({label})", lambda plan: plan.then(function, name=name), by_row=True)
 
     def union(self, other: DataProtoFuture | DataProto) -> DataProtoFuture:
-        """These columns and those of ``other``, whose rows are the same rows. Neither is changed."""
+        """These columns and those of ``other``, whose rows are the same rows. Neither is changed.
+
+        >>> future.union(future.select(["x"], []).rename("x", "y")).result().columns().names
+        ['x', 'y', 'name']
+        """
         right = _as_future(other)
         label = f"{self.outcome.label}.union({right.outcome.label})"
         return DataProtoFuture(

@@ -100,7 +100,11 @@ class Future(Generic[T]):
     # --------------------------------------------------------------------------------------------------- the using
 
     def done(self) -> bool:
-        """Finished, failed or cancelled. The payload of a finished batch may still be with its workers."""
+        """Finished, failed or cancelled. The payload of a finished batch may still be with its workers.
+
+        >>> future.done()
+        True
+        """
         if not self.outcome.complete and self._work is not None:
             self._work.watch()
         return self.outcome.complete
@@ -110,6 +114,9 @@ class Future(Generic[T]):
 
     def cancel(self) -> bool:
         """End the call: its coroutines in the workers are cancelled, or it is never submitted.
+
+            >>> future.cancel()  # it has finished
+            False
 
         Returns:
             False if it had finished.
@@ -122,6 +129,9 @@ class Future(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the value, blocking this thread for at most ``timeout`` seconds.
+
+            >>> future.result(timeout=10) == data
+            True
 
         Raises:
             DeadlineError: ``timeout`` passed; the call goes on.
@@ -137,11 +147,21 @@ class Future(Generic[T]):
             raise
 
     def get(self, timeout: float | None = None) -> T:
-        """:meth:`result`, under verl's name."""
+        """:meth:`result`, under verl's name.
+
+        >>> future.get() == data
+        True
+        """
         return self.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call failed with, or None. Waits like :meth:`result`, and raises if the call was cancelled."""
+        """What the call failed with, or None. Waits like :meth:`result`, and raises if the call was cancelled.
+
+        >>> future.exception() is None
+        True
+        >>> future.select(["nothing"]).exception()
+        SchemaError("batch has no ['nothing']: it has ['x']")
+        """
         try:
             self._wait(timeout)
         except concurrent.futures.CancelledError:
@@ -153,12 +173,21 @@ class Future(Generic[T]):
         return None
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call ``callback(self)`` on the controller loop once the call has finished, failed or been cancelled."""
+        """Call ``callback(self)`` on the controller loop once the call has finished, failed or been cancelled.
+
+        >>> done = threading.Event()
+        >>> future.add_done_callback(lambda finished: done.set())
+        >>> done.wait(10)
+        True
+        """
         self.start()
         self.outcome.subscribe(lambda: self.controller.notify(callback, self))
 
     def deadline(self, timeout_s: float) -> Self:
         """Fail with :class:`DeadlineError` and cancel the call unless it finishes within ``timeout_s`` from now.
+
+            >>> future.deadline(10).result() == data
+            True
 
         Returns:
             This future, so that ``await group.update(batch).deadline(30)`` reads well.
@@ -211,6 +240,9 @@ class Future(Generic[T]):
 
         Inputs are shown while somebody holds them; whole results with bytes and, if ``meta_info`` has it, the
         ``weight_version``.
+
+            >>> print(future.explain())
+            batch: 3 rows, 48 B
         """
         from asyncrl.data.explanation import explanation_of
 

@@ -23,11 +23,11 @@ from asyncrl.data.future import Future
 from asyncrl.errors import DispatchError, InfrastructureError, ResourceError
 from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.decorator import Registration, mark, registrations
-from asyncrl.single_controller.invocation import Invocation
+from asyncrl.single_controller.invocation import Invocation, Unwatched
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.streams import Source
 from asyncrl.single_controller.worker import Worker
-from asyncrl.single_controller.worker_group import ClassWithInitArgs, Unwatched, WorkerGroup
+from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 __all__ = [
     "ColocatedWorker",

@@ -104,6 +104,17 @@ def register(
 
     A method with ``yield`` gives a :class:`~asyncrl.single_controller.streams.Stream` of its items.
 
+        >>> from asyncrl import ClassWithInitArgs, Dispatch, Worker, register
+        >>> from asyncrl.single_controller.local import LocalWorkerGroup
+        >>> class Greeter(Worker):
+        ...     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        ...     def greet(self, name):
+        ...         return f"{name}, from {self.rank} of {self.world_size}"
+
+        >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), world_size=2) as group:
+        ...     group.greet("hello").result()
+        ['hello, from 0 of 2', 'hello, from 1 of 2']
+
     Args:
         dispatch_mode: how arguments are split and results collected.
         execute_mode: which ranks run it.

@@ -21,7 +21,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.data.future import DataProtoFuture
 from asyncrl.data.plan import Block, Plan
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from asyncrl.single_controller.controller_loop import Work
     from asyncrl.single_controller.decorator import Registration
     from asyncrl.single_controller.retry import Repeats
-    from asyncrl.single_controller.worker_group import Unwatched, WorkerGroup
+    from asyncrl.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Invocation"]
+__all__ = ["Invocation", "Unwatched"]
 
 SOON_S = 0.02
 """How long a thread that asks for a result waits for the replies itself, before the controller loop does it."""
@@ -60,6 +60,13 @@ SIBLING_GRACE_S = 0.05
 
 
 _SENT_AGAIN: Any = object()
+
+
+class Unwatched(Protocol):
+    """A reply on its way that nobody watches yet."""
+
+    def watch(self) -> None:
+        """Have the invocation told when it is there."""
 
 
 class Invocation:

@@ -21,7 +21,7 @@ from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, Origin, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.call import Call, Failed
 from asyncrl.single_controller.decorator import registrations
-from asyncrl.single_controller.invocation import Invocation
+from asyncrl.single_controller.invocation import Invocation, Unwatched
 from asyncrl.single_controller.ray_class import RayClassWithInitArgs
 from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments
 from asyncrl.single_controller.ray_message import Sealer
@@ -37,7 +37,7 @@ from asyncrl.single_controller.ray_store import RayBlock, RayValue, first_line
 from asyncrl.single_controller.restart import Restart
 from asyncrl.single_controller.streams import AHEAD, Source
 from asyncrl.single_controller.worker import WorkerContext
-from asyncrl.single_controller.worker_group import ClassWithInitArgs, Unwatched, WorkerGroup
+from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 __all__ = [
     "RayClassWithInitArgs",

@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from asyncrl.data.declared import Declared
 from asyncrl.data.future import DataProtoFuture, Future
@@ -21,7 +21,7 @@ from asyncrl.single_controller.decorator import Registration, registrations
 from asyncrl.single_controller.dispatch import Dispatch, Execute
 from asyncrl.single_controller.group_method import GroupMethod, declared_rows
 from asyncrl.single_controller.interruption import joins
-from asyncrl.single_controller.invocation import Invocation
+from asyncrl.single_controller.invocation import Invocation, Unwatched
 from asyncrl.single_controller.line import Line
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPlace
 from asyncrl.single_controller.mesh_inquiry import Meshes
@@ -40,7 +40,11 @@ __all__ = ["ClassWithInitArgs", "WorkerGroup"]
 
 
 class ClassWithInitArgs:
-    """A worker class and the arguments every rank is constructed with."""
+    """A worker class and the arguments every rank is constructed with.
+
+    >>> ClassWithInitArgs(dict, x=1)()
+    {'x': 1}
+    """
 
     def __init__(self, cls: type[Any], *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -55,13 +59,6 @@ class ClassWithInitArgs:
         return f"{type(self).__name__}({self.cls.__name__})"
 
 
-class Unwatched(Protocol):
-    """A reply on its way that nobody watches yet."""
-
-    def watch(self) -> None:
-        """Have the invocation told when it is there."""
-
-
 class WorkerGroup(ABC):
     """``world_size`` workers of one class, whose registered methods are methods of the group.
 
@@ -73,6 +70,21 @@ class WorkerGroup(ABC):
     later ones pass. All ranks see calls in one order.
 
     ``async with group:`` (or ``with``) waits until it is ready, and shuts it down at the end.
+
+        >>> from asyncrl import ClassWithInitArgs, Dispatch, Worker, register
+        >>> from asyncrl.single_controller.local import LocalWorkerGroup
+        >>> class Greeter(Worker):
+        ...     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        ...     def greet(self, name):
+        ...         return f"{name}, from {self.rank} of {self.world_size}"
+
+        >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), world_size=2) as group:
+        ...     (
+        ...         group.greet("hi").result(),
+        ...         group.greet("hi", blocking=True)[1],
+        ...         group.execute_rank_zero("greet", "hi").result(),
+        ...     )
+        (['hi, from 0 of 2', 'hi, from 1 of 2'], 'hi, from 1 of 2', 'hi, from 0 of 2')
     """
 
     def __init__(
@@ -428,9 +440,7 @@ class WorkerGroup(ABC):
         method = "_mesh_place_in_line" if in_line else "_mesh_place"
         question = Registration(name=method, dispatch_mode=Dispatch.ONE_TO_ALL)
         arguments = Arguments((mesh_name,), {})
-        scatter = Scatter(
-            question.dispatch_mode, arguments, ranks=self.world_size, pad=False, store=self._store, group=self
-        )
+        scatter = Scatter(Dispatch.ONE_TO_ALL, arguments, ranks=self.world_size, pad=False, store=self._store)
         outcome: Outcome[list[MeshPlace | None]] = Outcome(f"{self.name}.{method}")
         invocation = Invocation(self, question, scatter, outcome, Progress(self._loop.loop.time))
         with self._line.lock:

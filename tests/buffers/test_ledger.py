@@ -293,7 +293,7 @@ def damaged(path: Path, original: bytes, dice: random.Random) -> str:
     return f"bit {bit} of byte {place}"
 
 
-@pytest.mark.parametrize("times", [25, pytest.param(2500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("times", [25, pytest.param(2500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_no_damage_passes_unnoticed(tmp_path: Path, times: int):
     """Whatever is cut or flipped in any file of a ledger that was not closed: found out, or without any meaning."""
     made, hurt = tmp_path / "made", tmp_path / "hurt"

@@ -161,7 +161,8 @@ def test_storm(hospital: Any, seed: int):
     assert storm.swapped > 30
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_two_thousand_swaps(hospital: Any):
     storm = Storm(hospital(), random.Random(99), swaps=2000)
     run_virtually(rage(storm, clients=16), seed=99, limit_s=1e7)

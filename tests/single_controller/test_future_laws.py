@@ -498,7 +498,7 @@ def law(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_on_one_loop(more: bool) -> None:
     with asyncio.Runner() as runner:
 

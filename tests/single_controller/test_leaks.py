@@ -90,7 +90,7 @@ def local_pair() -> tuple[WorkerGroup, WorkerGroup]:
     return first, second
 
 
-@pytest.mark.parametrize("calls", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("calls", [2_000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 async def test_calls_leave_nothing_behind(calls: int) -> None:
     first, second = local_pair()
     batch = rows(4)
@@ -174,8 +174,9 @@ async def blocking(future: Any) -> Any:
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.slow
-@pytest.mark.parametrize("calls", [330, 5_000])
+@pytest.mark.parametrize(
+    "calls", [pytest.param(330, marks=pytest.mark.slow), pytest.param(5_000, marks=pytest.mark.long)]
+)
 def test_calls_on_ray_leave_nothing_behind(calls: int) -> None:
     import ray.cloudpickle
 

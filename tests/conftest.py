@@ -1,0 +1,10 @@
+"""What every test may rely on."""
+
+from __future__ import annotations
+
+import signal
+
+# A shell starts what it runs in the background with SIGINT ignored, and so would every process that a test starts and
+# interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -132,9 +132,8 @@ def test_a_killed_rollout_replica_costs_no_run(small_config: Callable[..., Confi
         nothing_is_left(command)
 
 
-@pytest.mark.parametrize(
-    ("signal_number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("signal_number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_and_leaves_nothing_behind(
     long_config: Config, tmp_path: Path, signal_number: int, status: int
 ):

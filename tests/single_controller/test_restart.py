@@ -149,7 +149,8 @@ def test_a_death_in_the_middle_of_a_chain_reaches_every_waiter(
     assert [rank for _, rank, _, _ in second.about().result(TIMEOUT_S)] == [0, 1]
 
 
-@pytest.mark.parametrize("scope", ["worker", pytest.param("group", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["worker", "group"])
 def test_a_chain_is_made_again_from_what_had_finished(
     make: MakeGroup, tmp_path: Path, scope: Any, record_property: Callable[[str, object], None]
 ) -> None:

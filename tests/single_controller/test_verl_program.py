@@ -159,6 +159,7 @@ def prompts(rows: int) -> DataProto:
     )
 
 
+@pytest.mark.slow
 def test_ppo_in_two_roles_of_one_process() -> None:
     manager = ResourcePoolManager({"global": [4]}, {Role.ActorRollout: "global", Role.Critic: "global"})
     with pytest.raises(ResourceError, match="GPU"):
@@ -237,6 +238,7 @@ def test_calls_in_every_way() -> None:
         each.shutdown()
 
 
+@pytest.mark.slow
 def test_fused_roles() -> None:
     classes = {
         "actor": RayClassWithInitArgs(cls=ActorRolloutWorker, config={"weight": 1}, role="actor"),

@@ -116,7 +116,7 @@ def test_a_dead_worker_ends_the_run_with_its_name_within_seconds(long_config: Co
 @pytest.mark.slow
 def test_a_killed_rollout_replica_costs_no_run(small_config: Callable[..., Config], tmp_path: Path):
     config = small_config(
-        steps=60, cluster={"backend": "ray"}, rollout={"replicas": 2}, telemetry={"progress": "plain"}
+        steps=400, cluster={"backend": "ray"}, rollout={"replicas": 2}, telemetry={"progress": "plain"}
     )
     with train(config, tmp_path) as command:
         command.wait_for("tokens/s")

@@ -163,7 +163,7 @@ class Invocation:
         line = group._line
         in_line = True
         try:
-            await group._ready.completed()
+            await group._workers_there()
             await group._meshes.let_pass(in_line=self._plain)
             mode = self._registration.dispatch_mode
             if isinstance(mode, MeshDispatch) and scatter.mesh is None:
@@ -174,7 +174,7 @@ class Invocation:
             await self._arrivals()
             scatter.apply_custom()
             await self._arrivals()
-            await group._ready.completed()  # workers may have died meanwhile, and be made again
+            await group._workers_there()  # some may have died meanwhile, and be made again
             with line.lock:
                 error = self._try_to_send()
         finally:
@@ -386,6 +386,7 @@ class Invocation:
         return await self._send_again()
 
     async def _send_again(self) -> Any:
+        await self._group._workers_there()
         with self._lock:
             self._failures, self._sequences, self._all_came = (), array("Q"), None
         line = self._group._line

@@ -111,13 +111,14 @@ class Lives:
         ready.outcome.error()  # whoever waits for it tells of it
 
     async def replaced(self, ranks: Iterable[int], since: Sequence[int]) -> bool:
-        """Wait until these ranks have other processes than ``since``; False if they never will."""
+        """Wait until these ranks work again, in other processes than ``since``; False if they never will."""
         waiting = list(ranks)
-        while any(self.incarnations[rank] <= since[rank] for rank in waiting):
-            if self.policy is None or self._gone:
-                return False
+        while not (self.policy is None or self._gone):
+            # One that is being made has its number already, and is not to be called yet.
+            if not self._working and all(self.incarnations[rank] > since[rank] for rank in waiting):
+                return True
             await self._changed.wait()
-        return not self._gone
+        return False
 
     async def _make_again(self) -> None:
         group, policy = self._group(), self.policy
@@ -141,9 +142,10 @@ class Lives:
             self._tell()
 
     async def _replace(self, group: WorkerGroup, ranks: Sequence[int], prepare: str) -> None:
-        for rank in ranks:
-            self._dead.pop(rank, None)
-            self.incarnations[rank] += 1
+        with group._line.lock:  # a call that another thread is sending goes to the old ones, and knows it
+            for rank in ranks:
+                self._dead.pop(rank, None)
+                self.incarnations[rank] += 1
         try:
             failures = await group._replace(ranks, prepare)
         except WorkerDiedError as error:

@@ -42,13 +42,16 @@ class Stage(Worker):
     def prepare(self) -> None:
         self.prepared = True
 
+    def prepare_for_long(self) -> None:
+        time.sleep(0.5)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, idempotent=True)
     async def step(self, batch: DataProto, name: str) -> DataProto:
-        """Adds one; the first process of rank 1 never finishes the step called slow."""
+        """Adds one. At first, rank 1 never ends the step called slow, and no rank the one called slow on both."""
         assert batch.batch is not None
         times = self.count(name)
-        if name == "slow" and times == 1 and self.rank == 1:
-            (self.folder / "reached").touch()
+        if (name == "slow" and times == 1 and self.rank == 1) or (name == "slow on both" and times == 1):
+            (self.folder / f"reached.{self.rank}").touch()
             await asyncio.sleep(TIMEOUT_S)
         return DataProto.from_dict(tensors={"x": batch.batch["x"] + 1})
 
@@ -127,7 +130,7 @@ def test_a_death_in_the_middle_of_a_chain_reaches_every_waiter(
 ) -> None:
     first, second = make(name="first"), make(name="second")
     links = chain(first, second, "step_once")
-    wait_for(tmp_path / "reached")
+    wait_for(tmp_path / "reached.1")
     process = None if isinstance(first, LocalWorkerGroup) else first.about().result(TIMEOUT_S)[1][0]
     begun = time.monotonic()
     if process is None:
@@ -158,7 +161,7 @@ def test_a_chain_is_made_again_from_what_had_finished(
     second = make(name="second")
     before = first.about().result(TIMEOUT_S)
     links = chain(first, second, "step")
-    wait_for(tmp_path / "reached")
+    wait_for(tmp_path / "reached.1")
     begun = time.monotonic()
     kill(first, 1)
     result = links[-1].result(TIMEOUT_S)
@@ -188,6 +191,22 @@ def test_a_policy_is_spent_at_some_time(make: MakeGroup) -> None:
     kill(group, 1)
     with pytest.raises(WorkerDiedError):
         group.step(two, "second").result(TIMEOUT_S)
+
+
+def test_a_call_is_sent_again_when_the_new_process_is_there_and_not_before(make: MakeGroup, tmp_path: Path) -> None:
+    # The call is told of its failure after the new process has been begun, and before it is prepared.
+    group = make(name="first", restart=Restart(scope="worker", backoff_s=0.0, prepare="prepare_for_long"))
+    pids = group.about().result(TIMEOUT_S)
+    late = group.step(DataProto.from_dict(tensors={"x": torch.arange(2)}), "slow on both")
+    wait_for(tmp_path / "reached.0")
+    wait_for(tmp_path / "reached.1")
+    if isinstance(group, LocalWorkerGroup):
+        group.kill(1)
+    else:
+        os.kill(pids[1][0], signal.SIGKILL)
+    assert len(late.result(TIMEOUT_S)) == 2
+    assert group.statistics().deaths == 1
+    assert (tmp_path / "first.slow on both.1").stat().st_size == 2
 
 
 def test_failures_of_the_infrastructure_are_retried_and_no_others(make: MakeGroup) -> None:

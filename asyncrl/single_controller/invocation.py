@@ -39,6 +39,7 @@ from asyncrl.single_controller.call import (
 )
 from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, Execute
 from asyncrl.single_controller.mesh import Mesh, MeshDispatch
+from asyncrl.single_controller.restart import workers_there
 from asyncrl.single_controller.scatter import NO_ROWS, Scatter, Share, collect, to_fetch
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class Invocation:
         line = group._line
         in_line = True
         try:
-            await group._workers_there()
+            await workers_there(group)
             await group._meshes.let_pass(in_line=self._plain)
             mode = self._registration.dispatch_mode
             if isinstance(mode, MeshDispatch) and scatter.mesh is None:
@@ -174,7 +175,7 @@ class Invocation:
             await self._arrivals()
             scatter.apply_custom()
             await self._arrivals()
-            await group._workers_there()  # some may have died meanwhile, and be made again
+            await workers_there(group)  # some may have died meanwhile, and be made again
             with line.lock:
                 error = self._try_to_send()
         finally:
@@ -386,7 +387,7 @@ class Invocation:
         return await self._send_again()
 
     async def _send_again(self) -> Any:
-        await self._group._workers_there()
+        await workers_there(self._group)
         with self._lock:
             self._failures, self._sequences, self._all_came = (), array("Q"), None
         line = self._group._line

@@ -29,7 +29,7 @@ from asyncrl.errors import DispatchError, RankErrors, WorkerDiedError
 if TYPE_CHECKING:
     from asyncrl.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Lives", "Restart"]
+__all__ = ["Lives", "Restart", "workers_there"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,12 @@ class Restart:
     def __post_init__(self) -> None:
         if self.max_restarts < 1 or self.backoff_s < 0 or self.scope not in ("worker", "group"):
             raise DispatchError(f"a restart needs max_restarts >= 1, backoff_s >= 0 and a scope, got {self}")
+
+
+async def workers_there(group: WorkerGroup) -> None:
+    """Wait until every worker is constructed, at this moment. On the controller loop."""
+    while (ready := group._ready).outcome.state != "done":
+        await ready.completed()
 
 
 class Lives:

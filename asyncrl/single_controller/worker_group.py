@@ -194,11 +194,6 @@ class WorkerGroup(ABC):
         for role in list(self._roles):
             role._is_ready_with(ready)  # noqa: SLF001  of this class
 
-    async def _workers_there(self) -> None:
-        """Wait until every worker is constructed, at this moment. On the controller loop."""
-        while (ready := self._ready).outcome.state != "done":
-            await ready.completed()
-
     def _begin(self) -> None:
         self._ready.run(self._start_all, self._owner)
 

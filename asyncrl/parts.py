@@ -23,6 +23,7 @@ __all__ = ["PART_GROUPS", "check_part", "install_command", "load_part", "make_pa
 
 PART_GROUPS = {
     "asyncrl.rollout_engines": "rollout engine",
+    "asyncrl.engine_recipes": "engine recipe",
     "asyncrl.training_engines": "training engine",
     "asyncrl.weight_transports": "weight transport",
     "asyncrl.replay_buffers": "replay buffer",

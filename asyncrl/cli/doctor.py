@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl import __version__
+from asyncrl.engine_venv.recipe import Device
+from asyncrl.engine_venv.venv import EngineVenv
 from asyncrl.errors import ConfigError
 from asyncrl.parts import PART_GROUPS, install_command, load_part, part_names
 
+from .engine import GROUP, default_folder, recipe_of
 from .failure import FAILED
 from .output import show
 
@@ -108,6 +111,7 @@ def examine() -> Iterator[Check]:
     yield from _torch()
     yield from _ray()
     yield from _parts()
+    yield from engine_venvs(Path())
 
 
 def _machine() -> Iterator[Check]:
@@ -216,6 +220,27 @@ def _parts() -> Iterator[Check]:
                 yield Check(f"{noun} {name}", status, f"{type(error).__name__}: {error}", "see its own documentation")
             else:
                 yield Check(f"{noun} {name}", "ok", f"{part.__module__}:{part.__qualname__}")
+
+
+def engine_venvs(folder: Path) -> Iterator[Check]:
+    """The environments of engines that lie in ``folder``, looked at without running them."""
+    for engine in part_names(GROUP):
+        venv = EngineVenv(folder / default_folder(engine))
+        if not venv.folder.exists():
+            continue
+        name, state = f"environment {venv.folder.name}", venv.state()
+        device: Device = "gpu" if state is None else state.device
+        remedy = f"asyncrl engine install {engine} --{device} --path {venv.folder}"
+        try:
+            status = venv.examine(recipe_of(engine, device))
+        except ConfigError as error:
+            yield Check(name, "warning", str(error), error.remedy)
+            continue
+        if status.problems:
+            yield Check(name, "warning", "; ".join(status.problems), remedy)
+        else:
+            found = ", ".join(f"{each} {version}" for each, version in status.found.items())
+            yield Check(name, "ok", f"{found} (for {device})")
 
 
 def available_cores() -> float:

@@ -17,6 +17,7 @@ from typing import NoReturn
 from asyncrl import __version__
 
 from .arguments import split_arguments
+from .engine import add_engine_options, engine_command
 from .failure import BAD_USAGE, INTERRUPTED, TERMINATED, tell_failure
 from .output import quiet_pipe, tolerate_any_encoding
 from .pool import add_pool_options, pool_command
@@ -78,6 +79,8 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
                 from .doctor import doctor
 
                 return doctor(as_json=namespace.json)
+            if namespace.command == "engine":
+                return engine_command(namespace, settings)
             if namespace.command == "serve":
                 return serve_command(namespace, settings)
             if namespace.command == "pool":
@@ -178,6 +181,7 @@ def command_line() -> CommandLine:
 
     add_serve_options(add("serve", "serve a model: OpenAI, Anthropic, tokens, sessions", settings=False))
     add_pool_options(add("pool", "look at a served pool, or change it", settings=False))
+    add_engine_options(add("engine", "make or check the environment of vLLM or SGLang", settings=False))
 
     doctor = add("doctor", "check what this machine has and what is missing", settings=False)
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")

@@ -1,0 +1,1 @@
+"""What the environments of vendors' engines consist of, one file a vendor."""

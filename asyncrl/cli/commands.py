@@ -116,7 +116,9 @@ def check_outside(config: Config) -> None:
         check_part(group, name, path=path)
     check_algorithm(config)
     if config.sft.data is not None:
-        _existing(config.sft.data, "sft.data")
+        from asyncrl.datasets.source import check_files
+
+        check_files(config.sft.data, key="sft.data")
     model = config.model.path
     if model is not None and model.startswith(("/", "./", "../", "~")):  # else it may be a name on the hub
         _existing(Path(model).expanduser(), "model.path")

@@ -14,6 +14,7 @@ __all__ = [
     "DEEPEST_TABLE",
     "Cores",
     "FilePath",
+    "Files",
     "LearningRate",
     "PartName",
     "Schedule",
@@ -55,6 +56,11 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _files(value: Any) -> Any:
+    """One path, or several."""
+    return (str(value),) if isinstance(value, str | Path) else _list_to_tuple(value)
+
+
 def _shallow(table: dict[str, Any]) -> dict[str, Any]:
     if nested_deeper(table, DEEPEST_TABLE):
         raise PydanticCustomError("table", "must be nested at most {deepest} levels deep", {"deepest": DEEPEST_TABLE})
@@ -62,6 +68,9 @@ def _shallow(table: dict[str, Any]) -> dict[str, Any]:
 
 
 FilePath: TypeAlias = Annotated[Path, BeforeValidator(_path)]
+Files: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")], ...], Field(min_length=1), BeforeValidator(_files)
+]
 Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_list_to_tuple)]
 Table: TypeAlias = Annotated[dict[str, Any], AfterValidator(_shallow)]
 PartName: TypeAlias = Annotated[

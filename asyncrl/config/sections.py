@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Cores, FilePath, LearningRate, PartName, Schedule, Section, Table, Texts, Threads
+from .section import Cores, Files, LearningRate, PartName, Schedule, Section, Table, Texts, Threads
 
 __all__ = [
     "BufferConfig",
@@ -86,8 +86,8 @@ class SftConfig(Section):
     """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
     threads: Threads = 1
     """Compute threads of each rank meanwhile: nothing else computes then, so it may be more than `trainer.threads`."""
-    data: FilePath | None = None
-    """JSON lines, each with `messages`; none: the environment's own demonstrations."""
+    data: Files | None = None
+    """Files of conversations (docs/data.md), or several; none: the environment's own demonstrations."""
 
 
 class RolloutConfig(Section):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from asyncrl.agents.chat import ChatRenderer
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import ragged_from_list
-from asyncrl.errors import InvalidDataError
+from asyncrl.datasets import open_conversations
 from asyncrl.interfaces import EnvironmentFactory, Message, Tool
 
 __all__ = ["conversation_rows", "demonstrations", "file_conversations", "supervise"]
@@ -38,47 +36,15 @@ def demonstrations(environments: EnvironmentFactory) -> tuple[Conversations, Seq
     return environments.demonstration, environments.make().tools
 
 
-def file_conversations(path: Path, *, seed: int) -> Conversations:
-    """Conversations of a JSON-lines file with ``messages`` in each line, shuffled anew each time round.
+def file_conversations(data: Path | Sequence[str], *, seed: int) -> Conversations:
+    """Conversations of a file of any kind that :mod:`asyncrl.datasets` reads, shuffled anew each time round.
 
     Raises:
-        InvalidDataError: a line is no conversation; names file and line. Also if there is none.
+        InvalidDataError: a row is no conversation; names file and row. Also if there is none.
     """
-    conversations: list[list[Message]] = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidDataError(f"{path} is no UTF-8 text: {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidDataError(f"{path}:{number}: not JSON ({error})") from error
-        messages = record.get("messages") if isinstance(record, dict) else None
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise InvalidDataError(f'{path}:{number}: needs "messages", a list of {{"role": TEXT, "content": TEXT}}')
-        if not any(message["role"] == "assistant" for message in messages):
-            raise InvalidDataError(f'{path}:{number}: needs "messages" with at least one turn of the assistant')
-        conversations.append(messages)
-    if not conversations:
-        raise InvalidDataError(f"{path} holds no conversation")
-
-    def conversation(index: int) -> Sequence[Message]:
-        epoch, place = divmod(index, len(conversations))
-        order = np.random.default_rng([seed, epoch]).permutation(len(conversations))
-        return conversations[int(order[place])]
-
-    return conversation
-
-
-def _is_message(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("role"), str)
-        and isinstance(value.get("content"), str | None)  # a turn of tool calls alone has none
-    )
+    stream = open_conversations(data, seed=seed, key="sft.data")
+    stream.check()
+    return lambda index: stream[index].messages
 
 
 def conversation_rows(

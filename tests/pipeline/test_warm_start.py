@@ -17,11 +17,11 @@ GOOD = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "
     ("line", "told"),
     [
         (b"{nope", "2: not JSON"),
-        (b"[]", '2: needs "messages", a list'),
-        (b'{"messages": []}', "2: .*at least one turn of the assistant"),
+        (b"[]", "2: a row is an object"),
+        (b'{"messages": []}', '2: "messages" must be messages, a list'),
         (b'{"messages": [{"role": "user", "content": "1"}]}', "2: .*at least one turn of the assistant"),
-        (b'{"messages": [{"role": "assistant"}, 7]}', '2: needs "messages", a list'),
-        (b'{"messages": [{"role": "assistant", "content": 5}]}', '2: needs "messages", a list'),
+        (b'{"messages": [{"role": "assistant"}, 7]}', '2: "messages" has a message of .assistant. without content'),
+        (b'{"messages": [{"role": "assistant", "content": 5}]}', '2: "messages" has content that is no text'),
         (b"\xff\xfe", "no UTF-8"),
     ],
 )
@@ -36,7 +36,7 @@ def test_a_bad_line_is_told_with_its_place(tmp_path: Path, line: bytes, told: st
 def test_an_empty_file_is_told(tmp_path: Path):
     file = tmp_path / "data.jsonl"
     file.write_text("\n\n")
-    with pytest.raises(InvalidDataError, match="holds no conversation"):
+    with pytest.raises(InvalidDataError, match="no row in it"):
         file_conversations(file, seed=0)
 
 

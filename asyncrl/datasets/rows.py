@@ -1,0 +1,343 @@
+"""What a row is, for each kind of training, read from records in the columns that the field uses.
+
+=============== ======================================================================================================
+prompts (RL)    verl's: ``prompt`` (chat messages, or a text), ``data_source``, ``reward_model.ground_truth``,
+                ``extra_info``
+conversations   ``messages``; or ``prompt`` with ``response`` or ``completion``; or ShareGPT's ``conversations``;
+                ``tools`` beside them
+preferences     ``prompt``, ``chosen``, ``rejected``; or only the last two, as whole conversations with one beginning
+=============== ======================================================================================================
+
+A column may be another one, and may lie inside one: ``columns = {prompt = "extra_info.question"}``.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import InvalidDataError
+from asyncrl.interfaces import Message, Tool
+
+__all__ = [
+    "Conversation",
+    "Preference",
+    "PromptRow",
+    "column_number",
+    "read_conversation",
+    "read_preference",
+    "read_prompt",
+]
+
+PROMPT_COLUMNS = ("prompt", "data_source", "ground_truth", "extra_info")
+CONVERSATION_COLUMNS = ("messages", "prompt", "response", "tools")
+PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected", "margin")
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+_MEDIA = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One problem of reinforcement learning.
+
+    Attributes:
+        prompt: the conversation up to the policy's turn.
+        data_source: where it comes from; chooses the reward.
+        ground_truth: what the reward compares with; JSON.
+        extra_info: whatever else the reward wants to know.
+    """
+
+    prompt: tuple[Message, ...]
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal prompts, and for nothing else."""
+        return hashlib.blake2b(json.dumps(self.prompt, sort_keys=True).encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A whole conversation with at least one turn of the assistant, for supervised training."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Two answers to one prompt, the better one first: for reward models and preference losses.
+
+    Attributes:
+        prompt: the conversation that both answer.
+        chosen, rejected: what follows it, each with at least one turn of the assistant.
+        margin: by how much the first is better, where somebody has said so.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    margin: float | None = None
+
+
+def read_prompt(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> PromptRow:
+    """A prompt from a record; ``columns`` names others than :data:`PROMPT_COLUMNS` (above).
+
+    Raises:
+        InvalidDataError: a column is missing or not what it should be, in words.
+    """
+    named = {"ground_truth": "reward_model.ground_truth", **(columns or {})}
+    for column in _MEDIA:
+        if record.get(column) is not None and len(record[column]) > 0:
+            raise InvalidDataError(f"has {column!r}, and models are trained on text here")
+    extra = _lookup(record, named.get("extra_info", "extra_info"), default=None)
+    source = _lookup(record, named.get("data_source", "data_source"), default="")
+    prompt = _said(_lookup(record, named.get("prompt", "prompt")), role="user", column=named.get("prompt", "prompt"))
+    if prompt[-1]["role"] == "assistant":
+        raise InvalidDataError("its prompt ends with a turn of the assistant, and that turn is the policy's")
+    return PromptRow(
+        prompt=prompt,
+        data_source=str(source or ""),
+        ground_truth=_plain(_lookup(record, named["ground_truth"], default=None), column=named["ground_truth"]),
+        extra_info=_table(extra, column="extra_info"),
+    )
+
+
+def read_conversation(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Conversation:
+    """A conversation from a record; ``columns`` names others than :data:`CONVERSATION_COLUMNS`.
+
+    Raises:
+        InvalidDataError: as :func:`read_prompt`; or there is no turn of the assistant.
+    """
+    named = columns or {}
+    if "messages" in named or (record.get("messages") is not None and "prompt" not in named):
+        column = named.get("messages", "messages")
+        messages = _messages(_lookup(record, column), column=column)
+    elif record.get("conversations") is not None and "prompt" not in named:
+        messages = _sharegpt(record["conversations"])
+    elif "prompt" in named or record.get("prompt") is not None:
+        column = named.get("prompt", "prompt")
+        prompt = _said(_lookup(record, column), role="user", column=column)
+        answer = named.get("response") or next((name for name in ("response", "completion") if name in record), None)
+        if answer is None:
+            raise InvalidDataError(
+                f'has "{column}" but neither "response" nor "completion" (columns: {_names(record)})'
+            )
+        messages = (*prompt, *_said(_lookup(record, answer), role="assistant", column=answer))
+    else:
+        raise InvalidDataError(
+            'needs "messages", a list of {"role": TEXT, "content": TEXT}, or "prompt" and "response" '
+            f"(columns: {_names(record)})"
+        )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise InvalidDataError('needs "messages" with at least one turn of the assistant')
+    return Conversation(messages=messages, tools=_tools(_lookup(record, named.get("tools", "tools"), default=None)))
+
+
+def read_preference(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Preference:
+    """A preference from a record; ``columns`` names others than :data:`PREFERENCE_COLUMNS`.
+
+    Raises:
+        InvalidDataError: as :func:`read_prompt`; or the two answers are the same, or answer different prompts.
+    """
+    named = columns or {}
+    sides = []
+    for name in ("chosen", "rejected"):
+        column = named.get(name, name)
+        sides.append(_said(_lookup(record, column), role="assistant", column=column))
+    chosen, rejected = sides
+    given = _lookup(record, named.get("prompt", "prompt"), default=None)
+    if given is not None:
+        prompt = _said(given, role="user", column=named.get("prompt", "prompt"))
+        if chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:  # answers that repeat it
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    else:
+        same = 0
+        while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
+            same += 1
+        prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
+        if not prompt:
+            raise InvalidDataError('has no "prompt", and "chosen" and "rejected" have no beginning in common')
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not any(message["role"] == "assistant" for message in answer):
+            raise InvalidDataError(f'its "{name}" has no turn of the assistant after the prompt')
+    if chosen == rejected:
+        raise InvalidDataError('its "chosen" and "rejected" are the same: nothing is preferred')
+    return Preference(prompt=prompt, chosen=chosen, rejected=rejected, margin=_margin(record, named))
+
+
+def _margin(record: Mapping[str, Any], named: Mapping[str, str]) -> float | None:
+    margin = _lookup(record, named.get("margin", "margin"), default=None)
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise InvalidDataError(f'its "margin" is {margin!r}, and must be a finite number')
+    return float(margin)
+
+
+def column_number(record: Mapping[str, Any], path: str, *, where: str) -> float:
+    """The number in a column, to sort by.
+
+    Raises:
+        InvalidDataError: there is none; ``where`` names the row.
+    """
+    value = _lookup(record, path, default=None)
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise InvalidDataError(f"{where}: needs a number in {path!r} to be sorted by it; it is {_short(value)}")
+    return float(value)
+
+
+_MISSING = object()
+
+
+def _lookup(record: Mapping[str, Any], path: str, *, default: Any = _MISSING) -> Any:
+    """The value at a dotted path; a struct that a file keeps as JSON text is read on the way."""
+    value: Any = record
+    if path in record:  # a column whose name has dots
+        return record[path]
+    for key in path.split("."):
+        if isinstance(value, str) and value[:1] == "{":
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise InvalidDataError(f"the text before .{key} in {path!r} is no JSON ({error})") from error
+        if not isinstance(value, Mapping) or key not in value:
+            if default is not _MISSING:
+                return default
+            raise InvalidDataError(f"has no column {path!r} (columns: {_names(record)})")
+        value = value[key]
+    return value
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, record)) or "none"
+
+
+def _said(value: Any, *, role: str, column: str) -> tuple[Message, ...]:
+    """Messages, or the one that a text stands for."""
+    return ({"role": role, "content": value},) if isinstance(value, str) else _messages(value, column=column)
+
+
+def _messages(value: Any, *, column: str) -> tuple[Message, ...]:
+    if hasattr(value, "tolist") and not isinstance(value, str):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        raise InvalidDataError(
+            f'"{column}" must be messages, a list of {{"role": TEXT, "content": TEXT}}; it is {_short(value)}'
+        )
+    return tuple(_message(each, column=column) for each in value)
+
+
+def _message(value: Any, *, column: str) -> Message:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        raise InvalidDataError(f'"{column}" has a message without a role: {_short(value)}')
+    # Parquet gives every struct all members that any of them has: those that are null were not written.
+    message: Message = {
+        str(name): _plain(item, column=column) for name, item in value.items() if item is not None or name == "content"
+    }
+    message.setdefault("content", None)
+    message["content"] = _text(message["content"], column=column)
+    if message["content"] is None and not message.get("tool_calls"):
+        raise InvalidDataError(f'"{column}" has a message of {message["role"]!r} without content')
+    return message
+
+
+def _text(content: Any, *, column: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = {str(part.get("type")) for part in content}
+        if kinds == {"text"}:
+            return "".join(str(part.get("text") or "") for part in content)
+        raise InvalidDataError(
+            f'"{column}" has content of type {", ".join(sorted(kinds))}, and models are trained on text here'
+        )
+    raise InvalidDataError(f'"{column}" has content that is no text: {_short(content)}')
+
+
+def _sharegpt(value: Any) -> tuple[Message, ...]:
+    turns = value.tolist() if hasattr(value, "tolist") else value
+    messages = []
+    for turn in turns if isinstance(turns, Sequence) and not isinstance(turns, str) else [turns]:
+        role = _SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role")))) if isinstance(turn, Mapping) else None
+        text = turn.get("value", turn.get("content")) if isinstance(turn, Mapping) else None
+        if role is None or not isinstance(text, str):
+            raise InvalidDataError(
+                f'"conversations" must be turns {{"from": "human" or "gpt", "value": TEXT}}; got {_short(turn)}'
+            )
+        messages.append({"role": role, "content": text})
+    if not messages:
+        raise InvalidDataError('"conversations" is empty')
+    return tuple(messages)
+
+
+def _tools(value: Any) -> tuple[Tool, ...]:
+    """Tools in OpenAI's form, as a list or as its JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value else None
+        except json.JSONDecodeError as error:
+            raise InvalidDataError(f'"tools" is no JSON ({error})') from error
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    tools = []
+    for each in value or ():
+        function = each.get("function", each) if isinstance(each, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidDataError(f'"tools" must be declarations in the form of OpenAI; got {_short(each)}')
+        plain = _table(function, column="tools")
+        tools.append(
+            Tool(
+                name=plain["name"],
+                description=str(plain.get("description") or ""),
+                parameters=dict(plain.get("parameters") or {}),
+            )
+        )
+    return tuple(tools)
+
+
+def _table(value: Any, *, column: str) -> dict[str, Any]:
+    if isinstance(value, str) and value[:1] == "{":
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise InvalidDataError(f"{column!r} is a text that is no JSON ({error})") from error
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidDataError(f"{column!r} must be a table of names and values; it is {_short(value)}")
+    plain: dict[str, Any] = _plain(value, column=column)
+    return plain
+
+
+def _plain(value: Any, *, column: str) -> Any:
+    """As JSON has it: a task travels as JSON to other processes and into the ledger."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidDataError(f"{column!r} holds {value}, which JSON has no form for")
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, column=column) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, column=column) for item in value]
+    if isinstance(value, dt.date | dt.time | decimal.Decimal):
+        return str(value)
+    if hasattr(value, "tolist") and not isinstance(value, type):  # arrays and scalars of numpy
+        return _plain(value.tolist(), column=column)
+    raise InvalidDataError(f"{column!r} holds a {type(value).__name__}, which JSON has no form for")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,136 @@
+"""What a row is in the columns that the field uses."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.datasets import read_conversation, read_preference, read_prompt
+from asyncrl.errors import InvalidDataError
+
+USER = {"role": "user", "content": "1+1"}
+RIGHT = {"role": "assistant", "content": "2"}
+WRONG = {"role": "assistant", "content": "3"}
+
+
+def verl(**more: Any) -> dict[str, Any]:
+    return {"prompt": [USER], "data_source": "x", "reward_model": {"style": "rule", "ground_truth": "2"}, **more}
+
+
+def test_verls_columns_are_a_prompt():
+    row = read_prompt(verl(extra_info={"index": 3, "when": dt.date(2026, 1, 2), "array": np.arange(2)}))
+    assert row.prompt == (USER,)
+    assert (row.data_source, row.ground_truth) == ("x", "2")
+    assert row.extra_info == {"index": 3, "when": "2026-01-02", "array": [0, 1]}
+    assert json.loads(json.dumps(row.extra_info)) == row.extra_info
+
+
+def test_null_members_of_a_struct_were_not_written():
+    row = read_prompt(verl(prompt=np.array([{**USER, "tool_calls": None, "name": None}], dtype=object)))
+    assert row.prompt == (USER,)
+
+
+def test_a_text_is_what_the_user_says_and_columns_may_lie_inside_others():
+    record = {"question": "1+1", "extra": '{"answer": {"value": 2}}'}
+    row = read_prompt(record, {"prompt": "question", "ground_truth": "extra.answer.value"})
+    assert (row.prompt, row.ground_truth, row.data_source, row.extra_info) == ((USER,), 2, "", {})
+
+
+def test_content_in_parts_of_text_is_joined():
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]
+    assert read_prompt(verl(prompt=[{"role": "user", "content": parts}])).prompt == (USER,)
+
+
+def test_equal_prompts_have_equal_keys():
+    assert read_prompt(verl()).key == read_prompt(verl(data_source="y")).key
+    assert read_prompt(verl()).key != read_prompt(verl(prompt=[RIGHT, USER])).key
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"text": "1"}, r"no column 'prompt' \(columns: text\)"),
+        (verl(prompt=[]), '"prompt" must be messages'),
+        (verl(prompt=7), '"prompt" must be messages'),
+        (verl(prompt=[{"content": "x"}]), "without a role"),
+        (verl(prompt=[{"role": "user", "content": None}]), "without content"),
+        (verl(prompt=[USER, RIGHT]), "ends with a turn of the assistant"),
+        (verl(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "content of type image"),
+        (verl(images=["x"]), "'images', and models are trained on text"),
+        (verl(extra_info=3), "'extra_info' must be a table"),
+        (verl(extra_info={"x": b"1"}), "holds a bytes"),
+        (verl(extra_info={"x": float("nan")}), "holds nan"),
+        (verl(reward_model="{nope"), "no JSON"),
+    ],
+)
+def test_what_is_no_prompt_is_told(record: dict[str, Any], told: str):
+    with pytest.raises(InvalidDataError, match=told):
+        read_prompt(record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER, RIGHT]},
+        {"prompt": "1+1", "response": "2"},
+        {"prompt": [USER], "completion": [RIGHT]},
+        {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
+    ],
+)
+def test_conversations_come_in_four_forms(record: dict[str, Any]):
+    assert read_conversation(record).messages == (USER, RIGHT)
+
+
+def test_a_conversation_brings_its_tools():
+    declared = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+    for tools in ([declared], json.dumps([declared]), [declared["function"]]):
+        (tool,) = read_conversation({"messages": [USER, RIGHT], "tools": tools}).tools
+        assert tool.schema() == declared
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"messages": [USER]}, "at least one turn of the assistant"),
+        ({"prompt": "1"}, 'neither "response" nor "completion"'),
+        ({"text": "1"}, 'needs "messages"'),
+        ({"conversations": [{"from": "robot", "value": "1"}]}, '"conversations" must be turns'),
+        ({"messages": [USER, RIGHT], "tools": "{"}, '"tools" is no JSON'),
+    ],
+)
+def test_what_is_no_conversation_is_told(record: dict[str, Any], told: str):
+    with pytest.raises(InvalidDataError, match=told):
+        read_conversation(record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "1+1", "chosen": "2", "rejected": "3"},
+        {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
+        {"prompt": [USER], "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+    ],
+)
+def test_preferences_come_with_or_without_a_prompt_of_their_own(record: dict[str, Any]):
+    row = read_preference({**record, "margin": 2})
+    assert (row.prompt, row.chosen, row.rejected, row.margin) == ((USER,), (RIGHT,), (WRONG,), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"prompt": "1+1", "chosen": "2", "rejected": "2"}, "nothing is preferred"),
+        ({"chosen": "2", "rejected": "3"}, "no beginning in common"),
+        ({"prompt": "1+1", "chosen": "2"}, "no column 'rejected'"),
+        ({"prompt": "1+1", "chosen": "2", "rejected": "3", "margin": "x"}, '"margin" is'),
+        ({"prompt": "1+1", "chosen": [USER], "rejected": [WRONG]}, '"chosen" has no turn of the assistant'),
+    ],
+)
+def test_what_is_no_preference_is_told(record: dict[str, Any], told: str):
+    with pytest.raises(InvalidDataError, match=told):
+        read_preference(record)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from asyncrl.data.folding import fold_batch_dim, unfold_batch_dim
 from asyncrl.data.future import DataProtoFuture
@@ -182,9 +182,6 @@ class RayResourcePool(ray_backend.RayResourcePool):
 
     GPUs, room for ten worker groups, seats of a place on one node. The groups share one CPU a seat: verl asks for one
     each, which on a machine without as many waits for ever.
-
-    Raises:
-        ResourceError: ``detached``, which is not supported.
     """
 
     def __init__(
@@ -196,8 +193,6 @@ class RayResourcePool(ray_backend.RayResourcePool):
         detached: bool = False,
         accelerator_type: str | None = None,
     ) -> None:
-        if detached:
-            raise ResourceError("detached pools are not supported: a pool ends with the program that made it")
         super().__init__(
             process_on_nodes or (),
             use_gpu,
@@ -206,6 +201,7 @@ class RayResourcePool(ray_backend.RayResourcePool):
             cpus_per_worker=1.0 / max_colocate_count,
             accelerator_type=accelerator_type,
             strategy="STRICT_PACK",
+            detached=detached,
         )
 
 
@@ -216,6 +212,7 @@ class RayWorkerGroup(ray_backend.RayWorkerGroup):
         resource_pool, ray_cls_with_init: the seats; the class, its arguments and options.
         bin_pack: False lets the seats of a place lie on several nodes.
         name_prefix: name of the group.
+        detached: the workers outlive the program; :meth:`from_detached` goes on with them.
         worker_env: environment variables of the workers.
         device_name: ``cuda`` or ``cpu``; what a worker gets is said by its pool.
         ignored: of verl's other arguments those that have nothing to do here: ``ray_wait_register_center_timeout``,
@@ -233,6 +230,7 @@ class RayWorkerGroup(ray_backend.RayWorkerGroup):
         name_prefix: str | None = None,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
         *,
         worker_env: Mapping[str, str] | None = None,
         device_name: str = "cuda",
@@ -240,8 +238,10 @@ class RayWorkerGroup(ray_backend.RayWorkerGroup):
     ) -> None:
         unknown = ignored.keys() - {"ray_wait_register_center_timeout", "use_gpu", "profile_steps"}
         unknown -= {"worker_nsight_options"}
-        if detached or worker_names or resource_pool is None or ray_cls_with_init is None:
-            raise ResourceError("detached workers are not supported: a group needs a pool and a class")
+        if worker_names or worker_handles:
+            raise ResourceError("workers that are there already: use RayWorkerGroup.from_detached(worker_names=...)")
+        if resource_pool is None or ray_cls_with_init is None:
+            raise ResourceError("a group needs a pool and a class")
         if unknown or any(ignored.get(name) for name in ("profile_steps", "worker_nsight_options")):
             raise ResourceError(f"{sorted(unknown) or 'profiling'} is not supported by worker groups")
         if device_name not in ("cuda", "cpu"):
@@ -253,7 +253,30 @@ class RayWorkerGroup(ray_backend.RayWorkerGroup):
             ray_cls_with_init = ray_cls_with_init.options(env_vars=dict(worker_env))
         if not bin_pack and resource_pool.strategy == "STRICT_PACK":
             resource_pool.strategy = "PACK"
-        super().__init__(resource_pool, ray_cls_with_init, name=name_prefix or "")
+        super().__init__(resource_pool, ray_cls_with_init, name=name_prefix or "", detached=detached)
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        **ignored: Any,
+    ) -> Self:
+        """Go on with a detached group, named by ``name_prefix`` or by the ``worker_names`` that it had.
+
+        Raises:
+            ResourceError: neither is given, the names are of several groups, or there is no such group.
+        """
+        if worker_handles is not None:
+            raise ResourceError(
+                "workers are found by their group's name, not by handles: from_detached(name_prefix=...)"
+            )
+        names = {name.rpartition("[")[0] for name in worker_names or ()} or {name_prefix or ""}
+        if len(names) > 1 or not all(names):
+            raise ResourceError(f"from_detached needs the name of one group, got {sorted(names)}")
+        return cls.attach(names.pop(), ray_cls_with_init)
 
     @property
     def worker_names(self) -> list[str]:

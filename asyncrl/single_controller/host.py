@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from asyncrl.errors import GroupClosedError
 from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed, Reply, StoredValue
 from asyncrl.single_controller.decorator import registration_of
 from asyncrl.single_controller.shapes import shapes_of
@@ -29,6 +30,9 @@ __all__ = ["WorkerHost"]
 
 
 _NO_MORE: Any = object()
+
+EPOCH_BITS = 40
+"""Of a call's number: the rest tells which of the programs that a worker served one after another has sent it."""
 
 
 class WorkerHost:
@@ -53,6 +57,7 @@ class WorkerHost:
         self._arrived: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._cancelled: set[int] = set()
+        self._skipped: set[int] = set()
 
     async def construct(
         self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any], context: WorkerContext
@@ -81,7 +86,10 @@ class WorkerHost:
         if sequence is None:
             sequence = self._next
         if sequence != self._next:
-            await self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
+            try:
+                await self._turn(sequence)
+            except GroupClosedError as error:
+                return Failed.of(error, hidden=__file__, arguments=shapes_of(call.arguments))
         self._advance()
         if sequence in self._cancelled:
             self._cancelled.discard(sequence)
@@ -100,10 +108,10 @@ class WorkerHost:
 
     async def stream(self, call: Call, sequence: int) -> AsyncGenerator[Reply, None]:
         """The items of a generator method when it is its turn; a :class:`Failed` is the last one."""
-        if sequence != self._next:
-            await self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
-        self._advance()
         try:
+            if sequence != self._next:
+                await self._turn(sequence)
+            self._advance()
             arguments = await self._materialized(call)
             method = getattr(self._worker, call.method)
             trait = self._traits.get(call.method) or self._traits.setdefault(call.method, _Trait.of(method))
@@ -139,13 +147,25 @@ class WorkerHost:
         if sequence == self._next:
             self._advance()
         else:
-            waiter = self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
-            waiter.add_done_callback(lambda _: self._advance())
+            self._skipped.add(sequence)
 
     def begin_at(self, sequence: int) -> None:
         """Calls to this worker are numbered from ``sequence``: earlier ones were another's."""
         self._next = sequence - 1
         self._advance()
+
+    def take_over(self) -> int:
+        """The calls of another program come from now on; the number of the first one.
+
+        Those of the program before that have not begun are refused, as are its later ones.
+        """
+        self._next = ((self._next >> EPOCH_BITS) + 1) << EPOCH_BITS
+        self._skipped.clear()
+        self._cancelled.clear()
+        waiting, self._arrived = self._arrived, {}
+        for waiter in waiting.values():
+            waiter.set_result(None)
+        return self._next
 
     async def prepare(self, method: str) -> Failed | None:
         """Run a method without arguments that is no call of the group's."""
@@ -173,8 +193,18 @@ class WorkerHost:
 
     # --------------------------------------------------------------------------------------------------------- order
 
+    async def _turn(self, sequence: int) -> None:
+        """Wait until every call before has begun."""
+        if sequence > self._next:
+            await self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
+        if sequence < self._next:
+            raise GroupClosedError("another program has attached itself to this worker group, and calls it from now on")
+
     def _advance(self) -> None:
         self._next += 1
+        while self._next in self._skipped:
+            self._skipped.discard(self._next)
+            self._next += 1
         waiter = self._arrived.pop(self._next, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

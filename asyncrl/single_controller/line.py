@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 __all__ = ["Line"]
 
@@ -33,6 +34,10 @@ class Line:
     def next(self, rank: int) -> int:
         """The number that the next call to a rank will get. Under the lock."""
         return self._sequences[rank]
+
+    def begin_at(self, numbers: Sequence[int]) -> None:
+        """The numbers of the next calls to each rank. Under the lock."""
+        self._sequences = list(numbers)
 
     def leave(self) -> None:
         """A call has been sent, or may be passed."""

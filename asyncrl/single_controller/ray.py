@@ -6,9 +6,8 @@ import asyncio
 import pickle
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import ray
@@ -18,12 +17,31 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.data.codec import encode_slices
 from asyncrl.data.plan import Header, Plan, Rows
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import DispatchError, Origin, ResourceError, WorkerDiedError, WorkerError
+from asyncrl.errors import DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.call import Call, Failed
 from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation, Unwatched
-from asyncrl.single_controller.ray_class import RayClassWithInitArgs
-from asyncrl.single_controller.ray_host import INLINE_BYTES, Seat, actor_class, name_without_arguments
+from asyncrl.single_controller.ray_actors import (
+    NAMESPACE,
+    Actors,
+    Handle,
+    Standing,
+    StandingPool,
+    check_detached,
+    check_first,
+    end,
+    find,
+    new_name,
+)
+from asyncrl.single_controller.ray_class import RayClassWithInitArgs, demand_of
+from asyncrl.single_controller.ray_errors import explained
+from asyncrl.single_controller.ray_host import (
+    INLINE_BYTES,
+    Seat,
+    actor_class,
+    contexts_of,
+    name_without_arguments,
+)
 from asyncrl.single_controller.ray_message import Sealer
 from asyncrl.single_controller.ray_reply import RayReply, items_of
 from asyncrl.single_controller.ray_resource_pool import (
@@ -33,7 +51,7 @@ from asyncrl.single_controller.ray_resource_pool import (
     split_resource_pool,
 )
 from asyncrl.single_controller.ray_resource_pool import Seat as PoolSeat
-from asyncrl.single_controller.ray_store import RayBlock, RayValue, first_line
+from asyncrl.single_controller.ray_store import RayBlock, RayValue
 from asyncrl.single_controller.restart import Restart
 from asyncrl.single_controller.streams import AHEAD, Source
 from asyncrl.single_controller.worker import WorkerContext
@@ -48,53 +66,8 @@ __all__ = [
     "split_resource_pool",
 ]
 
-DEATHS = (
-    ray.exceptions.RayActorError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.ActorUnschedulableError,
-    ray.exceptions.ActorPlacementGroupRemoved,
-)
-
 MAX_CALLS = 1_000_000
 """Calls that one actor holds at a time, running or in line; Ray keeps further ones back."""
-
-
-# ------------------------------------------------------------------------------------------------------ in the driver
-
-
-# Ray types the handle of a class that it decorates; it would take RayHost's methods for ordinary ones.
-_Handle: TypeAlias = Any
-
-
-class _Actors:
-    """What has to be freed: actors, and a share of a pool."""
-
-    def __init__(self) -> None:
-        self.handles: list[_Handle] = []
-        self.pool: RayResourcePool | None = None
-        self._lock = threading.Lock()
-        self._session = _session()
-
-    @property
-    def reachable(self) -> bool:
-        """Whether this process is still connected to the cluster they were started on."""
-        return ray.is_initialized() and _session() == self._session
-
-    def free(self) -> None:
-        with self._lock:
-            handles, self.handles = self.handles, []
-            pool, self.pool = self.pool, None
-        if not self.reachable:
-            return
-        for handle in handles:
-            ray.kill(handle)
-        if pool is not None:
-            pool.release()
-
-
-def _session() -> str:
-    return str(ray.get_runtime_context().get_node_id())
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -107,10 +80,13 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: class, arguments, options.
         name: for messages and logs; the class's name if empty.
         restart: what to do when a worker's process dies; None leaves it dead.
+        detached: the workers outlive this program, until somebody shuts the group down; :meth:`attach` finds them by
+            the group's name. The pool must be detached too.
 
     Raises:
-        ResourceError: the cluster can never hold the pool, a worker asks for more than its seat has, or Ray is not
-            initialised. Resources that others use are waited for; if they do not become free, :meth:`ready` fails.
+        ResourceError: the cluster can never hold the pool, a worker asks for more than its seat has, the name of a
+            detached group is missing or taken, or Ray is not initialised. Resources that others use are waited for; if
+            they do not become free, :meth:`ready` fails.
     """
 
     def __init__(
@@ -120,65 +96,152 @@ class RayWorkerGroup(WorkerGroup):
         *,
         name: str = "",
         restart: Restart | None = None,
+        detached: bool = False,
     ) -> None:
         if not ray.is_initialized():
             raise ResourceError("Ray is not initialised: call ray.init() before making worker groups")
         if not isinstance(ray_cls_with_init, RayClassWithInitArgs):
             init = ray_cls_with_init
             ray_cls_with_init = RayClassWithInitArgs(init.cls, *init.args, **init.kwargs)
-        super().__init__(ray_cls_with_init, world_size=resource_pool.world_size, name=name, restart=restart)
-        self.resource_pool = resource_pool
-        self._options = ray_cls_with_init.actor_options
         resource_pool.check()
-        self._demand = self._actor_resources()
+        if detached:
+            check_detached(name, resource_pool)
+        self._set_up(resource_pool, ray_cls_with_init, name, restart=restart, detached=detached)
+
+    @classmethod
+    def attach(
+        cls, name: str, ray_cls_with_init: RayClassWithInitArgs | None = None, *, restart: Restart | None = None
+    ) -> Self:
+        """Go on with a detached group that another program made, or this one earlier. Waits for a round trip.
+
+        The program that called it before, if it still runs, is refused from now on: the calls that its workers have
+        begun go on, all others fail with :class:`GroupClosedError`.
+
+        Args:
+            name: of the group.
+            ray_cls_with_init: class, arguments and options; those that the group was made with if None.
+            restart: what to do when a worker's process dies; None leaves it dead.
+
+        Raises:
+            ResourceError: there is no such group, or not all of it; Ray is not initialised.
+            WorkerDiedError: its rank 0 died just now.
+        """
+        if not ray.is_initialized():
+            raise ResourceError("Ray is not initialised: call ray.init(address=...) before attaching to worker groups")
+        handles = find(name)
+        try:
+            standing: Standing = ray.get(handles[0].standing.remote())
+        except ray.exceptions.RayError as error:
+            raise explained(error, group=name, rank=0, method="attach", node="") from error
+        group = cls.__new__(cls)
+        pool = StandingPool(standing.seats, group=name)
+        made = ray_cls_with_init or standing.made
+        found = (handles, standing)
+        group._set_up(pool, made, name, restart=restart, detached=True, found=found)  # noqa: SLF001  of this class
+        return group
+
+    @staticmethod
+    def end_detached(name: str) -> int:
+        """Kill the workers of a detached group, or what is left of them, and free their seats; how many there were."""
+        return end(name)
+
+    def detach(self) -> None:
+        """Leave a detached group to itself. What its workers are doing goes on; calls of this program fail.
+
+        Raises:
+            ResourceError: the group was not made with ``detached=True``.
+        """
+        if not self.detached:
+            raise ResourceError(f"{self.name} ends with this program: only a group made with detached=True can be left")
+        self._leave("this program has detached itself from it")
+        self.shutdown()
+
+    def _leave(self, why: str) -> None:
+        self._farewell = why
+        self._closed = True
+        self._actors.let_go()
+
+    def _set_up(
+        self,
+        resource_pool: RayResourcePool,
+        made: RayClassWithInitArgs,
+        name: str,
+        *,
+        restart: Restart | None,
+        detached: bool,
+        found: tuple[list[Handle], Standing] | None = None,
+    ) -> None:
+        super().__init__(made, world_size=resource_pool.world_size, name=name, restart=restart)
+        self.resource_pool = resource_pool
+        self.detached = detached
+        self._options = made.actor_options
+        self._found = found
+        self._demand = demand_of(made, resource_pool, group=self.name) if found is None else found[1].demand
+        self._names = [""] * self.world_size
         self._nodes: list[str] = []
         self._contexts_given: list[WorkerContext] = []
         self._made: RayValue | None = None
-        self._actors = _Actors()
-        self._alone = {name: name_without_arguments(name) for name in registrations(ray_cls_with_init.cls)}
+        self._actors = Actors()
+        self._alone = {name: name_without_arguments(name) for name in registrations(made.cls)}
         self._under_way_to = [0] * self.world_size
-        self._skipped = [False] * self.world_size
+        # Calls without a number would be taken for this program's whoever sends them.
+        self._skipped = [detached] * self.world_size
         self._count_lock = threading.Lock()
         self._sealer = Sealer()
         self._small: set[str] = set()
-        self._finalizer = weakref.finalize(self, self._actors.free)
+        if not detached:
+            weakref.finalize(self, self._actors.free)
         self._begin()
-
-    def _actor_resources(self) -> dict[str, Any]:
-        """``num_cpus``, ``num_gpus`` and ``resources`` of one actor, checked against its seat."""
-        pool, options = self.resource_pool, self._options
-        demand = {
-            "num_cpus": options.get("num_cpus", pool.cpus_per_worker),
-            "num_gpus": options.get("num_gpus", pool.gpus_per_worker / pool.max_colocate_count),
-            "resources": options.get("resources", pool.resources_per_worker),
-        }
-        seat = pool.bundle()
-        asked = {"CPU": demand["num_cpus"], "GPU": demand["num_gpus"], **demand["resources"]}
-        for resource, amount in asked.items():
-            if amount > seat.get(resource, 0.0) + 1e-6:
-                raise ResourceError(
-                    f"a worker of {self.name} asks for {amount:g} {resource}, and its seat in {pool!r} has "
-                    f"{seat.get(resource, 0.0):g}: raise the pool's resources per worker or lower the worker's options"
-                )
-        return demand
 
     # ---------------------------------------------------------------------------------------------------------- start
 
     async def _start(self) -> list[Failed | None]:
+        if self._found is not None:
+            return await self._take_over(*self._found)
         handles = await self._place()
         ranks = range(len(handles))
         seats: list[Seat] = await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
         self._nodes = [seat.address for seat in seats]
-        init = self.cls_with_init
-        given: Any = (init.cls, init.args, init.kwargs)
-        self._made = RayValue(ray.put(given))
-        self._contexts_given = self._contexts(seats)
+        self._put_made()
+        self._contexts_given = contexts_of(seats, group_name=self.name)
         failures = await self._construct(ranks, handles)
+        if self.detached:
+            await self._stand(handles)
+            await asyncio.to_thread(check_first, self.name, self._names[0])
         for rank, handle in enumerate(handles):
             self._watch_life(rank, handle)
         return failures
 
-    async def _construct(self, ranks: Sequence[int], handles: Sequence[_Handle]) -> list[Failed | None]:
+    def _put_made(self) -> None:
+        init = self.cls_with_init
+        given: Any = (init.cls, init.args, init.kwargs)
+        self._made = RayValue(ray.put(given))
+
+    async def _take_over(self, handles: list[Handle], standing: Standing) -> list[Failed | None]:
+        """Be the program whose calls these workers take."""
+        ranks = range(len(handles))
+        numbers = await self._all("attach", ranks, [handle.take_over.remote() for handle in handles])
+        with self._line.lock:
+            self._line.begin_at(numbers)
+        self._put_made()
+        self._nodes, self._contexts_given = list(standing.nodes), list(standing.contexts)
+        self._actors.handles, self._actors.pool = list(handles), self.resource_pool
+        for rank, handle in enumerate(handles):
+            self._watch_life(rank, handle)
+        return [None] * len(handles)
+
+    async def _stand(self, handles: Sequence[Handle]) -> None:
+        """Tell the workers what the next program has to know."""
+        standing = Standing(
+            made=cast("RayClassWithInitArgs", self.cls_with_init),
+            contexts=self._contexts_given,
+            seats=await asyncio.to_thread(self.resource_pool.seats),
+            nodes=self._nodes,
+            demand=self._demand,
+        )
+        await self._all("__init__", range(len(handles)), [handle.stand.remote(standing) for handle in handles])
+
+    async def _construct(self, ranks: Sequence[int], handles: Sequence[Handle]) -> list[Failed | None]:
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
         calls = [
             handle.construct.remote(self._made, self._contexts_given[rank], variables)
@@ -186,14 +249,17 @@ class RayWorkerGroup(WorkerGroup):
         ]
         return await self._all("__init__", ranks, calls)
 
-    def _watch_life(self, rank: int, handle: _Handle) -> None:
+    def _watch_life(self, rank: int, handle: Handle) -> None:
         """Have the group told when this process dies."""
         incarnation = self._lives.incarnations[rank]
         reference = weakref.ref(self)
 
         def ended(value: Any) -> None:
             group = reference()
-            if group is None or not isinstance(value, ray.exceptions.RayError):
+            if group is None:
+                return
+            if not isinstance(value, ray.exceptions.RayError):
+                group._leave("another program has attached itself to it")  # noqa: SLF001  of this class
                 return
             error = group._explained(rank, "its life", value)  # noqa: SLF001  of this class
             if isinstance(error, WorkerDiedError):
@@ -202,29 +268,38 @@ class RayWorkerGroup(WorkerGroup):
         handle.live.remote()._on_completed(ended)  # noqa: SLF001
 
     async def _replace(self, ranks: Sequence[int], prepare: str) -> list[Failed | None]:
+        if not self._actors.reachable:
+            raise GroupClosedError(f"the workers of {self.name} are not made again: {self._farewell}")
         for rank in ranks:
             ray.kill(self._actors.handles[rank])  # of a group, those that still live
         seats = await asyncio.to_thread(self.resource_pool.seats)
         handles = [self._actor(rank, seats[rank]) for rank in ranks]
-        places: list[Seat] = await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
-        if len(ranks) == self.world_size:
-            self._contexts_given = self._contexts(places)
-        for rank, place in zip(ranks, places, strict=True):
-            self._nodes[rank] = place.address
-        failures = await self._construct(ranks, handles)
-        if prepare and not any(failures):
-            failures = await self._all(prepare, ranks, [handle.prepare.remote(prepare) for handle in handles])
+        try:
+            places: list[Seat] = await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
+            if len(ranks) == self.world_size:
+                self._contexts_given = contexts_of(places, group_name=self.name)
+            for rank, place in zip(ranks, places, strict=True):
+                self._nodes[rank] = place.address
+            failures = await self._construct(ranks, handles)
+            if prepare and not any(failures):
+                failures = await self._all(prepare, ranks, [handle.prepare.remote(prepare) for handle in handles])
+        except BaseException:
+            for handle in handles:
+                ray.kill(handle)
+            raise
         with self._line.lock:
             for rank, handle in zip(ranks, handles, strict=True):
                 self._actors.handles[rank] = handle
                 # Calls keep their numbers, so that what is still said of old ones does not meet new ones.
                 self._skipped[rank] = True
                 handle.begin_at.remote(self._line.next(rank))
+        if self.detached:
+            await self._stand(self._actors.handles)
         for rank, handle in zip(ranks, handles, strict=True):
             self._watch_life(rank, handle)
         return failures
 
-    async def _place(self) -> list[_Handle]:
+    async def _place(self) -> list[Handle]:
         pool = self.resource_pool
         groups = pool.acquire()
         self._actors.pool = pool
@@ -235,36 +310,22 @@ class RayWorkerGroup(WorkerGroup):
             self._actors.handles.append(self._actor(rank, seat))
         return list(self._actors.handles)
 
-    def _actor(self, rank: int, seat: PoolSeat) -> _Handle:
+    def _actor(self, rank: int, seat: PoolSeat) -> Handle:
         label = f"{self.name}[{rank}]"
         cls: Any = ray.remote(actor_class(label, self._alone))
+        lasting: dict[str, Any] = {}
+        if self.detached:
+            self._names[rank] = new_name(self.name, rank, seat)
+            lasting = {"name": self._names[rank], "namespace": NAMESPACE, "lifetime": "detached"}
         return cls.options(
             **self._demand,
+            **lasting,
             runtime_env=self._options.get("runtime_env"),
             max_concurrency=MAX_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 seat.group, placement_group_bundle_index=seat.bundle_index
             ),
         ).remote(label)
-
-    def _contexts(self, seats: Sequence[Seat]) -> list[WorkerContext]:
-        on_node = Counter(seat.node_id for seat in seats)
-        before: Counter[str] = Counter()
-        contexts: list[WorkerContext] = []
-        for rank, seat in enumerate(seats):
-            contexts.append(
-                WorkerContext(
-                    rank=rank,
-                    world_size=self.world_size,
-                    local_rank=before[seat.node_id],
-                    local_world_size=on_node[seat.node_id],
-                    group_name=self.name,
-                    master_addr=seats[0].address,
-                    master_port=seats[0].free_port,
-                )
-            )
-            before[seat.node_id] += 1
-        return contexts
 
     async def _all(self, method: str, ranks: Sequence[int], refs: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Values of one call on these ranks; the first failure is raised at once."""
@@ -348,30 +409,15 @@ class RayWorkerGroup(WorkerGroup):
         return True
 
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
-        explained = self._explained(rank, method, error)
-        if isinstance(explained, WorkerError):
+        failure = self._explained(rank, method, error)
+        if isinstance(failure, WorkerError):
             # The call did not reach the host, or its value could not leave it: later ones must not wait for it.
             self._skip(rank, sequence)
-        return explained
+        return failure
 
     def _explained(self, rank: int, method: str, error: BaseException) -> BaseException:
-        explained: BaseException
-        if isinstance(error, DEATHS):
-            cause = _cause(error)
-            message = f"the process of rank {rank} of {self.name} died during {method}: {cause}"
-            node = self._nodes[rank] if rank < len(self._nodes) else ""
-            explained = WorkerDiedError(message, group=self.name, rank=rank, method=method, cause=cause, node=node)
-            explained.origin = Origin(group=self.name, rank=rank, method=method, node=node)
-        elif isinstance(error, ray.exceptions.RayError):
-            message = (
-                f"{self.name}.{method} failed on rank {rank} on the way there or back: {first_line(error)}\n"
-                "(an argument that cannot be loaded there, or a value that cannot be pickled or loaded here)"
-            )
-            explained = WorkerError(message, group=self.name, rank=rank, method=method, remote_traceback=str(error))
-        else:
-            return error
-        explained.__cause__ = error
-        return explained
+        node = self._nodes[rank] if rank < len(self._nodes) else ""
+        return explained(error, group=self.name, rank=rank, method=method, node=node)
 
     async def _value(self, rank: int, method: str, ref: ray.ObjectRef[Any]) -> Any:
         try:
@@ -408,7 +454,7 @@ class RayWorkerGroup(WorkerGroup):
         if not self._actors.reachable:
             return []
 
-        async def close(rank: int, handle: _Handle) -> Failed | None:
+        async def close(rank: int, handle: Handle) -> Failed | None:
             try:
                 return cast("Failed | None", await self._value(rank, "close", handle.close.remote()))
             except WorkerDiedError:
@@ -417,18 +463,8 @@ class RayWorkerGroup(WorkerGroup):
         return await asyncio.gather(*(close(rank, handle) for rank, handle in enumerate(self._actors.handles)))
 
     def _kill(self) -> None:
-        self._finalizer()
+        self._actors.free()
 
 
 def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:
     return len(value) if isinstance(value, bytes) else value.nbytes
-
-
-def _cause(error: ray.exceptions.RayError) -> str:
-    """What Ray knows of a death, in one line."""
-    text = str(error)
-    for marker in ("Worker exit detail:", "Worker exit type:", "The actor is dead because"):
-        _, found, rest = text.partition(marker)
-        if found:
-            return rest.strip().splitlines()[0].split(" Some common causes")[0]
-    return first_line(error)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ResourceError
 from asyncrl.single_controller.worker_group import ClassWithInitArgs
 
-__all__ = ["RayClassWithInitArgs"]
+if TYPE_CHECKING:
+    from asyncrl.single_controller.ray_resource_pool import RayResourcePool
+
+__all__ = ["RayClassWithInitArgs", "demand_of"]
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -43,3 +46,26 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(options.keys() - allowed):
         raise ResourceError(f"options {unknown} cannot be used: a worker takes {sorted(allowed)}")
     return options
+
+
+def demand_of(made: RayClassWithInitArgs, pool: RayResourcePool, *, group: str) -> dict[str, Any]:
+    """``num_cpus``, ``num_gpus`` and ``resources`` of one actor.
+
+    Raises:
+        ResourceError: more than a seat of the pool has.
+    """
+    options = made.actor_options
+    demand = {
+        "num_cpus": options.get("num_cpus", pool.cpus_per_worker),
+        "num_gpus": options.get("num_gpus", pool.gpus_per_worker / pool.max_colocate_count),
+        "resources": options.get("resources", pool.resources_per_worker),
+    }
+    seat = pool.bundle()
+    asked = {"CPU": demand["num_cpus"], "GPU": demand["num_gpus"], **demand["resources"]}
+    for resource, amount in asked.items():
+        if amount > seat.get(resource, 0.0) + 1e-6:
+            raise ResourceError(
+                f"a worker of {group} asks for {amount:g} {resource}, and its seat in {pool!r} has "
+                f"{seat.get(resource, 0.0):g}: raise the pool's resources per worker or lower the worker's options"
+            )
+    return demand

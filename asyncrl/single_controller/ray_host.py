@@ -11,7 +11,8 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,8 +27,9 @@ from asyncrl.single_controller.worker import WorkerContext
 
 if TYPE_CHECKING:
     from asyncrl.data.proto import DataProto
+    from asyncrl.single_controller.ray_actors import Standing
 
-__all__ = ["INLINE_BYTES", "RayHost", "Seat", "actor_class", "name_without_arguments", "value_of"]
+__all__ = ["INLINE_BYTES", "RayHost", "Seat", "actor_class", "contexts_of", "name_without_arguments", "value_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class RayHost:
     def __init__(self, label: str) -> None:
         self._label = label
         self._host = WorkerHost()
+        self._standing: Standing | None = None
+        self._taken = asyncio.Event()
 
     async def seat(self) -> Seat:
         with socket.socket() as probe:
@@ -109,12 +113,23 @@ class RayHost:
     async def begin_at(self, sequence: int) -> None:
         self._host.begin_at(sequence)
 
+    async def take_over(self) -> int:
+        taken, self._taken = self._taken, asyncio.Event()
+        taken.set()
+        return self._host.take_over()
+
+    async def stand(self, standing: Standing) -> None:
+        self._standing = standing
+
+    async def standing(self) -> Standing | None:
+        return self._standing
+
     async def prepare(self, method: str) -> Failed | None:
         return cast("Failed | None", _portable(await self._host.prepare(method)))
 
     async def live(self) -> None:
-        """Never returns: that it fails is the news of this process's death."""
-        await asyncio.get_running_loop().create_future()
+        """That it fails is the news of this process's death; that it returns, of another program's taking over."""
+        await self._taken.wait()
 
     async def cancel(self, sequence: int) -> None:
         self._host.cancel(sequence)
@@ -172,3 +187,24 @@ def _is_batch(reply: Reply) -> bool:
     # Without loading torch for a worker that never sees one.
     module = sys.modules.get("asyncrl.data.proto")
     return module is not None and isinstance(reply, module.DataProto)
+
+
+def contexts_of(seats: Sequence[Seat], *, group_name: str) -> list[WorkerContext]:
+    """Who each worker is, given where they all are."""
+    on_node = Counter(seat.node_id for seat in seats)
+    before: Counter[str] = Counter()
+    contexts: list[WorkerContext] = []
+    for rank, seat in enumerate(seats):
+        contexts.append(
+            WorkerContext(
+                rank=rank,
+                world_size=len(seats),
+                local_rank=before[seat.node_id],
+                local_world_size=on_node[seat.node_id],
+                group_name=group_name,
+                master_addr=seats[0].address,
+                master_port=seats[0].free_port,
+            )
+        )
+        before[seat.node_id] += 1
+    return contexts

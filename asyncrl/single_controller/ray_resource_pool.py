@@ -66,6 +66,7 @@ class RayResourcePool(ResourcePool):
         strategy: how a placement group's seats lie over the nodes; ``STRICT_PACK`` keeps them on one.
         name_prefix: begins the names of the placement groups.
         placement_timeout_s: how long to wait for resources that others use.
+        detached: the seats outlive the program, for worker groups that do.
 
     Raises:
         ResourceError: a place without workers, or ``max_colocate_count`` below 1.
@@ -84,6 +85,7 @@ class RayResourcePool(ResourcePool):
         accelerator_type: str | None = None,
         strategy: PlacementStrategy = "PACK",
         placement_timeout_s: float = 60.0,
+        detached: bool = False,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count=max_colocate_count)
         self.cpus_per_worker = cpus_per_worker
@@ -93,6 +95,7 @@ class RayResourcePool(ResourcePool):
         self.strategy: PlacementStrategy = strategy
         self.name_prefix = name_prefix or ""
         self.placement_timeout_s = placement_timeout_s
+        self.detached = detached
         self._lock = threading.Lock()
         self._groups: list[PlacementGroup] = []
         self._users: list[int] = []
@@ -189,8 +192,10 @@ class RayResourcePool(ResourcePool):
                     f"{self.max_colocate_count}"
                 )
             if not self._groups:
+                lifetime = "detached" if self.detached else None
                 self._groups = [
-                    placement_group(bundles, strategy=self.strategy, name=self._new_name()) for bundles in self.places()
+                    placement_group(bundles, strategy=self.strategy, name=self._new_name(), lifetime=lifetime)
+                    for bundles in self.places()
                 ]
             self._users = [count + (seat in seats) for seat, count in enumerate(users)]
             return list(self._groups)
@@ -222,6 +227,7 @@ class SubRayResourcePool(RayResourcePool):
             accelerator_type=first.accelerator_type,
             strategy=first.strategy,
             placement_timeout_s=first.placement_timeout_s,
+            detached=first.detached,
         )
         self._of = list(parts)
 
@@ -335,7 +341,7 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
         ResourceError: their seats differ in resources, in how many groups may share them, or in how they are placed; or
             both have one seat.
     """
-    for name in ("bundle", "max_colocate_count", "strategy"):
+    for name in ("bundle", "max_colocate_count", "strategy", "detached"):
         mine, other = getattr(rp1, name), getattr(rp2, name)
         mine, other = (mine(), other()) if callable(mine) else (mine, other)
         if mine != other:

@@ -109,6 +109,7 @@ class WorkerGroup(ABC):
         self._lives = Lives(self, restart)
         self._tally = Tally()
         self._closed = False
+        self._farewell = "it takes no more calls"
         self._shutdown: Future[None] | None = None
         self._ready: Future[None] = Future(self._loop, f"start of {self.name}")
         for registration in registrations(cls_with_init.cls).values():
@@ -377,7 +378,7 @@ class WorkerGroup(ABC):
 
     def _scatter(self, registration: Registration, arguments: Arguments) -> Scatter:
         if self._closed:
-            raise GroupClosedError(f"worker group {self.name} is closed: it takes no more calls")
+            raise GroupClosedError(f"worker group {self.name} is closed: {self._farewell}")
         mode = registration.dispatch_mode
         return Scatter(
             mode,

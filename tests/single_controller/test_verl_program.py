@@ -249,11 +249,28 @@ def test_fused_roles() -> None:
     group.fuse(classes.keys())
     assert group.critic.compute_values(DataProto.from_dict({"responses": torch.ones(2, 2)})).batch["values"].sum() == 2
     assert group.actor.all_to_all(1) == [1]
-    with pytest.raises(ResourceError, match="detached"):
-        RayWorkerGroup(pool, classes["actor"], detached=True)
+    with pytest.raises(ResourceError, match=r"make .* detached too"):
+        RayWorkerGroup(pool, classes["actor"], name_prefix="actor", detached=True)
     with pytest.raises(ResourceError, match="not supported"):
         RayWorkerGroup(pool, classes["actor"], unheard_of=1)
     group.shutdown()
+
+
+@pytest.mark.slow
+def test_detached_workers() -> None:
+    pool = RayResourcePool(process_on_nodes=[2], use_gpu=False, name_prefix="kept", detached=True)
+    made = RayClassWithInitArgs(cls=ActorRolloutWorker, config={"weight": 1}, role="actor")
+    first = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, name_prefix="kept", detached=True)
+    assert first.all_to_all(7) == [7, 8]
+    again = RayWorkerGroup.from_detached(worker_names=first.worker_names, ray_cls_with_init=made)
+    assert again.all_to_all(8) == [8, 9]
+    third = RayWorkerGroup.from_detached(name_prefix="kept")
+    assert third.all_to_all(9) == [9, 10]
+    third.shutdown()
+    with pytest.raises(ResourceError, match="no detached worker group"):
+        RayWorkerGroup.from_detached(name_prefix="kept")
+    with pytest.raises(ResourceError, match="needs the name of one group"):
+        RayWorkerGroup.from_detached()
 
 
 def test_modes_of_ones_own() -> None:

@@ -1,0 +1,155 @@
+"""Groups that outlive the program that made them, and programs that go on with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asyncrl.data import DataProto
+from asyncrl.errors import GroupClosedError, ResourceError, WorkerDiedError
+from asyncrl.single_controller import Dispatch, Restart, Worker, register
+
+ray = pytest.importorskip("ray")
+
+from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+TIMEOUT_S = 60.0
+
+
+class Counter(Worker):
+    """Counts from where it was told to."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.count = start
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, amount: int = 1) -> int:
+        self.count += amount
+        return self.count
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def shifted(self, batch: DataProto) -> DataProto:
+        assert batch.batch is not None
+        return DataProto.from_dict(tensors={"x": batch.batch["x"] + self.count})
+
+
+@pytest.fixture(autouse=True)
+def by_value() -> Iterator[None]:
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    RayWorkerGroup.end_detached("counters")
+
+
+def made(name: str = "counters", restart: Restart | None = None) -> RayWorkerGroup:
+    pool = RayResourcePool([2], detached=True)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 10), name=name, restart=restart, detached=True)
+
+
+def check_that_all_seats_are_free() -> None:
+    whole = RayResourcePool([1], cpus_per_worker=ray.cluster_resources()["CPU"], placement_timeout_s=TIMEOUT_S)
+    with RayWorkerGroup(whole, RayClassWithInitArgs(Counter, 0)) as group:
+        group.ready().result(TIMEOUT_S)
+
+
+PROGRAM = """
+    import os, ray
+    ray.init(address="{address}", logging_level="ERROR", log_to_driver=False)
+    from asyncrl import Dispatch, Worker, register
+    from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    class Counter(Worker):
+        def __init__(self, start):
+            super().__init__()
+            self.count = start
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def add(self, amount=1):
+            self.count += amount
+            return self.count
+
+    made = RayClassWithInitArgs(Counter, 10)
+    group = RayWorkerGroup(RayResourcePool([2], detached=True), made, name="counters", detached=True)
+    print(group.add(5).result())
+    group.add(1)
+    os._exit(0)  # without a word to anybody
+"""
+
+
+@pytest.mark.slow
+def test_another_program_goes_on_where_the_first_one_died() -> None:
+    program = textwrap.dedent(PROGRAM).format(address=ray.get_runtime_context().gcs_address)
+    first = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert first.stdout.strip() == "[15, 15]", first.stderr
+    group = RayWorkerGroup.attach("counters")
+    assert group.world_size == 2
+    # Whether the last call had left the dying program, each rank knows.
+    assert set(group.add().result(TIMEOUT_S)) <= {16, 17}
+    group.shutdown()
+    with pytest.raises(ResourceError, match="no detached worker group 'counters'"):
+        RayWorkerGroup.attach("counters")
+    check_that_all_seats_are_free()
+
+
+def test_the_program_that_attached_last_is_the_one_that_calls() -> None:
+    first = made()
+    assert first.add(5).result(TIMEOUT_S) == [15, 15]
+    second = RayWorkerGroup.attach("counters")
+    two = DataProto.from_dict(tensors={"x": torch.arange(4)})
+    assert second.add(1).result(TIMEOUT_S) == [16, 16]
+    with pytest.raises(GroupClosedError, match="another program has attached"):
+        first.add().result(TIMEOUT_S)
+    batch = second.shifted(second.shifted(two)).result(TIMEOUT_S).batch
+    assert batch is not None
+    assert batch["x"].tolist() == [32, 33, 34, 35]
+    # Letting go twice, then a third.
+    second.detach()
+    with pytest.raises(GroupClosedError):
+        second.add()
+    first.detach()
+    assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [17, 17]
+
+
+@pytest.mark.slow
+def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
+    made(restart=Restart(scope="worker")).add(5).result(TIMEOUT_S)
+    group = RayWorkerGroup.attach("counters", restart=Restart(scope="worker"))
+    group.ready().result(TIMEOUT_S)
+    ray.kill(group._actors.handles[1])
+    with pytest.raises(WorkerDiedError):
+        group.add().result(TIMEOUT_S)
+    # The other one had begun that call; the new one begins where the class says.
+    assert group.add().result(TIMEOUT_S) == [17, 11]
+    # The next program finds the process that there is now.
+    assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [18, 12]
+
+
+@pytest.mark.slow
+def test_what_is_no_detached_group_is_said() -> None:
+    with pytest.raises(ResourceError, match="needs a name"):
+        made(name="")
+    worker = RayClassWithInitArgs(Counter, 10)
+    with pytest.raises(ResourceError, match=r"make .* detached too"):
+        RayWorkerGroup(RayResourcePool([2]), worker, name="counters", detached=True)
+    with made() as group:
+        with pytest.raises(ResourceError, match="already: go on with it"):
+            made()
+        with pytest.raises(ResourceError, match="those there are: counters"):
+            RayWorkerGroup.attach("countess")
+        ray.kill(group._actors.handles[0])
+        with pytest.raises(WorkerDiedError):
+            group.add().result(TIMEOUT_S)
+        with pytest.raises(ResourceError, match=r"rank 0 .* is gone"):
+            RayWorkerGroup.attach("counters")
+        assert RayWorkerGroup.end_detached("counters") == 1
+    with RayWorkerGroup(RayResourcePool([1]), worker) as ordinary, pytest.raises(ResourceError, match="detached=True"):
+        ordinary.detach()

@@ -155,7 +155,9 @@ class Invocation:
                 # The caller may go on changing its own.
                 self._scatter.snapshot()
         if not now:
-            self._work = group._owner.spawn(self._wait_and_send, self._waited)
+            work = group._owner.spawn(self._wait_and_send, self._waited)
+            with self._lock:
+                self._work = self._work or work  # unless it has been sent and has failed by now
         elif error is not None:
             self._end(error)
 
@@ -324,7 +326,9 @@ class Invocation:
         if complete and all_came is not None:
             self._group._loop.notify(all_came.set)
         if first_failure:
-            self._work = self._group._owner.spawn(self._fail, self._collected)
+            work = self._group._owner.spawn(self._fail, self._collected)
+            with self._lock:
+                self._work = work
         elif complete and not self._failures:
             self._finish()
 

@@ -42,7 +42,7 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
 
     Raises:
         AsyncRLError: what ended the run, by name.
-        CheckpointError: nothing to resume from, or the run is over already.
+        CheckpointError: nothing to resume from, or the run is over already: all steps done, and its summary written.
         ConfigError: ``config`` names another model than the run to be resumed.
     """
     if resume is None:
@@ -50,8 +50,8 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
     else:
         run = RunDirectory.open(resume)
         checkpoint = Checkpoints(run.checkpoints, keep=config.checkpoint.keep).latest()
-        done = read_driver_state(checkpoint).step
-        if done >= config.steps:
+        done, summary = read_driver_state(checkpoint).step, run.summary()
+        if done >= config.steps and summary is not None and summary["steps"] >= config.steps:
             raise CheckpointError(f"{resume} has done all its {done} steps; raise them with --steps to go on")
         if load_config(run.config_path).model != config.model:
             raise ConfigError(

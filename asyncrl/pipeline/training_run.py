@@ -94,15 +94,14 @@ class TrainingRun:
             driver = await self._serve(model, origin=origin)
             if config.checkpoint.every and self._resumed is None:
                 await self._save(driver, 0)  # from here on, whatever is killed can be resumed
-            scored = {record["step"] for record in self._recorder.history["evaluations"]}
-            if config.eval.tasks and config.eval.first and driver.law.version == 0 and 0 not in scored:
+            if config.eval.tasks and config.eval.first and driver.law.version == 0 and 0 not in self._scored:
                 with self._phase("score before"):
                     self._recorder.evaluated(await driver.evaluate(), step=0)
             with self._phase("train"):
                 self._progress.stage("train", config.steps - driver.law.version)
                 async with self._watch(driver).watching():
                     await driver.run()
-            if config.eval.tasks:
+            if config.eval.tasks and config.steps not in self._scored:  # a run may have been killed on its last metre
                 with self._phase("score after"):
                     self._recorder.evaluated(await driver.evaluate(), step=config.steps)
             with self._phase("save"):
@@ -127,7 +126,8 @@ class TrainingRun:
         if resumed is not None:
             history = resumed.history
             kept = range(found.next_slot) if found.next_slot else None
-            run.rewind(resumed.step, kept=None if kept is None else {*kept} - found.waiting.keys())
+            scored = {record["step"] for record in history["evaluations"]}
+            run.rewind(resumed.step, kept=None if kept is None else {*kept} - found.waiting.keys(), scored=scored)
             self._checkpoints.rewind(resumed.step)
             # Counts that did not reach this machine's disk are those of the checkpoint, at least.
             self._generated_before = max(resumed.generated, metered_tokens(run.meters, "train"))
@@ -179,6 +179,11 @@ class TrainingRun:
             await self._close()
 
     @property
+    def _scored(self) -> set[int]:
+        """Steps whose held-out score is known."""
+        return {record["step"] for record in self._recorder.history["evaluations"]}
+
+    @property
     def _warm_start_folder(self) -> Path:
         return self._run.checkpoints / "warm_start"
 
@@ -208,7 +213,7 @@ class TrainingRun:
         self._left_over_tokens = sum(
             group.summary.tokens for slot, group in found.groups.items() if slot not in held and not group.uses
         )
-        scored = {record["step"] for record in self._recorder.history["evaluations"]}
+        between = plan.eval_every and 0 < step < config.steps and step % plan.eval_every == 0
         return Driver(
             plan=plan,
             trainer=assembly.trainer,
@@ -224,7 +229,7 @@ class TrainingRun:
             ),
             journal=self._journal,
             outstanding={*held, *(again if found.next_slot else ())},
-            evaluate_first=bool(step and plan.eval_every and step % plan.eval_every == 0 and step not in scored),
+            evaluate_first=bool(between and step not in self._scored),
             environments=assembly.environments,
             timeline=self._timeline,
             observer=self._recorder,

@@ -169,15 +169,24 @@ class RunDirectory:
         """Write ``summary.json`` (whole, atomically)."""
         self._replace(self.summary_path, json.dumps(to_json(summary), indent=2, ensure_ascii=False) + "\n")
 
+    def summary(self) -> dict[str, Any] | None:
+        """What ``summary.json`` says; None if the run has not been through its end yet."""
+        try:
+            summary: dict[str, Any] = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return summary
+
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl`` that are on disk."""
         return read_json_lines(self.metrics_path)
 
-    def rewind(self, step: int, *, kept: Container[int] | None = None) -> int:
+    def rewind(self, step: int, *, kept: Container[int] | None = None, scored: Container[int] | None = None) -> int:
         """Forget lines of what will be done again. Returns how many metrics lines went.
 
         Args:
             step: metrics of later steps go.
+            scored: steps whose scores stay; None keeps those of all steps that do.
             kept: slots whose trajectories stay, since they are not rolled out again; None goes by ``step`` there too.
         """
         self._metrics.close()
@@ -186,10 +195,13 @@ class RunDirectory:
         def keep(record: dict[str, Any]) -> bool:
             return not isinstance(record.get("step"), int) or record["step"] <= step
 
+        def valid(record: dict[str, Any]) -> bool:
+            return keep(record) and (scored is None or "eval/success" not in record or record["step"] in scored)
+
         def stays(record: dict[str, Any]) -> bool:
             return keep(record) if kept is None else record.get("slot", -1) in kept
 
-        gone = rewrite_json_lines(self.metrics_path, keep)
+        gone = rewrite_json_lines(self.metrics_path, valid)
         rewrite_json_lines(self.trajectories_path, stays)
         self._metrics = JsonLines(self.metrics_path)
         self._trajectories = JsonLines(self.trajectories_path)

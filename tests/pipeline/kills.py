@@ -142,11 +142,13 @@ def main() -> None:
             kills += 1
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
+        over = kept is not None and (kept / "summary.json").is_file()  # killed between its end and the process's
+        assert code != 3 or kept is None or over, f"{kept} cannot be gone on with"
         run = the_run(config)
         kept = run if run is not None and (run / "config.toml").is_file() else None
         if kept is not None and not list((kept / "checkpoints").glob("step-*")):
             kept, restarts = None, restarts + 1
-        if code == 0:
+        if code == 0 or over:
             break
         assert code in (-signal.SIGKILL, 3), f"a life ended with {code}"
     assert run is not None

@@ -22,6 +22,7 @@ from asyncrl.pipeline.checkpoint import Checkpoints, check
 from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.run import train
 from asyncrl.rollout.metering import TokenMeter, metered_tokens
+from asyncrl.telemetry.run_directory import RunDirectory
 from buffers.ledger import query
 
 MakeConfig = Callable[..., Config]
@@ -98,6 +99,37 @@ def test_a_run_that_was_interrupted_ends_in_the_weights_of_one_that_was_not(
     shown = [line["slot"] for line in lines(run, "trajectories.jsonl")]
     assert len(shown) == len(set(shown)) == 5
     assert len(query(run / "ledger.sqlite", "step = 3")) == 8
+
+
+@pytest.mark.parametrize("last", ["evaluate", "write_summary"])
+def test_a_run_that_is_stopped_on_its_last_metre_ends_like_any_other(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, last: str
+):
+    config = small_config(steps=2, max_staleness=0, checkpoint={"every": 2}, eval={"tasks": 4, "every": 2})
+    owner: Any = {"evaluate": Driver, "write_summary": RunDirectory}[last]
+
+    def stopped(self: Any, *_: Any) -> Any:
+        raise Stopped
+
+    async def stopped_at_the_end(self: Driver) -> Any:
+        if self.law.version == config.steps:
+            raise Stopped
+        return await evaluate(self)
+
+    evaluate = Driver.evaluate
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, last, stopped_at_the_end if last == "evaluate" else stopped)
+        with pytest.raises(Stopped):
+            train(config)
+    run = only_run(config)
+    summary = train(config, resume=run)
+    assert summary["success_after"] is not None
+    assert summary["tokens"]["generated"] == summary["tokens"]["trained"] + sum(summary["tokens"]["dropped"].values())
+    assert json.loads((run / "summary.json").read_text())["tokens"] == summary["tokens"]
+    assert [line["step"] for line in lines(run, "metrics.jsonl") if "train/loss" in line] == [1, 2]
+    assert [line["step"] for line in lines(run, "metrics.jsonl") if "eval/success" in line] == [0, 2]
+    with pytest.raises(CheckpointError, match="has done all its 2 steps"):
+        train(config, resume=run)
 
 
 def test_a_damaged_checkpoint_is_passed_over(small_config: MakeConfig):

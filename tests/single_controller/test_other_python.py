@@ -15,7 +15,7 @@ from asyncrl.single_controller import Dispatch, Worker, register
 
 pytest.importorskip("ray")
 
-from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 
 class Engine(Worker):

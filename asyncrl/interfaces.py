@@ -623,10 +623,31 @@ class ReplayBuffer(Protocol):
         """Wake every waiter with :class:`BufferClosedError` (caused by ``error``). Idempotent."""
         ...
 
+    async def settled(self) -> None:
+        """Wait until everything it was told so far is in :meth:`statistics`, and every drop was told."""
+        ...
+
     def statistics(self) -> ReplayBufferStatistics: ...
 
     def explain(self) -> Sequence[str]:
         """One sentence for every wait in progress: what waits, for how long, and what for."""
+        ...
+
+
+@runtime_checkable
+class PlacedReplayBuffer(ReplayBuffer, Protocol):
+    """A replay buffer that lives in a worker of its own. What is told to it is done there, in order, a little later."""
+
+    def worker(self) -> tuple[type[Any], Any]:
+        """The class of that worker, and the one argument it is made from."""
+        ...
+
+    async def attach(self, group: Any) -> None:
+        """Live in the one worker of this group from now on."""
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of the worker, which its group closes. Idempotent."""
         ...
 
 

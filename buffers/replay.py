@@ -189,11 +189,20 @@ class AsyncReplayBuffer:
         finally:
             if self._admissions.get(slot) is waiter:
                 del self._admissions[slot]
-            if not served and waiter.was_served() and self._state.stage(slot) is Stage.PENDING:
-                self._state.withdraw(slot)
-                if self._rate is not None:
-                    self._rate.inserted(-1)
+            if not served and waiter.was_served():
+                self.withdraw(slot)
             self._settle()
+
+    def withdraw(self, slot: int) -> None:
+        """Undo :meth:`admit`, as if it had not been called; nothing if the group is not pending (any more)."""
+        if self._state.stage(slot) is Stage.PENDING:
+            self._state.withdraw(slot)
+            if self._rate is not None:
+                self._rate.inserted(-1)
+            self._settle()
+
+    async def settled(self) -> None:
+        """Everything is done when its call returns."""
 
     def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
         """The first rows of a pending group; it is ready, unless columns are still to come (:meth:`extend`).

@@ -230,7 +230,8 @@ class BufferConfig(Section):
     """Where finished groups wait to be trained on."""
 
     kind: PartName = "replay"
-    """Replay buffer: an installed name, or `package.module:Buffer`."""
+    """Replay buffer: `replay` (in the driver), `remote` (the same in a process of its own, rows in the object store),
+    or `package.module:Buffer`."""
     capacity_groups: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Groups between admission and use; none: (max_staleness + 1) * groups_per_step, twice that with overdue ones."""
     selection: PartName | None = None

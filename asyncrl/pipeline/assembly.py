@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
 from asyncrl.errors import InfrastructureError
-from asyncrl.interfaces import EnvironmentFactory, Ledger, ReplayBuffer, SamplingParams
+from asyncrl.interfaces import EnvironmentFactory, Ledger, PlacedReplayBuffer, ReplayBuffer, SamplingParams
 from asyncrl.ledger import LedgerBase
 from asyncrl.parts import load_part, make_part
 from asyncrl.pipeline.reward_worker import RewardWorker
@@ -30,7 +30,7 @@ from asyncrl.weights.transport import TransportSpec
 
 __all__ = ["ROLES", "Assembly", "Role", "import_once", "trainer_options", "warm_start_options"]
 
-Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference"]
+Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference", "buffer"]
 ROLES: tuple[Role, ...] = ("trainer", "rollout", "reward", "reference")
 
 
@@ -114,11 +114,13 @@ class Assembly:
         self.pool: RolloutPool
         self.reward: Any = None
         self.reference: Any = None
+        self._make_group: Callable[[_Request], WorkerGroup] = _local_group
 
     async def start(self, roles: Sequence[Role] = ROLES) -> None:
         """Start the cluster, if one is needed, and the worker processes of ``roles`` that the run uses."""
         requests = [request for request in self._requests() if request.role in roles]
         make_group = self._ray_backend(requests) if self.config.cluster.backend == "ray" else _local_group
+        self._make_group = make_group
         groups: list[WorkerGroup] = []
         replicas: dict[str, WorkerGroup] = {}
         of_replica: dict[str, _Request] = {}
@@ -189,6 +191,17 @@ class Assembly:
             selection=config.buffer.selection or config.staleness_policy.selection,
         )
         return buffer
+
+    async def place(self, buffer: ReplayBuffer) -> None:
+        """Give a buffer that lives in a worker one; the workers must have been started."""
+        if not isinstance(buffer, PlacedReplayBuffer):
+            return
+        worker, options = buffer.worker()
+        group = self._make_group(_Request("buffer", "buffer", worker, options, 1, 0.0, 0.0))
+        self._stack.push_async_callback(group.aclose)
+        await group.ready()
+        await buffer.attach(group)
+        self._stack.push_async_callback(buffer.aclose)
 
     async def aclose(self) -> None:
         """Close groups, transports and the cluster. Idempotent."""

@@ -209,6 +209,7 @@ class TrainingRun:
             self._buffer = assembly.make_buffer(
                 at_least_groups=len(held) + len(again) + sum(1 for g in found.groups.values() if g.uses)
             )
+        await assembly.place(self._buffer)
         # Fewer steps than planned before leave recorded groups over: they stay in the ledger, for more steps.
         self._left_over_tokens = sum(
             group.summary.tokens for slot, group in found.groups.items() if slot not in held and not group.uses
@@ -268,6 +269,7 @@ class TrainingRun:
 
     async def _balance(self, driver: Driver) -> TokenBalance:
         """The token equation now. Exact when nothing is being generated, as at the end of a run."""
+        await self._buffer.settled()
         counts = await self._assembly.pool.token_counts()
         driver.accounts.drop("replica_lost", counts.lost - self._lost_with_replicas)
         self._lost_with_replicas = counts.lost

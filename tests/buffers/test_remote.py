@@ -1,0 +1,312 @@
+"""The buffer in a worker of its own: what holds in this process holds there, and what a distance brings."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError, WorkerDiedError
+from asyncrl.interfaces import DroppedGroup, GroupSummary, PlacedReplayBuffer, ReplayBuffer
+from asyncrl.parts import make_part
+from asyncrl.single_controller import ClassWithInitArgs
+from asyncrl.single_controller.local import LocalWorkerGroup
+from buffers.remote import BufferWorker, RemoteReplayBuffer
+from buffers.replay import AsyncReplayBuffer
+
+ROWS = DataProto()
+
+
+def summary(slot: int, version: int = 0, *, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupSummary:
+    return GroupSummary(
+        slot=slot,
+        rows=2,
+        oldest_version=version,
+        tokens=10,
+        version_tokens={version: 10},
+        rewards=rewards,
+        lengths=(4, 6),
+    )
+
+
+class Place(Protocol):
+    def __call__(self, **options: Any) -> AbstractAsyncContextManager[ReplayBuffer]: ...
+
+
+@asynccontextmanager
+async def here(**options: Any) -> AsyncIterator[ReplayBuffer]:
+    yield AsyncReplayBuffer(**options)
+
+
+@asynccontextmanager
+async def there(**options: Any) -> AsyncIterator[ReplayBuffer]:
+    buffer = RemoteReplayBuffer(**options)
+    worker, given = buffer.worker()
+    group = LocalWorkerGroup(ClassWithInitArgs(worker, given), name="buffer")
+    await group.ready()
+    await buffer.attach(group)
+    try:
+        yield buffer
+    finally:
+        await buffer.aclose()
+        await group.aclose()
+
+
+@pytest.fixture(params=[here, there], ids=["replay", "remote"])
+def place(request: pytest.FixtureRequest) -> Place:
+    made: Place = request.param
+    return made
+
+
+def slots_of(taken: Any) -> list[int]:
+    return [group.summary.slot for group in taken]
+
+
+async def test_what_was_admitted_and_put_is_selected_once_and_released(place: Place):
+    async with place(capacity=3, max_staleness=1) as buffer:
+        for slot in range(3):
+            await buffer.admit(slot)
+        taking = asyncio.ensure_future(buffer.select(2, weight_version=0))
+        buffer.put(summary(1), ROWS)
+        buffer.put(summary(0), ROWS)
+        assert slots_of(await taking) == [0, 1]
+        buffer.release([0, 1])
+        await buffer.settled()
+        counts = buffer.statistics()
+        assert (counts.admitted, counts.pending, counts.ready, counts.selected, counts.released) == (3, 1, 0, 0, 2)
+
+
+async def test_a_wait_has_a_deadline_and_a_reason(place: Place):
+    async with place(capacity=1, max_staleness=1) as buffer:
+        await buffer.admit(0)
+        with pytest.raises(DeadlineError, match=r"all 1 places are taken \(1 pending"):
+            await buffer.admit(1, timeout_s=0.01)
+        with pytest.raises(DeadlineError, match=r"deadline of 0\.01 s") as caught:
+            await buffer.select(1, weight_version=0, timeout_s=0.01)
+        assert caught.value.waiting_for
+        assert buffer.statistics().admitted == 1
+
+
+async def test_who_admits_hears_of_a_stale_group_while_the_select_still_waits(place: Place):
+    async with place(capacity=2, max_staleness=1) as buffer:
+        news: list[DroppedGroup] = []
+        told = asyncio.Event()
+
+        def hear(group: DroppedGroup) -> None:
+            news.append(group)
+            told.set()
+
+        buffer.on_drop(hear)
+        await buffer.admit(0)
+        buffer.put(summary(0, version=0), ROWS)
+        taking = asyncio.ensure_future(buffer.select(1, weight_version=2))
+        await told.wait()
+        assert news == [DroppedGroup(slot=0, reason="stale", tokens=10)]
+        await buffer.admit(1)
+        buffer.put(summary(1, version=2), ROWS)
+        assert slots_of(await taking) == [1]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_select_that_is_cancelled_at_any_moment_changes_nothing(place: Place, turns: int):
+    async with place(capacity=1, max_staleness=1) as buffer:
+        await buffer.admit(0)
+        buffer.put(summary(0), ROWS)
+        taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        try:
+            taken = await taking
+        except asyncio.CancelledError:
+            taken = await buffer.select(1, weight_version=0, timeout_s=5.0)
+        assert slots_of(taken) == [0]
+
+
+async def test_an_answer_on_its_way_to_nobody_is_given_back():
+    async with there(capacity=1, max_staleness=1) as buffer:
+        await buffer.admit(0)
+        buffer.put(summary(0), ROWS)
+        lost = buffer._group.select(99, 1, 0, None, None, ())  # its answer arrives, and whoever asked is gone
+        await lost
+        await buffer._group.give_back(ticket=99)
+        assert slots_of(await buffer.select(1, weight_version=0, timeout_s=5.0)) == [0]
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_an_admission_that_is_cancelled_leaves_its_place_free(place: Place, turns: int):
+    async with place(capacity=1, max_staleness=1) as buffer:
+        entering = asyncio.ensure_future(buffer.admit(0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        entering.cancel()
+        try:
+            await entering
+            buffer.drop(0, "unwanted")
+        except asyncio.CancelledError:
+            pass
+        await buffer.admit(1, timeout_s=5.0)
+
+
+async def test_a_broken_rule_is_told_by_its_name(place: Place):
+    async with place(capacity=1, max_staleness=1) as buffer:
+
+        async def put() -> None:
+            buffer.put(summary(7), ROWS)
+            await buffer.settled()
+
+        with pytest.raises(InvalidDataError, match="slot 7 must be pending, but it was never admitted"):
+            await put()
+
+
+async def test_after_a_broken_rule_there_nobody_waits_for_ever():
+    async with there(capacity=2, max_staleness=1) as buffer:
+        taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
+        await asyncio.sleep(0)
+        buffer.release([3])
+        with pytest.raises(BufferClosedError, match="slot 3 must be selected"):
+            await taking
+        with pytest.raises(BufferClosedError, match="slot 3 must be selected"):
+            await buffer.admit(0)
+
+
+async def test_closing_wakes_whoever_waits_with_the_cause(place: Place):
+    async with place(capacity=1, max_staleness=1) as buffer:
+        taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
+        await asyncio.sleep(0.01)
+        buffer.close(ValueError("the trainer broke"))
+        with pytest.raises(BufferClosedError, match="ValueError: the trainer broke") as caught:
+            await taking
+        assert isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(BufferClosedError):
+            await buffer.admit(0)
+
+
+async def test_rows_come_out_as_they_went_in(place: Place):
+    rows = DataProto.from_dict({"x": torch.arange(2)})
+    scores = DataProto.from_dict({"scores": torch.tensor([0.25, 0.75])})
+    async with place(capacity=1, max_staleness=1, columns=("scores",)) as buffer:
+        await buffer.admit(0)
+        buffer.put(summary(0), DataProtoFuture.of(rows))
+        buffer.extend(0, ("scores",), DataProtoFuture.of(scores), rewards=(0.25, 0.75))
+        (group,) = await buffer.select(1, weight_version=0)
+        assert group.summary.rewards == (0.25, 0.75)
+        assert (await group.rows) == rows.union(scores)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_both_take_the_same_groups_in_the_same_order(seed: int):
+    """One random program, two buffers: the same answers, the same books, the same drops."""
+    options: dict[str, Any] = {
+        "capacity": 6,
+        "max_staleness": 1,
+        "selection": "prioritized",
+        "priority": "advantage",
+        "zero_variance": "drop",
+        "max_uses": 2,
+        "seed": seed,
+    }
+    stories = []
+    for make in (here, there):
+        dice, story, drops = random.Random(seed), [], []
+        async with make(**options) as buffer:
+            buffer.on_drop(drops.append)
+            version, slot, selected = 0, 0, []
+            for _ in range(60):
+                counts = buffer.statistics()
+                taken_places = counts.pending + counts.ready + counts.selected
+                what = dice.choice(["admit", "admit", "select", "release", "restore", "publish", "drop"])
+                if what == "admit" and taken_places < 6:
+                    await buffer.admit(slot)
+                    equal = dice.random() < 0.2
+                    buffer.put(summary(slot, version, rewards=(0.5, 0.5) if equal else (dice.random(), 0.0)), ROWS)
+                    slot += 1
+                elif what == "select" and counts.ready:
+                    try:
+                        taken = await buffer.select(1, weight_version=version, timeout_s=0.05)
+                        selected += slots_of(taken)
+                        story.append(("took", slots_of(taken), [group.uses for group in taken]))
+                    except DeadlineError:
+                        story.append(("waited",))
+                elif what in ("release", "restore") and selected:
+                    getattr(buffer, what)([selected.pop()])
+                elif what == "drop" and selected:
+                    buffer.drop(selected.pop(), "unwanted")
+                elif what == "publish":
+                    version += 1
+                await buffer.settled()
+                story.append(replace(buffer.statistics(), waiting={}))
+        stories.append((story, drops))
+    assert stories[0] == stories[1]
+    assert any(entry[0] == "took" for entry in stories[0][0] if isinstance(entry, tuple))
+
+
+async def test_a_buffer_without_a_place_says_so_and_wrong_options_are_told_at_once():
+    buffer = RemoteReplayBuffer(capacity=1, max_staleness=0)
+    assert isinstance(buffer, PlacedReplayBuffer)
+    with pytest.raises(BufferClosedError, match="no worker yet"):
+        await buffer.admit(0)
+    with pytest.raises(ConfigError, match="did you mean 'max_uses'"):
+        make_part(
+            "asyncrl.replay_buffers",
+            "buffers.remote:RemoteReplayBuffer",
+            options={"max_use": 2},
+            path="buffer.kind",
+            capacity=1,
+            max_staleness=0,
+        )
+    with pytest.raises(ConfigError):
+        RemoteReplayBuffer(capacity=1, max_staleness=0, insert_tolerance=3.0)
+
+
+async def test_the_death_of_its_worker_ends_every_wait():
+    buffer = RemoteReplayBuffer(capacity=1, max_staleness=0)
+    group = LocalWorkerGroup(ClassWithInitArgs(*buffer.worker()), name="buffer")
+    await group.ready()
+    await buffer.attach(group)
+    taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
+    await buffer.admit(0)
+    group.kill(0)
+    with pytest.raises(WorkerDiedError, match="of buffer was killed"):
+        await taking
+    buffer.drop(0, "unwanted")
+    with pytest.raises(WorkerDiedError):
+        await buffer.settled()
+    await buffer.aclose()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store():
+    import ray
+
+    from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+    from asyncrl.single_controller.ray_store import RayBlock
+
+    with ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False):
+        buffer = RemoteReplayBuffer(capacity=2, max_staleness=0)
+        worker, options = buffer.worker()
+        group = RayWorkerGroup(
+            resource_pool=RayResourcePool([1], cpus_per_worker=0), ray_cls_with_init=ClassWithInitArgs(worker, options)
+        )
+        assert worker is BufferWorker
+        await group.ready()
+        await buffer.attach(group)
+        large = DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)})
+        rows = DataProtoFuture.from_plan(group._store(large), "large")
+        await buffer.admit(0)
+        buffer.put(summary(0), rows)
+        del rows
+        (taken,) = await buffer.select(1, weight_version=0, timeout_s=30.0)
+        (block,) = (await taken.rows.plan()).blocks()
+        assert isinstance(block, RayBlock)
+        assert (await taken.rows) == large
+        await buffer.aclose()
+        await group.aclose()

@@ -87,14 +87,16 @@ class Certificate:
         return self.masked_tokens / (self.tokens + self.masked_tokens) if self.masked_tokens else 0.0
 
 
-def check_summary(summary: GroupSummary, *, slot: int) -> None:
-    """Refuse what a rollout says of itself if it is not of this slot, or contradicts itself.
+def check_summary(summary: GroupSummary, *, slot: int, rows: int | None = None) -> None:
+    """Refuse what a rollout says of itself if it is not of this slot, has not so many rows, or contradicts itself.
 
     Raises:
         InvalidDataError: saying what disagrees.
     """
     if summary.slot != slot:
         raise InvalidDataError(f"the rollout of slot {slot} was answered with rows of slot {summary.slot}")
+    if rows is not None and summary.rows != rows:
+        raise InvalidDataError(f"{rows} rollouts of slot {slot} were asked for, and {summary.rows} came back")
     by_version, by_row = sum(summary.version_tokens.values()), sum(summary.lengths)
     if not by_version == by_row == summary.tokens:
         raise InvalidDataError(

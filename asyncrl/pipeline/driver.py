@@ -240,7 +240,7 @@ class Driver:
             header = await rows.header()
         meta = header.meta_info
         summary = GroupSummary(**meta["summary"])
-        check_summary(summary, slot=slot)
+        check_summary(summary, slot=slot, rows=plan.group_size)
         self.journal.completed(
             slot, attempt=attempt, tokens=summary.tokens, wasted=meta["wasted_tokens"], rows=meta.get("record")
         )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from asyncrl.errors import CheckpointError, DeadlineError, InvalidDataError
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.errors import CheckpointError, DeadlineError, EnvironmentFailure, InvalidDataError
 from asyncrl.interfaces import GroupSummary
 from asyncrl.ledger import (
     Completed,
@@ -23,10 +27,15 @@ from asyncrl.ledger import (
     Recovered,
 )
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
+from asyncrl.pipeline.driver import Driver, TrainingPlan
 from asyncrl.pipeline.resumption import admission_law, still_outstanding
-from asyncrl.pipeline.staleness import POLICIES
-from asyncrl.rollout.record import encode_rows
+from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw
+from asyncrl.rollout.record import decode_rows, encode_rows
 from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.simulation.clock import run_virtually
+from asyncrl.telemetry.timeline import Timeline
+from asyncrl.testing import EchoFactory
+from asyncrl.weights.manifest import WeightManifest
 from buffers.ledger import SQLiteLedger
 from buffers.replay import AsyncReplayBuffer
 
@@ -240,3 +249,122 @@ def test_an_answer_that_comes_twice_is_taken_once(tmp_path: Path):
         batch = ledger.query()
     assert batch.batch["weight_versions"].values().max() == 1
     assert len(batch) == 2
+
+
+class Parts:
+    """Pool and trainer of a small run; some prompts fail, or lose rows on the way."""
+
+    needed_versions: frozenset[int] = frozenset()
+
+    def __init__(self, *, fails_on: tuple[int, ...] = (), loses_rows_of: tuple[int, ...] = ()) -> None:
+        self.weight_version = 0
+        self.trained: list[int] = []
+        self.tried: list[int] = []
+        self._fails_on, self._loses_rows_of = fails_on, loses_rows_of
+
+    async def rollout(self, prompts: DataProto, **_: Any) -> DataProtoFuture:
+        slot = int(prompts.batch["slot"][0])
+        self.tried.append(slot)
+        await asyncio.sleep(1.0)
+        if slot in self._fails_on:
+            raise EnvironmentFailure(f"the world of prompt {slot} is broken")
+        rows = decode_rows(rows_of(slot, self.weight_version), slot=slot)
+        if slot in self._loses_rows_of:
+            rows = rows.slice(0, 1)
+            rows.meta_info["summary"] |= {"rows": 1, "tokens": 1, "version_tokens": {self.weight_version: 1}}
+            rows.meta_info["summary"] |= {"rewards": (0.0,), "lengths": (1,)}
+        rows.meta_info["wasted_tokens"] = 0
+        return DataProtoFuture.of(rows)
+
+    async def update(self, batch: DataProtoFuture, *_: Any) -> list[dict[str, float]]:
+        rows = await batch
+        self.trained.append(len(rows))
+        return [{"tokens_trained": float(rows.batch["loss_mask"].values().sum())}]
+
+    async def publish(self, version: Any) -> Any:
+        if isinstance(version, int):
+            return [WeightManifest(version=version, transport="none", location="", tensors=())]
+        self.weight_version = version.version
+        return None
+
+    async def release(self, version: int) -> None: ...
+
+
+class Silent:
+    def stepped(self, record: Any) -> None: ...
+    def evaluated(self, result: Any, *, step: int) -> None: ...
+    def sampled(self, trajectory: Any, *, step: int, slot: int) -> None: ...
+
+
+class Stubborn(Driver):
+    """The planted bug: a prompt that failed is tried again, until it works, in its place."""
+
+    async def _roll_out(self, slot: int) -> Any:
+        while True:
+            try:
+                return await super()._roll_out(slot)
+            except EnvironmentFailure:
+                continue
+
+
+def run_small(parts: Parts, driver: type[Driver]) -> None:
+    """Four steps of two prompts, with as many places; a virtual hour at most."""
+
+    async def run() -> None:
+        async with asyncio.timeout(3600):
+            await driver(
+                plan=TrainingPlan(
+                    steps=STEPS,
+                    groups_per_step=GROUPS,
+                    group_size=2,
+                    advantage=lambda columns: torch.zeros(len(columns["rewards"])),
+                    seed=0,
+                    eval_tasks=0,
+                    sample_trajectories=0,
+                ),
+                trainer=parts,
+                pool=parts,
+                buffer=AsyncReplayBuffer(capacity=GROUPS, max_staleness=0),
+                law=AdmissionLaw(GROUPS, max_staleness=0, total_groups=STEPS * GROUPS, overdue_after=math.inf),
+                environments=EchoFactory(),
+                timeline=Timeline(),
+                observer=Silent(),
+            ).run()
+
+    run_virtually(run())
+
+
+@pytest.mark.parametrize(("driver", "planted"), [(Driver, False), (Stubborn, True)])
+def test_a_prompt_that_keeps_failing_does_not_hold_the_run(driver: type[Driver], planted: bool):
+    parts = Parts(fails_on=(3,))
+    try:
+        run_small(parts, driver)
+    except TimeoutError:
+        assert planted, "one prompt held all the places"
+        assert parts.tried.count(3) > 1000
+    else:
+        assert not planted
+        assert parts.tried == [0, 1, 2, 3, 4, 5, 6, 7, 8]  # 8 takes the place of 3
+        assert parts.trained == [4, 4, 4, 4]
+
+
+class Trusting(Driver):
+    """The planted bug: what comes back is what was asked for."""
+
+    async def _roll_out(self, slot: int) -> Any:
+        rows = await self.pool.rollout(DataProto.from_dict({"slot": torch.tensor([slot])}))
+        return rows, GroupSummary(**(await rows.header()).meta_info["summary"])
+
+
+@pytest.mark.parametrize(("driver", "planted"), [(Driver, False), (Trusting, True)])
+def test_fewer_rollouts_than_asked_for_are_no_success(driver: type[Driver], planted: bool):
+    parts = Parts(loses_rows_of=(3,))
+    try:
+        run_small(parts, driver)
+    except ExceptionGroup as group:
+        (error,) = group.exceptions
+        assert "2 rollouts of slot 3 were asked for, and 1 came back" in str(error)
+        assert not planted
+    else:
+        assert parts.trained == [4, 3, 4, 4]
+        assert planted, "a group that lost a row was trained on"

@@ -1,0 +1,63 @@
+"""A world for runs that are hurt on purpose: an untrained model's rewards differ from row to row, and none is zero.
+
+What a text earns follows from the text alone, so that a reward that nobody computed shows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Literal
+
+from asyncrl.interfaces import Message, Step, Task, Tool
+
+__all__ = ["DigitsFactory", "text_score", "worth"]
+
+
+def worth(text: str) -> float:
+    """What a text earns: one of 1,000 numbers above 0, no two alike but by chance."""
+    return (zlib.crc32(text.encode()) % 1000 + 1) / 1000
+
+
+def text_score(*, reply: str) -> float:
+    """The same as a reward function: of a trajectory's last turn."""
+    return worth(reply)
+
+
+class Digits:
+    """Two turns; the last one is what counts."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return ()
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self._turn = 0
+        return [{"role": "user", "content": task["question"]}]
+
+    async def step(self, reply: Message) -> Step:
+        self._turn += 1
+        if self._turn == 2:
+            return Step(reward=worth(reply["content"]), done=True)
+        return Step(messages=({"role": "user", "content": "7+1"},))
+
+    async def close(self) -> None:
+        pass
+
+
+class DigitsFactory:
+    """Sums of two digits."""
+
+    def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
+        number = index + (0 if split == "train" else 10_000)
+        return {"index": number, "question": f"{number % 10}+{number // 10 % 10}"}
+
+    def make(self) -> Digits:
+        return Digits()
+
+    def demonstration(self, index: int) -> list[Message]:
+        a, b = index % 10, index // 10 % 10
+        return [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]

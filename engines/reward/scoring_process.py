@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from asyncrl.errors import RewardError
 
 __all__ = ["ScoringProcess"]
 
+_log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("scoring_program.py")
 _LENGTH = struct.Struct(">I")
 
@@ -54,7 +56,8 @@ class ScoringProcess:
         """
         request = pickle.dumps(arguments)
         if self._process is not None and _ended(self._process.pid):
-            await self.stop()  # between two calls: no call's fault
+            pid, code = self._process.pid, await self.stop()  # between two calls: no call's fault
+            _log.warning("scoring process %d of %s has died between two calls (%s)", pid, self._function, _how(code))
         try:
             if self._process is None:
                 await self._start()
@@ -112,8 +115,7 @@ class ScoringProcess:
             reply: dict[str, Any] = json.loads(await self._reader.readexactly(count))
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self.stop()
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise RewardError(f"its process ended {how}") from None
+            raise RewardError(f"its process ended {_how(code)}") from None
         return reply
 
     async def stop(self) -> int:
@@ -127,6 +129,10 @@ class ScoringProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         return await asyncio.shield(asyncio.to_thread(process.wait))
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _ended(pid: int) -> bool:

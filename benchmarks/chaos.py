@@ -1,0 +1,518 @@
+"""Random SIGKILLs of every kind of process in real runs on Ray, resumed each time: what became of every prompt.
+
+    python benchmarks/chaos.py --kills 300 [--seed 0] [--json] [--kinds driver,trainer,...] [--folder .] [--keep]
+
+Runs of a tiny model (two rollout replicas, a trainer of one or two ranks, a reward worker with a scoring process, the
+buffer in a process of its own in two of three) on a Ray of this program's own. The driver is a child process; where
+it is killed, or names what was killed and ends, it is resumed. Kills come at random moments, some while the one before
+is being recovered from.
+
+When a run is through, its ledger is held against what must be:
+
+    lost                 issued - consumed - dropped - failed for good - live, holes in the numbers, places of batches
+                         that nothing filled
+    duplicated           prompts consumed more than once, places of batches filled twice
+    fabricated_rewards   rows trained on whose reward is not what their text earns, by whoever's word, or without text
+
+Seconds to recover: from a kill to the next training step that reached the ledger. Each kill must leave a witness in
+what the run says of itself: the driver's log, its error, or the ledger's own record of a resumed life. One that left
+none makes this program fail, and so does anything lost, duplicated or fabricated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import secrets
+import shutil
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Ray reads these when it is imported; the children of this program have them from here.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+KINDS = ("driver", "rollout", "trainer", "reward", "scoring", "buffer")
+"""Kinds of process that are killed; ``scoring`` is the process below the reward worker in which the function runs."""
+STEPS, GROUPS, ROWS = 24, 2, 4
+DEATHS = "(?:died|dead|lost|killed|gone|exited|ended|signal)"
+"""One of these words stands in a sentence that tells of a death."""
+HANG_S = 240.0
+"""A run that makes no step for so long hangs."""
+
+
+@dataclass
+class Kill:
+    kind: str
+    pid: int
+    what: str
+    at: float
+    said: dict[Path, int]
+    """Where the run's logs ended then."""
+    lives: int
+    teller: int = 0
+    """Worker whose own log tells of it."""
+    recovered_s: float | None = None
+    witness: str = ""
+
+
+@dataclass
+class Campaign:
+    """All runs of this program."""
+
+    folder: Path
+    address: str
+    raylet: int
+    dice: random.Random
+    wanted: int
+    kinds: tuple[str, ...]
+    kills: list[Kill] = field(default_factory=list)
+    resumes: int = 0
+    restarts: int = 0
+    runs: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    fabricated: int = 0
+    problems: list[str] = field(default_factory=list)
+    endings: Counter[str] = field(default_factory=Counter)
+
+    def next_kind(self, kinds: Sequence[str]) -> str:
+        """One of these kinds at random, each as often as the others."""
+        done = Counter(kill.kind for kill in self.kills)
+        fewest = min(done[kind] for kind in kinds)
+        return self.dice.choice([kind for kind in kinds if done[kind] <= fewest + 1])
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+def in_a_fork(work: Any) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        code = work()
+    except BaseException:  # noqa: BLE001  a fork must not go on with its parent's program
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Living processes: parent and command line by number."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                found[int(entry.name)] = (int(fields[1]), title)
+    return found
+
+
+@contextmanager
+def a_cluster(folder: Path) -> Iterator[tuple[str, int]]:
+    """A Ray of this program's own: its address, and its raylet's process."""
+    program = (
+        "import sys; from pathlib import Path; from asyncrl.single_controller.ray_cluster import RayCluster\n"
+        "with RayCluster(num_cpus=16, log_folder=Path(sys.argv[1])):\n"
+        "    import ray; print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()\n"
+    )
+    helper = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    try:
+        address = helper.stdout.readline().strip()
+        if not address:
+            sys.exit("Ray did not start")
+        raylets = [pid for pid, (parent, title) in processes().items() if parent == helper.pid and "raylet" in title]
+        yield address, raylets[0]
+    finally:
+        helper.stdin.close()
+        helper.wait(60)
+
+
+def victims(campaign: Campaign, kind: str, driver: int) -> list[tuple[int, str, int]]:
+    """Living processes of a kind, of the run under way; what they are called, and which worker they belong to."""
+    if kind == "driver":
+        return [(driver, "driver", 0)]
+    living = processes()
+    workers = {pid: title for pid, (parent, title) in living.items() if parent == campaign.raylet}
+    if kind == "scoring":
+        rewards = {pid for pid, title in workers.items() if title.startswith("ray::reward")}
+        return [(pid, f"scoring process {pid}", parent) for pid, (parent, _) in living.items() if parent in rewards]
+    return [
+        (pid, title.removeprefix("ray::").partition("[")[0], 0)
+        for pid, title in workers.items()
+        if title.startswith(f"ray::{kind}")
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+def config_of(campaign: Campaign, folder: Path, number: int) -> str:
+    from asyncrl.config import Config
+
+    return Config.from_mapping(
+        {
+            "name": "chaos",
+            "steps": STEPS,
+            "max_staleness": 2,
+            "seed": number,
+            "runs": str(folder),
+            "cluster": {"backend": "ray", "address": campaign.address},
+            "model": {
+                "source": "scratch",
+                "options": {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "max_position": 128},
+            },
+            "env": {"name": "digits_world:DigitsFactory"},
+            "rollout": {"replicas": 2, "num_cpus": 0.1, "max_new_tokens": 6, "max_tokens": 96},
+            "reward": {"source": "function", "options": {"function": "digits_world:text_score"}},
+            "trainer": {
+                "groups_per_step": GROUPS,
+                "group_size": ROWS,
+                "world_size": 1 + number % 2,
+                "num_cpus": 0.1,
+                "lr": 1e-2,
+            },
+            "buffer": {"kind": "buffers.remote:RemoteReplayBuffer" if has_buffer_worker(number) else "replay"},
+            "eval": {"tasks": 0},
+            "checkpoint": {"every": 2, "keep": 2},
+            "telemetry": {"progress": "plain"},
+        }
+    ).to_toml()
+
+
+def has_buffer_worker(number: int) -> bool:
+    return number % 3 != 2
+
+
+class HurtRun:
+    """One run from its first life to its last."""
+
+    def __init__(self, campaign: Campaign, number: int) -> None:
+        self.campaign = campaign
+        self.folder = campaign.folder / f"run-{number}"
+        self.folder.mkdir()
+        self.file = self.folder / "run.toml"
+        self.file.write_text(config_of(campaign, self.folder, number))
+        self.output = self.folder / "output.txt"
+        self.kinds = [kind for kind in campaign.kinds if kind != "buffer" or has_buffer_worker(number)]
+        self.lives = 0
+        self.driver = 0
+        self.kills: list[Kill] = []
+        self._sequence = 0
+        self._ledger: Path | None = None
+        self._step = 0
+        self._stepped = time.monotonic()
+
+    @property
+    def path(self) -> Path | None:
+        """The run's own folder, once there is a configuration in it."""
+        runs = [path for path in self.folder.glob("chaos-2*") if (path / "config.toml").is_file()]
+        return max(runs, default=None, key=lambda path: path.stat().st_ctime_ns)
+
+    def begin(self) -> None:
+        """A life: from the newest checkpoint, or anew where there is none."""
+        run = self.path
+        resumable = run is not None and any((run / "checkpoints").glob("step-*"))
+        if self.lives and resumable:
+            self.campaign.resumes += 1
+        elif self.lives:
+            self.campaign.restarts += 1
+        words = ["train", str(self.file), *(["--resume", str(run)] if resumable else [])]
+
+        def life() -> int:
+            output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            from asyncrl.cli.main import main as command
+
+            return command(words)
+
+        self.lives += 1
+        self.driver = in_a_fork(life)
+
+    def said(self, teller: int = 0) -> dict[Path, str]:
+        """What the run has said of itself, by file; and what the worker ``teller`` has said."""
+        logs = [self.output, *sorted(self.folder.glob("chaos-2*/logs/driver.log"))]
+        if teller and (run := self.path) is not None:
+            logs += sorted((run / "logs" / "ray").glob(f"worker-*-{teller}.err"))
+        return {log: log.read_text(errors="replace") for log in logs if log.is_file()}
+
+    def look(self) -> int:
+        """Read on in the ledger; the newest step that was trained. Tells kills that they were recovered from."""
+        run = self.path
+        ledger = None if run is None else run / "ledger.sqlite"
+        if ledger is None or not ledger.is_file():
+            return self._step
+        if ledger != self._ledger:
+            self._ledger, self._sequence = ledger, 0
+        try:
+            with closing(sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as told:
+                lines = told.execute(
+                    "SELECT sequence, kind, step FROM events WHERE sequence > ? ORDER BY sequence", (self._sequence,)
+                ).fetchall()
+        except sqlite3.Error:
+            return self._step  # it is being made, or mended
+        now = time.monotonic()
+        for sequence, kind, step in lines:
+            self._sequence = sequence
+            if kind in ("consumed", "reused"):
+                self._step, self._stepped = step, now
+                for kill in self.kills:
+                    kill.recovered_s = now - kill.at if kill.recovered_s is None else kill.recovered_s
+        return self._step
+
+    def live(self) -> None:
+        """Hurt it until it is through, or until enough was killed."""
+        campaign = self.campaign
+        self.begin()
+        next_at = self._next_moment()
+        while True:
+            process, status = os.waitpid(self.driver, os.WNOHANG)
+            if process:
+                code = os.waitstatus_to_exitcode(status)
+                campaign.endings["killed" if code == -signal.SIGKILL else f"exit code {code}"] += 1
+                self.look()
+                if code == 0:
+                    return
+                named = code == 1 and any(kill.lives == self.lives for kill in self.kills)
+                if not (named or code == -signal.SIGKILL):
+                    campaign.problems.append(f"{self.folder.name}: a life ended with {code}: {self._last_words()}")
+                    return
+                self.begin()
+                continue
+            step, now = self.look(), time.monotonic()
+            if now - max([self._stepped, *(kill.at for kill in self.kills)]) > HANG_S:
+                campaign.problems.append(f"{self.folder.name}: no step for {HANG_S:g} s: {self._last_words()}")
+                os.kill(self.driver, signal.SIGKILL)
+                os.waitpid(self.driver, 0)
+                return
+            if now >= next_at and len(campaign.kills) < campaign.wanted and step <= STEPS - 6:
+                waits = self.kills and self.kills[-1].recovered_s is None and self._waits_for_recovery
+                if not waits and self._kill():
+                    next_at = self._next_moment()
+            time.sleep(0.05)
+
+    def _next_moment(self) -> float:
+        """When to kill next: after a recovery as a rule, in the middle of one at times."""
+        dice = self.campaign.dice
+        self._waits_for_recovery = dice.random() < 0.7
+        return time.monotonic() + dice.uniform(0.1, 1.5 if self._waits_for_recovery else 6.0)
+
+    def _kill(self) -> bool:
+        campaign = self.campaign
+        kind = campaign.next_kind(self.kinds)
+        if kind == "driver" and any(not self._witnessed(kill) for kill in self.kills):
+            return False  # a driver that dies with the news cannot tell it
+        found = victims(campaign, kind, self.driver)
+        if not found:
+            return False
+        pid, what, teller = campaign.dice.choice(found)
+        said = {log: len(text) for log, text in self.said(teller).items()}
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        kill = Kill(kind, pid, what, time.monotonic(), said, teller=teller, lives=self.lives)
+        self.kills.append(kill)
+        campaign.kills.append(kill)
+        return True
+
+    def _witnessed(self, kill: Kill) -> bool:
+        """Whether the run has told of a kill, in its log, its error, or the lives in its ledger."""
+        if not kill.witness:
+            if kill.kind == "driver":
+                kill.witness = f"life {kill.lives + 1} began" if self.lives > kill.lives else ""
+            else:
+                name = f"(?:no reward|{kill.what})" if kill.kind == "scoring" else re.escape(kill.what)
+                news = "\n".join(text[kill.said.get(log, 0) :] for log, text in self.said(kill.teller).items())
+                line = re.search(rf"^(?=.*\b{name}\b)(?=.*\b{DEATHS}\b).*$", news, re.MULTILINE)
+                kill.witness = line.group(0).strip()[:200] if line else ""
+        return bool(kill.witness)
+
+    def _last_words(self) -> str:
+        return " | ".join("".join(self.said().values()).strip().splitlines()[-6:])
+
+    def audit(self) -> None:
+        """Hold the finished run's ledger against what must be."""
+        from digits_world import worth
+
+        campaign, run = self.campaign, self.path
+        campaign.problems += [
+            f"{self.folder.name}: the death of {kill.what} ({kill.pid}) left no witness"
+            for kill in self.kills
+            if not self._witnessed(kill)
+        ]
+        if run is None or not (run / "summary.json").is_file():
+            campaign.problems.append(f"{self.folder.name}: no summary")
+            return
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+            states = dict(ledger.execute("SELECT state, count(*) FROM prompts GROUP BY state"))
+            slots = [slot for (slot,) in ledger.execute("SELECT slot FROM prompts ORDER BY slot")]
+            batches = ledger.execute("SELECT step, position, slot, use FROM batches").fetchall()
+            (lives,) = ledger.execute("SELECT count(*) + 1 FROM events WHERE kind = 'resumed'").fetchone()
+            rewards = dict(ledger.execute("SELECT slot, body FROM events WHERE kind = 'rewarded' ORDER BY sequence"))
+            rows = ledger.execute(
+                "SELECT slot, row, tokens, turns FROM rows WHERE state IN ('consumed', 'committed')"
+            ).fetchall()
+        consumed = states.get("consumed", 0) + states.get("committed", 0)
+        over = sum(states.get(state, 0) for state in ("dropped", "given_up"))
+        live = sum(states.get(state, 0) for state in ("issued", "dispatched", "completed"))
+        places = {(step, position) for step, position, _slot, _use in batches}
+        campaign.lost += len(slots) - consumed - over - live
+        campaign.lost += max(slots, default=-1) + 1 - len(slots) + STEPS * GROUPS - len(places)
+        campaign.duplicated += sum(use > 0 for *_, use in batches) + len(batches) - len(places)
+        campaign.lost += consumed * ROWS - len(rows)
+        for slot, row, tokens, turns in rows:
+            text = json.loads(turns)[-1][3]["content"]
+            told = json.loads(rewards[slot])["rewards"][row] if slot in rewards else float("nan")
+            campaign.fabricated += not tokens or not abs(told - worth(text)) < 1e-6
+        summary = json.loads((run / "summary.json").read_text())
+        tokens = summary["tokens"]
+        missing = tokens["generated"] - tokens["trained"] - sum(tokens["dropped"].values()) - tokens["in_flight"]
+        if missing:
+            campaign.problems.append(f"{self.folder.name}: {missing} tokens are unaccounted for: {tokens}")
+        if summary["staleness"]["max"] > 2:
+            campaign.problems.append(f"{self.folder.name}: staleness {summary['staleness']['max']} > 2")
+        if lives > self.lives:
+            campaign.problems.append(f"{self.folder.name}: {lives} lives in the ledger, {self.lives} began")
+
+
+# ---------------------------------------------------------------------------------------------------------- everything
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--kills", type=int, default=20)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--kinds", default=",".join(KINDS), help="kinds of process, with commas between them")
+    arguments.add_argument("--folder", type=Path, default=None, help="where the runs lie; temporary files if not given")
+    arguments.add_argument("--keep", action="store_true", help="leave the runs there")
+    arguments.add_argument("--json", action="store_true", help="print one JSON object")
+    options = arguments.parse_args()
+    kinds = tuple(kind for kind in KINDS if kind in options.kinds.split(","))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, str(ROOT))
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.folder))
+    begun = time.perf_counter()
+    with a_cluster(folder) as (address, raylet):
+        preload()
+        campaign = Campaign(folder, address, raylet, random.Random(options.seed), options.kills, kinds)
+        while len(campaign.kills) < campaign.wanted and not campaign.problems:
+            run = HurtRun(campaign, campaign.runs)
+            campaign.runs += 1
+            try:
+                run.live()
+            finally:
+                stop(run.driver)
+            run.audit()
+            if not options.json:
+                print(
+                    f"run {campaign.runs}: {len(run.kills)} kills, {run.lives} lives; {len(campaign.kills)} of "
+                    f"{campaign.wanted} kills after {time.perf_counter() - begun:.0f} s",
+                    flush=True,
+                )
+    if not options.keep and not campaign.problems:
+        shutil.rmtree(folder)
+    report(campaign, elapsed_s=time.perf_counter() - begun, options=options)
+    bad = campaign.problems or campaign.lost or campaign.duplicated or campaign.fabricated
+    sys.exit(1 if bad else 0)
+
+
+def preload() -> None:
+    """What every life needs, before the first fork."""
+    import logging
+
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    import asyncrl.cli.commands
+    import asyncrl.pipeline.run
+    import asyncrl.single_controller.ray  # noqa: F401
+
+
+def stop(driver: int) -> None:
+    """A driver that lives on because this program ends by an error."""
+    try:
+        os.kill(driver, signal.SIGKILL)
+        os.waitpid(driver, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace) -> None:
+    kills = campaign.kills
+    recovered = sorted(kill.recovered_s for kill in kills if kill.recovered_s is not None)
+    cuts = statistics.quantiles(recovered, n=100, method="inclusive") if len(recovered) > 1 else recovered * 99
+    figures = [
+        figure("kills", len(kills), "", goal=f"at least {options.kills}", holds=len(kills) >= options.kills),
+        figure("resumes", campaign.resumes, ""),
+        figure("restarts", campaign.restarts, ""),
+        figure("runs", campaign.runs, ""),
+        figure("lost", campaign.lost, "prompts", goal="0", holds=campaign.lost == 0),
+        figure("duplicated", campaign.duplicated, "prompts", goal="0", holds=campaign.duplicated == 0),
+        figure("fabricated_rewards", campaign.fabricated, "rows", goal="0", holds=campaign.fabricated == 0),
+        figure("witnesses", sum(bool(kill.witness) for kill in kills), "kills"),
+        figure("recovery p50", round(cuts[49], 2) if cuts else -1, "s"),
+        figure("recovery p99", round(cuts[98], 2) if cuts else -1, "s"),
+        *(figure(f"kills, {kind}", count, "") for kind, count in sorted(Counter(k.kind for k in kills).items())),
+        *(figure(f"lives, {ending}", count, "") for ending, count in sorted(campaign.endings.items())),
+        figure("time", round(elapsed_s, 1), "s"),
+    ]
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "seed": options.seed}
+    witnesses = [
+        {"kind": kill.kind, "pid": kill.pid, "recovered_s": kill.recovered_s, "witness": kill.witness} for kill in kills
+    ]
+    if options.json:
+        print(json.dumps({"machine": machine, "figures": figures, "problems": campaign.problems, "faults": witnesses}))
+        return
+    for each in figures:
+        verdict = f"  goal {each['goal']}: {'holds' if each['holds'] else 'DOES NOT HOLD'}" if each["goal"] else ""
+        print(f"{each['name']:28s} {each['value']:>8} {each['unit']}{verdict}")
+    for each in witnesses:
+        print(f"  {each['kind']:8s} {each['pid']:>8}  {each['witness']}")
+    for problem in campaign.problems:
+        print(f"PROBLEM: {problem}")
+
+
+def figure(
+    name: str, value: float, unit: str, *, goal: str | None = None, holds: bool | None = None
+) -> dict[str, object]:
+    return {"name": name, "value": value, "unit": unit, "floor": None, "ratio": None, "goal": goal, "holds": holds}
+
+
+if __name__ == "__main__":
+    main()

@@ -34,6 +34,9 @@ __all__ = [
     "split_resource_pool",
 ]
 
+NEXT_TO_NOTHING = {"memory": 1.0}
+"""One byte: what a seat without resources takes, since Ray places no empty ones. Every node has it."""
+
 TRACE = 1e-4
 """Of an accelerator type: enough to be placed where there is one, and never used up."""
 
@@ -194,7 +197,12 @@ class RayResourcePool(ResourcePool):
             if not self._groups:
                 lifetime = "detached" if self.detached else None
                 self._groups = [
-                    placement_group(bundles, strategy=self.strategy, name=self._new_name(), lifetime=lifetime)
+                    placement_group(
+                        [bundle or NEXT_TO_NOTHING for bundle in bundles],
+                        strategy=self.strategy,
+                        name=self._new_name(),
+                        lifetime=lifetime,
+                    )
                     for bundles in self.places()
                 ]
             self._users = [count + (seat in seats) for seat, count in enumerate(users)]

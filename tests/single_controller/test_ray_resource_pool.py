@@ -126,3 +126,10 @@ class TestOnACluster:
         # Both are free again.
         with group(left) as one:
             assert len(one.seat().result(TIMEOUT_S)) == 1
+
+
+def test_a_worker_that_takes_nothing_has_a_seat():
+    pool = RayResourcePool([1], cpus_per_worker=0.0)
+    with RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Member)) as group:
+        ((_, rank),) = group.seat().result(timeout=TIMEOUT_S)
+    assert rank == 0

@@ -165,7 +165,7 @@ class Driver:
             if self.evaluate_first:
                 self._evaluate_beside(stages, self.law.first_version, after=None)
             stages.create_task(self._issue(stages, after=recovery), name="issue")
-            stages.create_task(self._train(stages), name="train")
+            stages.create_task(self._train(stages, after=recovery), name="train")
 
     def balance(self, *, generated: int, in_flight: int) -> TokenBalance:
         """The token equation: what the engines count against what became of it here.
@@ -300,8 +300,9 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------ training and weights
 
-    async def _train(self, stages: asyncio.TaskGroup) -> None:
+    async def _train(self, stages: asyncio.TaskGroup, *, after: asyncio.Task[None]) -> None:
         """Train step by step; publishing a version overlaps with the update that follows it."""
+        await asyncio.wait([after])  # batches that are taken again name groups that must have their places
         publication: asyncio.Task[None] | None = None
         for step in range(self.law.version + 1, self.plan.steps + 1):
             with self.timeline.wait("train", "rollouts"):

@@ -1,15 +1,17 @@
-"""A whole run whose replay buffer lives in a worker of its own."""
+"""Whole runs whose replay buffer lives in a worker of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from asyncrl.config import Config
+from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.run import train
 
 
@@ -34,3 +36,29 @@ def test_a_run_with_its_buffer_elsewhere_ends_in_the_same_weights(small_config: 
     here, there = weights
     assert here.keys() == there.keys()
     assert all(torch.equal(tensor, there[name]) for name, tensor in here.items())
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_batches_that_are_taken_again_wait_for_their_groups_to_be_there_again(
+    small_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+):
+    """Step 3 comes after the last checkpoint, and stands in the ledger."""
+    config = small_config(steps=5, buffer={"kind": "buffers.remote:RemoteReplayBuffer"}, checkpoint={"every": 2})
+    update = Driver._update
+
+    async def stopping(self: Driver, at: int, groups: Any) -> Any:
+        if at == 4:
+            raise Stopped
+        return await update(self, at, groups)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Driver, "_update", stopping)
+        with pytest.raises(Stopped):
+            train(config)
+    (run,) = config.runs.glob("small-2*")
+    summary = train(config, resume=run)
+    assert summary["weight_version"] == 5

@@ -9,13 +9,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
-import numpy as np
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.data.codec import encode_slices
-from asyncrl.data.plan import Header, Plan, Rows
+from asyncrl.data.plan import Rows
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.call import Call, Failed
@@ -33,15 +31,10 @@ from asyncrl.single_controller.ray_actors import (
     find,
     new_name,
 )
+from asyncrl.single_controller.ray_arguments import stored, stored_parts
 from asyncrl.single_controller.ray_class import RayClassWithInitArgs, demand_of
 from asyncrl.single_controller.ray_errors import explained
-from asyncrl.single_controller.ray_host import (
-    INLINE_BYTES,
-    Seat,
-    actor_class,
-    contexts_of,
-    name_without_arguments,
-)
+from asyncrl.single_controller.ray_host import Seat, actor_class, contexts_of, name_without_arguments
 from asyncrl.single_controller.ray_message import Sealer
 from asyncrl.single_controller.ray_reply import RayReply, items_of
 from asyncrl.single_controller.ray_resource_pool import (
@@ -436,19 +429,10 @@ class RayWorkerGroup(WorkerGroup):
             self._actors.handles[rank].skip.remote(sequence)
 
     def _store(self, value: Any) -> Any:
-        if isinstance(value, DataProto):
-            if value.size_bytes > INLINE_BYTES:
-                return Plan.shard(RayBlock(ray.put(value)), Header.of(value))
-            return value
-        if isinstance(value, np.ndarray | bytes) and _size_bytes(value) > INLINE_BYTES:
-            return RayValue(ray.put(value))
-        return value
+        return stored(value)
 
     def _store_parts(self, data: DataProto, parts: Sequence[Rows]) -> list[Any]:
-        slices = [part for part in parts if isinstance(part, range)]
-        if len(slices) < len(parts) or data.size_bytes > INLINE_BYTES:
-            return super()._store_parts(data, parts)
-        return list(encode_slices(data, slices))
+        return stored_parts(data, parts) or super()._store_parts(data, parts)
 
     async def _close_workers(self) -> list[Failed | None]:
         if not self._actors.reachable:
@@ -464,7 +448,3 @@ class RayWorkerGroup(WorkerGroup):
 
     def _kill(self) -> None:
         self._actors.free()
-
-
-def _size_bytes(value: np.ndarray[Any, Any] | bytes) -> int:
-    return len(value) if isinstance(value, bytes) else value.nbytes

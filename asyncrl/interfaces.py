@@ -73,6 +73,7 @@ __all__ = [
     "Task",
     "TokenGenerator",
     "Tool",
+    "TopLogProbs",
     "Tracker",
     "TrainingEngine",
     "VersionSpan",
@@ -82,6 +83,9 @@ __all__ = [
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 PauseMode: TypeAlias = Literal["keep", "abort", "drain"]
 KVCachePolicy: TypeAlias = Literal["keep", "recompute"]
+
+TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
+"""Token ids and their log-probs at one position, likeliest first."""
 
 Message: TypeAlias = dict[str, Any]
 """A chat message in OpenAI's form: ``role``, ``content``, and for the assistant ``tool_calls``."""
@@ -102,6 +106,12 @@ class SamplingParams:
     untempered distribution.
 
     A ``seed`` makes the request reproducible, whatever runs beside it: token n depends on (seed, n, distribution).
+
+    ``top_log_probs`` asks for the log-probs of so many of the likeliest tokens at each position besides.
+
+    ``grammar`` (llguidance's dialect of Lark; empty for none) restricts the text: at each position only tokens that it
+    can go on with may be sampled, and an end of the text only where it is complete. What is left is the distribution
+    sampled from, so log-probs are of that. An engine that serves no grammars refuses the request.
     """
 
     max_new_tokens: int
@@ -111,8 +121,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    top_log_probs: int = 0
+    grammar: str = ""
 
     def __post_init__(self) -> None:
+        if self.top_log_probs < 0:
+            raise ValueError(f"top_log_probs must be 0 (none) or positive, got {self.top_log_probs}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not 0.0 <= self.temperature <= 100.0:
@@ -154,12 +168,16 @@ class GenerationChunk:
 
     ``token_ids``, ``log_probs`` and ``weight_versions`` have the same length. A stop token is part of the tokens; the
     characters of a stop string are too (whoever shows text cuts them off).
+
+    ``top_log_probs`` has, where they were asked for, for each token the likeliest ones at its position with their
+    log-probs, in falling order; fewer than asked for where fewer could be sampled.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +197,7 @@ class Generation:
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     finish_reason: FinishReason
+    top_log_probs: tuple[TopLogProbs, ...] = ()
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:

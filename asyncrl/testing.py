@@ -34,6 +34,7 @@ from asyncrl.interfaces import (
     Step,
     Task,
     Tool,
+    TopLogProbs,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class ScriptedEngine:
         token_s: seconds of the event loop's time per token; 0 only yields to other tasks.
         parameters: names that :meth:`prepare_weights` insists on; None takes any.
         context_tokens: longest prompt and reply together.
+        grammars: whether it takes requests with a grammar, which its script has to keep to then.
         healthy: what :meth:`health` tells; may be set at any time.
     """
 
@@ -77,6 +79,7 @@ class ScriptedEngine:
         token_s: float = 0.0,
         parameters: frozenset[str] | None = None,
         context_tokens: int = 1 << 20,
+        grammars: bool = True,
     ) -> None:
         self._reply = reply
         self._version = weight_version
@@ -84,6 +87,7 @@ class ScriptedEngine:
         self._token_s = token_s
         self._parameters = parameters
         self._context_tokens = context_tokens
+        self._grammars = grammars
         self._prepared: int | None = None
         self._running: dict[str, _Running] = {}
         self._waiting = 0
@@ -158,10 +162,16 @@ class ScriptedEngine:
                 log_probs=(self._log_prob,),
                 weight_versions=(self._version,),
                 finish_reason=reason,
+                top_log_probs=(self._likeliest(token, sampling.top_log_probs),) if sampling.top_log_probs else (),
             )
             if reason is not None:
                 return
         yield GenerationChunk(token_ids=(), log_probs=(), weight_versions=(), finish_reason="abort")
+
+    def _likeliest(self, scripted: int, count: int) -> TopLogProbs:
+        """The token sampled, and the ids after it, each one nat less likely."""
+        token = self.token(scripted)
+        return tuple((token + step, self._log_prob - step) for step in range(count))
 
     def token(self, scripted: int) -> int:
         """What is really sampled where the script says ``scripted``."""
@@ -251,6 +261,8 @@ class ScriptedEngine:
             raise InvalidDataError(
                 f"a prompt of {len(request.prompt_token_ids)} tokens leaves no room in {self._context_tokens}"
             )
+        if request.sampling.grammar and not self._grammars:
+            raise InvalidDataError("this engine serves no grammars")
         if request.request_id in self._running:
             raise InvalidDataError(f"request id {request.request_id!r} is in use; ids are unique")
 

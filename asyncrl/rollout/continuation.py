@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, InvalidDataError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest
 
 __all__ = ["Continuation"]
@@ -45,6 +45,9 @@ class Continuation:
     def request(self) -> GenerationRequest:
         """What to ask the next engine for, under an id of its own: the last engine may hold the old one still."""
         asked = self._request
+        if not self._moves and not self._tokens:
+            self._moves = 1
+            return asked
         name = asked.request_id if not self._moves else f"{asked.request_id}~{self._moves}"
         self._moves += 1
         return replace(
@@ -60,6 +63,7 @@ class Continuation:
         Raises:
             EngineError: it is not what an engine may say (a token without log-prob or version, a version that falls,
                 more tokens than were asked for). Nothing of it is taken.
+            InvalidDataError: the likeliest tokens were asked for, and the engine tells none.
         """
         versions = chunk.weight_versions
         if not len(chunk.token_ids) == len(chunk.log_probs) == len(versions):
@@ -68,6 +72,9 @@ class Continuation:
             )
         if len(chunk.token_ids) > self.left:
             raise EngineError(f"{len(chunk.token_ids)} tokens came where {self.left} were left to come")
+        if self._request.sampling.top_log_probs and len(chunk.top_log_probs) != len(versions):
+            # The request's fault, not the engine's: it would be refused wherever it goes.
+            raise InvalidDataError("the engine does not tell the likeliest tokens: ask without top_log_probs")
         if versions:
             before = self.version
             for version in versions:

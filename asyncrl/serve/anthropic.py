@@ -20,6 +20,7 @@ from asyncrl.serve.anthropic_schema import (
     InputMessage,
     MessageAnswer,
     MessageDelta,
+    MessageEvent,
     MessagesRequest,
     MessageStart,
     MessageStop,
@@ -34,7 +35,9 @@ from asyncrl.serve.call import Call, EventStream
 from asyncrl.serve.chat_turn import ChatTurn
 from asyncrl.serve.choice import Choice, ReadTurn
 from asyncrl.serve.failure import Refusal
-from asyncrl.serve.sampling import neutral, sampling_params
+from asyncrl.serve.grammar import Form, chat_form
+from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.sampling import sampling_params
 
 __all__ = ["count_tokens", "messages"]
 
@@ -53,14 +56,11 @@ async def messages(call: Call) -> web.StreamResponse:
     """A turn of a chat, whole or as a stream."""
     body = call.body_as(MessagesRequest)
     call.face.check_model(body.model)
-    neutral(
-        tool_choice=(body.tool_choice.type if body.tool_choice else None, ("auto", "none")),
-        thinking=(body.thinking.type if body.thinking else None, ("disabled",)),
-    )
+    tools = _tools(body)
     turn = await ChatTurn.begin(
         call,
         _conversation(body),
-        _tools(body),
+        tools,
         sampling_params(
             call.face.limits,
             max_tokens=body.max_tokens,
@@ -69,6 +69,7 @@ async def messages(call: Call) -> web.StreamResponse:
             top_k=body.top_k,
             stop=body.stop_sequences,
         ),
+        form=_form(call.face.chat_text(), body, tools),
     )
     if body.stream:
         return await _stream(call, body, turn)
@@ -79,6 +80,23 @@ async def messages(call: Call) -> web.StreamResponse:
         content.append(TextBlock(read.message["content"]))
     content += [_tool_use(call_made) for call_made in read.calls]
     return call.answer(_answer(call, body, turn, content, stop_reason=_stop_reason(turn.choices[0], read)))
+
+
+def _form(text: ModelText, body: MessagesRequest, tools: list[Tool]) -> Form:
+    """What the answer must be: of the output format, calls that are demanded, or anything."""
+    choice, demanded = body.tool_choice, list[Tool]()
+    if choice is not None and choice.type in ("any", "tool"):
+        demanded = [tool for tool in tools if choice.type == "any" or tool.name == choice.name]
+        if not demanded:
+            raise Refusal(400, f"tool_choice demands {choice.name or 'a tool'!r}, which is none of the tools")
+    written = (body.output_config.format if body.output_config is not None else None) or body.output_format
+    return chat_form(
+        text,
+        tools=tools,
+        demanded=demanded,
+        several=choice is None or not (choice.disable_parallel_tool_use or choice.type == "tool"),
+        schema=written.schema if written is not None else None,
+    )
 
 
 async def _stream(call: Call, body: MessagesRequest, turn: ChatTurn) -> web.StreamResponse:
@@ -115,9 +133,7 @@ async def _stream(call: Call, body: MessagesRequest, turn: ChatTurn) -> web.Stre
     return await events.end()
 
 
-async def _send(
-    events: EventStream, event: MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
-) -> None:
+async def _send(events: EventStream, event: MessageEvent) -> None:
     await events.send(event, event=str(event.__struct_config__.tag))
 
 

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from asyncrl.serve.openai_schema import Count, Text, ToolSchema
 
-__all__ = ["CountTokensRequest", "MessageAnswer", "MessagesRequest", "TokenCount"]
+__all__ = ["CountTokensRequest", "MessageAnswer", "MessageEvent", "MessagesRequest", "TokenCount"]
 
 
 class TextBlock(Struct, tag="text", tag_field="type"):
@@ -41,10 +41,29 @@ class ToolParam(Struct, kw_only=True):
     description: str | None = None
 
 
-class Kind(Struct):
-    """Of a tool choice, or of thinking."""
+class ToolChoice(Struct, kw_only=True):
+    """``any`` and ``tool`` (which has a ``name``) restrict what is sampled to calls."""
 
-    type: str
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct):
+    """Only ``disabled``: what a model thinks before it answers is part of its text."""
+
+    type: Literal["disabled"]
+
+
+class OutputFormat(Struct, kw_only=True):
+    """JSON of ``schema``, whose tokens alone are sampled."""
+
+    schema: ToolSchema
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(Struct, kw_only=True):
+    format: OutputFormat | None = None
 
 
 class _Conversation(Struct, kw_only=True):
@@ -52,8 +71,10 @@ class _Conversation(Struct, kw_only=True):
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None
-    tool_choice: Kind | None = None
-    thinking: Kind | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class MessagesRequest(_Conversation, kw_only=True):
@@ -135,3 +156,7 @@ class MessageDelta(Struct, tag="message_delta", tag_field="type"):
 
 class MessageStop(Struct, tag="message_stop", tag_field="type"):
     pass
+
+
+MessageEvent: TypeAlias = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+"""One event of a stream."""

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, GenerationRequest, SamplingParams
+from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, GenerationRequest, SamplingParams, TopLogProbs
 from asyncrl.rollout.prompts import derive_seed
 from asyncrl.serve.admission import Admission
 from asyncrl.serve.capture import GroupedSink
@@ -40,6 +40,8 @@ class Face:
         pool: makes the tokens.
         names: of the model; the first is told to clients, all are taken from them.
         text: of the model; None serves token ids only.
+        context_tokens: longest prompt and answer together; None where nobody knows.
+        dtype: of the weights, by torch's name; empty where nobody knows.
         limits: what a request may ask for.
         admission: what is under way.
         sessions: what is being captured.
@@ -54,6 +56,8 @@ class Face:
     pool: ServedPool
     names: tuple[str, ...]
     text: ModelText | None = None
+    context_tokens: int | None = None
+    dtype: str = ""
     limits: Limits = field(default_factory=Limits)
     admission: Admission
     sessions: Sessions
@@ -117,17 +121,20 @@ def version_spans(versions: Sequence[int], *, offset: int = 0) -> list[Version]:
 class GatheredChunks:
     """The chunks of one choice, put together."""
 
-    __slots__ = ("_finish_reason", "log_probs", "token_ids", "versions")
+    __slots__ = ("_finish_reason", "log_probs", "token_ids", "top_log_probs", "versions")
 
     def __init__(self) -> None:
         self.token_ids: tuple[int, ...] | list[int] = ()
         self.log_probs: tuple[float, ...] | list[float] = ()
         self.versions: tuple[int, ...] | list[int] = ()
+        self.top_log_probs: list[TopLogProbs] = []
         self._finish_reason: FinishReason | None = None
 
     def add(self, chunk: GenerationChunk) -> None:
         """Take the next one."""
         self._finish_reason = chunk.finish_reason
+        if chunk.top_log_probs:
+            self.top_log_probs += chunk.top_log_probs
         if not self.token_ids:
             self.token_ids, self.log_probs = chunk.token_ids, chunk.log_probs
             self.versions = chunk.weight_versions
@@ -154,6 +161,7 @@ class GatheredChunks:
             log_probs=tuple(self.log_probs),
             weight_versions=tuple(self.versions),
             finish_reason=self._finish_reason,
+            top_log_probs=tuple(self.top_log_probs),
         )
 
 
@@ -165,16 +173,27 @@ class Call:
         request: aiohttp's view of it.
         id: of the request; goes to the client and into logs, and names the generations of it.
         holder: whose key it came with; empty where none is needed.
+        plane: that the request came in by.
         body: decoded into the route's request type; None if that has none.
     """
 
-    __slots__ = ("_session", "body", "face", "holder", "id", "open_events", "request")
+    __slots__ = ("_session", "body", "face", "holder", "id", "open_events", "plane", "request")
 
-    def __init__(self, face: Face, request: web.Request, *, id: str, holder: str, body: Any) -> None:  # noqa: A002
+    def __init__(
+        self,
+        face: Face,
+        request: web.Request,
+        *,
+        id: str,  # noqa: A002
+        holder: str,
+        plane: Plane,
+        body: Any,
+    ) -> None:
         self.face = face
         self.request = request
         self.id = id
         self.holder = holder
+        self.plane = plane
         self.body = body  # Any: the route's request type
         self.open_events: EventStream | None = None
         self._session: Session | None = None

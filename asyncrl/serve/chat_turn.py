@@ -10,7 +10,9 @@ from asyncrl.interfaces import GenerationRequest, Message, SamplingParams, Tool
 from asyncrl.serve.call import Call
 from asyncrl.serve.choice import Choice, ReadTurn
 from asyncrl.serve.failure import Refusal
+from asyncrl.serve.grammar import FREE, Form
 from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.sampling import check_grammar
 from asyncrl.serve.sessions import Session, TurnPrompt
 
 __all__ = ["ChatTurn"]
@@ -35,10 +37,12 @@ class ChatTurn:
         session: Session | None,
         prompt: TurnPrompt,
         requests: list[GenerationRequest],
+        form: Form,
     ) -> None:
         self._call = call
         self._text = text
         self._session = session
+        self._form = form
         self.prompt = prompt
         self.requests = requests
         self.choices: list[Choice] = []
@@ -51,9 +55,18 @@ class ChatTurn:
         tools: Sequence[Tool],
         sampling: SamplingParams,
         *,
+        form: Form = FREE,
         choices: int = 1,
     ) -> ChatTurn:
         """Render the prompt and make ready.
+
+        Args:
+            call: the request.
+            messages: of the conversation so far.
+            tools: declared to the model; calls are read where there are some.
+            sampling: how.
+            form: that the turn must have.
+            choices: turns to sample, side by side.
 
         Raises:
             Refusal: the template does not take such a conversation.
@@ -79,8 +92,10 @@ class ChatTurn:
         sampling = dataclasses.replace(
             sampling,
             stop_token_ids=tuple(sorted({*sampling.stop_token_ids, text.renderer.end_of_turn_id})),
+            grammar=check_grammar(limits, form.grammar),
         )
-        turn = cls(call, text, session, prompt, call.requests(prompt.token_ids, sampling, choices=choices))
+        requests = call.requests(prompt.token_ids, sampling, choices=choices)
+        turn = cls(call, text, session, prompt, requests, form)
         turn.choices = [
             Choice(text.renderer.decode, special_ids=text.special_ids, stop=sampling.stop, tools=bool(tools))
             for _ in turn.requests
@@ -93,9 +108,14 @@ class ChatTurn:
             choice.feed_all(generation)
 
     def read(self, number: int) -> ReadTurn:
-        """The message of a finished choice, which the session remembers from now on. Once a choice."""
+        """The message of a finished choice, which the session remembers from now on. Once a choice.
+
+        Raises:
+            EngineError: it has not the form that was asked for.
+        """
         choice = self.choices[number]
         turn = choice.read(self._text.renderer, call_prefix=f"call_{self._call.id}_{number}")
+        self._form.check(choice, turn)
         if self._session is not None and choice.finish_reason != "abort" and choice.token_ids:
             self._call.face.sessions.add(self._session, self.prompt, choice.generation, turn.message)
         return turn

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.agents.chat import ChatRenderer
-from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, Message
+from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, Message, TopLogProbs
 from asyncrl.serve.text_stream import TextStream
 
 __all__ = ["Choice", "ReadTurn"]
@@ -58,6 +58,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
+        self.top_log_probs: list[TopLogProbs] = []
         self.finish_reason: FinishReason | None = None
 
     def feed(self, chunk: GenerationChunk) -> str:
@@ -65,6 +66,7 @@ class Choice:
         self.token_ids += chunk.token_ids
         self.log_probs += chunk.log_probs
         self.versions += chunk.weight_versions
+        self.top_log_probs += chunk.top_log_probs
         self.finish_reason = chunk.finish_reason
         shown = chunk.token_ids
         if chunk.finish_reason == "stop" and shown and shown[-1] in self._special_ids:
@@ -84,6 +86,7 @@ class Choice:
                 log_probs=generation.log_probs,
                 weight_versions=generation.weight_versions,
                 finish_reason=generation.finish_reason,
+                top_log_probs=generation.top_log_probs,
             )
         )
 
@@ -106,6 +109,7 @@ class Choice:
             log_probs=tuple(self.log_probs),
             weight_versions=tuple(self.versions),
             finish_reason=self.finish_reason,
+            top_log_probs=tuple(self.top_log_probs),
         )
 
     def read(self, renderer: ChatRenderer, *, call_prefix: str) -> ReadTurn:

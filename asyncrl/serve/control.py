@@ -24,6 +24,7 @@ __all__ = [
     "PoolReport",
     "ReplicaList",
     "ReplicaRequest",
+    "ServerInfo",
     "UpdateRequest",
     "WeightStatus",
     "WeightsRequest",
@@ -37,6 +38,7 @@ __all__ = [
     "pool_report",
     "replicas",
     "resume",
+    "server_info",
     "start_weight_update",
     "update_weights",
     "weight_status",
@@ -121,6 +123,36 @@ class WorldSize(Struct, kw_only=True):
     """Receivers of weights."""
 
     world_size: int
+
+
+class ServedConfig(Struct, kw_only=True):
+    """``dtype`` as torch writes it."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+
+
+class ParallelConfig(Struct, kw_only=True):
+    """Replicas are what vLLM calls data parallel."""
+
+    data_parallel_size: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+
+class VLLMConfig(Struct, kw_only=True):
+    """The parts of vLLM's configuration that have a meaning here; adapters are not served."""
+
+    model_config: ServedConfig
+    parallel_config: ParallelConfig
+    lora_config: None = None
+
+
+class ServerInfo(Struct, kw_only=True):
+    """Answer of /server_info."""
+
+    vllm_config: VLLMConfig
 
 
 async def pool_report(call: Call) -> web.StreamResponse:
@@ -252,6 +284,14 @@ def _manifest(text: Any) -> WeightManifest:
 async def world_size(call: Call) -> web.StreamResponse:
     """How many replicas would receive weights."""
     return call.answer(WorldSize(world_size=len(call.face.pool.replicas())))
+
+
+async def server_info(call: Call) -> web.StreamResponse:
+    """What is served, in the places where vLLM's clients look for it."""
+    face = call.face
+    model = ServedConfig(model=face.names[0], dtype=f"torch.{face.dtype}", max_model_len=face.context_tokens)
+    parallel = ParallelConfig(data_parallel_size=len(face.pool.replicas()))
+    return call.answer(ServerInfo(vllm_config=VLLMConfig(model_config=model, parallel_config=parallel)))
 
 
 async def init_weight_transfer(call: Call) -> web.StreamResponse:

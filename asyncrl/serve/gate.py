@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import logging
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -107,7 +108,7 @@ class Gate:
         decoder: msgspec.json.Decoder[object] | None = None
         if route.request is not None:
             decoder = msgspec.json.Decoder(route.request)
-        face, limits = self._face, self._face.limits
+        face, limits, plane = self._face, self._face.limits, self._door.plane
         clock = face.meters.clock
         time_s = limits.request_timeout_s if route.timed else None
         label = f"{route.method} {route.path}"
@@ -123,7 +124,7 @@ class Gate:
                     holder = self._admit(request, route)
                     call_id = self._id_of(request, call_id)
                     body = await self._body(request, route, decoder) if decoder is not None else None
-                    call = Call(face, request, id=call_id, holder=holder, body=body)
+                    call = Call(face, request, id=call_id, holder=holder, plane=plane, body=body)
                     deadline = _Deadline(time_s) if time_s is not None else None
                     try:
                         response = await route.handler(call)
@@ -198,10 +199,7 @@ class Gate:
         door = self._door
         if door.keyless:
             return "" if door.plane == "user" else "operator"
-        headers = request.headers
-        given = headers.get("Authorization", "")
-        presented = given[7:].strip() if given[:7].lower() == "bearer " else headers.get("x-api-key", "")
-        caller, holder = door.caller(presented)
+        caller, holder = door.caller(_presented(request.headers))
         status = verdict(route, plane=door.plane, caller=caller, keyless=False)
         if status == 401:
             raise Refusal(401, "a key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
@@ -322,3 +320,20 @@ class Gate:
     def _bug(self, error: Exception, call_id: str) -> Refusal:
         _log.error("request %s failed", call_id, exc_info=error)
         return Refusal(500, f"the server failed; its log tells why under {call_id}")
+
+
+def _presented(headers: Mapping[str, str]) -> str:
+    """The key that comes with a request, empty without one.
+
+    As a bearer token, in ``x-api-key``, or as the password of an address (``http://anybody:KEY@host``), which is the
+    only place for it in clients that know nothing of keys.
+    """
+    scheme, _, credentials = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(credentials.strip(), validate=True).decode("ascii").partition(":")[2]
+        except ValueError:
+            return ""
+    return headers.get("x-api-key", "")

@@ -25,6 +25,8 @@ class Limits:
         default_new_tokens: where a request names none.
         stop_strings: stop strings, and stop tokens.
         stop_length: characters of a stop string.
+        top_log_probs: likeliest tokens told per position.
+        grammar_size_bytes: of a grammar, and so of the schemas it is made of.
         messages: of a conversation.
         tools: declared by a request.
         prompts: of one /v1/completions request.
@@ -51,6 +53,8 @@ class Limits:
     default_new_tokens: int = 2048
     stop_strings: int = 16
     stop_length: int = 256
+    top_log_probs: int = 20
+    grammar_size_bytes: int = 64 << 10
     messages: int = 4096
     tools: int = 128
     prompts: int = 256
@@ -72,18 +76,30 @@ class Limits:
                 raise ConfigError(f"{each.name} must be positive, got {getattr(self, each.name)}", path=each.name)
 
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STRING = re.compile(rb'"[^"]*+"?')
+_NEITHER = bytes(set(range(256)) - set(b'[]{}"'))
+_BEGINNING_BYTES = 4096
 
 
 def json_problem(body: bytes, limits: Limits) -> str:
     """Why ``body`` is not worth parsing; empty if it is.
 
-    Brackets within strings do not count. Bodies with few brackets, nearly all, are told by two counts.
+    Brackets within strings do not count. The beginning of a long body is looked at first: what breaks a rule there
+    does so whatever follows.
     """
+    if len(body) > _BEGINNING_BYTES and (problem := _bracket_problem(body[:_BEGINNING_BYTES], limits)):
+        return problem
+    return _bracket_problem(body, limits)
+
+
+def _bracket_problem(body: bytes, limits: Limits) -> str:
+    """Bodies with few brackets, nearly all, are told by two counts; of others only brackets are walked in Python."""
     if body.count(b"[") + body.count(b"{") <= limits.json_depth:
         return ""
-    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+    if b"\\" in body:  # a quote that does not end its string
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Two quotes side by side are a string without a bracket; without them what is within strings is the same still.
+    brackets = _STRING.sub(b"", body.translate(None, _NEITHER).replace(b'""', b""))
     opened = brackets.count(b"[") + brackets.count(b"{")
     if opened > limits.json_containers:
         return f"{opened} arrays and objects; at most {limits.json_containers} are taken"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,25 @@ from asyncrl.interfaces import Message, Tool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ModelText", "RenderingReport"]
+__all__ = ["ModelText", "RenderingReport", "context_tokens"]
 
 _REFUSED = (TemplateError, ConfigError, TypeError, ValueError, KeyError)
 """What templates raise on conversations that they were not written for."""
+
+
+def _byte_letters() -> dict[str, int]:
+    """Bytes by the letters that byte-level tokenizers (GPT-2's and their kin) write them with.
+
+    Printable bytes of Latin-1 are themselves; the others follow from U+0100 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
+_BLANK = "\u0120"
+"""The letter of the space, which every byte-level vocabulary has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +65,11 @@ class ModelText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
+        self._special_tokens = frozenset(
+            each.content for each in tokenizer.added_tokens_decoder.values() if each.special
+        )
+        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
+        self._by_bytes = _BLANK in tokenizer.get_vocab()
         self._spellings: dict[int, str] = {}
         self.chat_problem = ""
         self._renderer: ChatRenderer | None = None
@@ -115,6 +136,19 @@ class ModelText:
             self._spellings[token_id] = text
         return text
 
+    def spelled_bytes(self, token_id: int) -> list[int]:
+        """The bytes of one token: of a part of a character, too, where the tokenizer works on bytes."""
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if self._by_bytes and token_id not in self._added_ids and all(char in _BYTES for char in piece):
+            return [_BYTES[char] for char in piece]
+        if len(piece) == 6 and piece.startswith("<0x"):  # how SentencePiece writes a byte that is no character
+            return [int(piece[3:5], 16)]
+        return list(self.spelling(token_id).encode())
+
+    def terminal(self, text: str) -> str:
+        """``text`` in a grammar: a quoted string, or the bare name of a special token that it is."""
+        return text if text in self._special_tokens else json.dumps(text)
+
     def extend(
         self,
         history: Sequence[Message],
@@ -125,6 +159,17 @@ class ModelText:
         """As :meth:`ChatRenderer.extend`, in time that depends on ``new_messages`` where the template allows it."""
         used = _shortened(history) if self._short_history else history
         return self.renderer.extend(used, sampled_ids, new_messages, tools)
+
+
+def context_tokens(model_path: str) -> int | None:
+    """How many tokens a model folder or hub id says it reads at a time; None if it does not say. Blocks."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_path).get_text_config(decoder=True)
+    except (OSError, ValueError):
+        return None
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _shortened(history: Sequence[Message]) -> list[Message]:

@@ -1,21 +1,25 @@
-"""OpenAI's dialect: /v1/chat/completions, /v1/completions, /v1/models."""
+"""OpenAI's dialect: /v1/chat/completions, /v1/models."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
 
-from asyncrl.interfaces import GenerationChunk, Message, SamplingParams, Tool
+from asyncrl.interfaces import Message, Tool
 from asyncrl.serve.call import Call, version_spans
 from asyncrl.serve.chat_turn import ChatTurn
 from asyncrl.serve.choice import Choice, ReadTurn
 from asyncrl.serve.conversation import parsed_arguments
 from asyncrl.serve.failure import Refusal
+from asyncrl.serve.grammar import JSON_OBJECT, Form, chat_form
 from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.openai_sampling import asked_sampling, penalties, token_counts
 from asyncrl.serve.openai_schema import (
     AnswerCall,
     AnswerMessage,
@@ -27,28 +31,40 @@ from asyncrl.serve.openai_schema import (
     ChatLogProbs,
     ChatMessage,
     ChunkChoice,
-    Completion,
-    CompletionChoice,
-    CompletionLogProbs,
-    CompletionRequest,
     ContentPart,
     Delta,
     FunctionCall,
     ModelCard,
     ModelList,
+    NamedTool,
     TokenLogProb,
-    Usage,
+    TopLogProb,
 )
-from asyncrl.serve.sampling import check_choices, neutral, sampling_params
+from asyncrl.serve.sampling import check_choices, neutral
 
-__all__ = ["chat_completions", "completions", "models"]
+__all__ = ["chat_completions", "model", "models"]
 
 _BEGAN = int(time.time())
 
 
 async def models(call: Call) -> web.StreamResponse:
     """The model that is served, under each of its names."""
-    return call.answer(ModelList(data=[ModelCard(id=name, created=_BEGAN) for name in call.face.names]))
+    cards = [_card(call, name) for name in call.face.names]
+    return call.answer(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
+
+
+async def model(call: Call) -> web.StreamResponse:
+    """One of the names of the model."""
+    name = call.request.match_info["model"]
+    call.face.check_model(name)
+    return call.answer(_card(call, name))
+
+
+def _card(call: Call, name: str) -> ModelCard:
+    began = datetime.fromtimestamp(_BEGAN, UTC).isoformat().replace("+00:00", "Z")
+    return ModelCard(
+        id=name, created=_BEGAN, display_name=name, created_at=began, max_model_len=call.face.context_tokens
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- chat
@@ -59,14 +75,8 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     body = call.body_as(ChatCompletionRequest)
     call.face.check_model(body.model)
     neutral(
-        frequency_penalty=(body.frequency_penalty, (0,)),
-        presence_penalty=(body.presence_penalty, (0,)),
-        repetition_penalty=(body.repetition_penalty, (1,)),
-        min_p=(body.min_p, (0,)),
-        logit_bias=(body.logit_bias, ({},)),
-        top_logprobs=(body.top_logprobs, (0,)),
-        tool_choice=(body.tool_choice, ("auto", "none")),
-        response_format=(body.response_format.type if body.response_format else None, ("text",)),
+        **penalties(body),
+        top_logprobs=(None if body.logprobs else body.top_logprobs, (0,)),
     )
     if call.face.limits.messages < len(body.messages):
         raise Refusal(400, f"at most {call.face.limits.messages} messages are taken")
@@ -83,7 +93,13 @@ async def chat_completions(call: Call) -> web.StreamResponse:
         call,
         [_message(message, number) for number, message in enumerate(body.messages)],
         tools,
-        _sampling(call, body, max_tokens=body.max_completion_tokens or body.max_tokens),
+        asked_sampling(
+            call,
+            body,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            top_log_probs=body.top_logprobs or 0,
+        ),
+        form=_form(call.face.chat_text(), body, tools),
         choices=check_choices(call.face.limits, body.n or 1),
     )
     if body.stream:
@@ -95,9 +111,37 @@ async def chat_completions(call: Call) -> web.StreamResponse:
             created=int(time.time()),
             model=body.model,
             choices=[_chat_choice(call, body, turn, number) for number in range(len(turn.choices))],
-            usage=_usage(len(turn.prompt.token_ids), turn.completion_tokens),
+            usage=token_counts(len(turn.prompt.token_ids), turn.completion_tokens),
             prompt_token_ids=list(turn.prompt.token_ids) if body.return_token_ids else None,
         )
+    )
+
+
+def _form(text: ModelText, body: ChatCompletionRequest, tools: list[Tool]) -> Form:
+    """What the answer must be: of the response format, calls that are demanded, or anything."""
+    schema: Mapping[str, Any] | None = None
+    if body.response_format is not None and body.response_format.type == "json_object":
+        schema = JSON_OBJECT
+    elif body.response_format is not None and body.response_format.type == "json_schema":
+        if body.response_format.json_schema is None:
+            raise Refusal(400, "response_format of type json_schema needs json_schema: {name, schema}")
+        schema = body.response_format.json_schema.schema or JSON_OBJECT
+    demanded: list[Tool] = []
+    if isinstance(body.tool_choice, NamedTool):
+        wanted = body.tool_choice.function.name
+        demanded = [tool for tool in tools if tool.name == wanted]
+        if not demanded:
+            raise Refusal(400, f"tool_choice names {wanted[:80]!r}, which is none of the tools")
+    elif body.tool_choice == "required":
+        demanded = tools
+        if not tools:
+            raise Refusal(400, "tool_choice is required, and there are no tools")
+    return chat_form(
+        text,
+        tools=tools,
+        demanded=demanded,
+        several=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool),
+        schema=schema,
     )
 
 
@@ -163,7 +207,7 @@ async def _stream_chat(call: Call, body: ChatCompletionRequest, turn: ChatTurn) 
                 answer.weight_versions = version_spans(piece.weight_versions, offset=before)
             await events.send(chunk([answer], **more))
     if body.stream_options is not None and body.stream_options.include_usage:
-        await events.send(chunk([], usage=_usage(len(turn.prompt.token_ids), turn.completion_tokens)))
+        await events.send(chunk([], usage=token_counts(len(turn.prompt.token_ids), turn.completion_tokens)))
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
@@ -209,139 +253,11 @@ def _function_call(call: dict[str, Any]) -> FunctionCall:
 def _chat_log_probs(text: ModelText, choice: Choice, begin: int) -> ChatLogProbs:
     entries = []
     for token, log_prob in zip(choice.token_ids[begin:], choice.log_probs[begin:], strict=True):
-        spelling = text.spelling(token)
-        entries.append(TokenLogProb(token=spelling, logprob=log_prob, bytes=list(spelling.encode())))
+        entries.append(
+            TokenLogProb(token=text.spelling(token), logprob=log_prob, bytes=text.spelled_bytes(token), top_logprobs=[])
+        )
+    for entry, top in zip(entries, choice.top_log_probs[begin:], strict=False):
+        for token, log_prob in top:
+            likely = TopLogProb(token=text.spelling(token), logprob=log_prob, bytes=text.spelled_bytes(token))
+            entry.top_logprobs.append(likely)
     return ChatLogProbs(content=entries)
-
-
-# ---------------------------------------------------------------------------------------------------- completions
-
-
-async def completions(call: Call) -> web.StreamResponse:
-    """Continuations of plain prompts, whole or as a stream."""
-    body = call.body_as(CompletionRequest)
-    face = call.face
-    face.check_model(body.model)
-    neutral(
-        frequency_penalty=(body.frequency_penalty, (0,)),
-        presence_penalty=(body.presence_penalty, (0,)),
-        repetition_penalty=(body.repetition_penalty, (1,)),
-        min_p=(body.min_p, (0,)),
-        logit_bias=(body.logit_bias, ({},)),
-        logprobs=(body.logprobs, (0, 1)),
-        echo=(body.echo, (False,)),
-        best_of=(body.best_of, (body.n or 1,)),
-        suffix=(body.suffix, ("",)),
-    )
-    text = face.model_text()
-    prompts = _prompts(text, body.prompt)
-    choices = check_choices(face.limits, body.n or 1)
-    if len(prompts) > face.limits.prompts or len(prompts) * choices > face.limits.concurrent_requests_per_key:
-        raise Refusal(400, f"at most {face.limits.prompts} prompts are taken at a time")
-    sampling = _sampling(call, body, max_tokens=16 if body.max_tokens is None else body.max_tokens)
-    requests = [
-        request
-        for at, prompt in enumerate(prompts)
-        for request in call.requests(prompt, sampling, choices=choices, first=at * choices)
-    ]
-    session = call.session()
-    places = [session.token_prompt(prompt) for prompt in prompts] if session is not None else []
-    readers = [Choice(text.decode, special_ids=text.special_ids, stop=sampling.stop) for _ in requests]
-    created = int(time.time())
-    prompt_tokens = sum(map(len, prompts))
-
-    def told(number: int, begin: int, shown: str, offset: int) -> CompletionChoice:
-        reader = readers[number]
-        choice = CompletionChoice(index=number, text=shown, finish_reason=reader.finish_reason)
-        if body.logprobs is not None:
-            choice.logprobs = _log_probs(text, reader, begin, offset)
-        if body.return_token_ids:
-            choice.prompt_token_ids = list(prompts[number // choices]) if begin == 0 else None
-            choice.token_ids = reader.token_ids[begin:]
-            choice.weight_versions = version_spans(reader.versions[begin:], offset=begin)
-        return choice
-
-    def answer(told: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        return Completion(id=f"cmpl-{call.id}", created=created, model=body.model, choices=told, usage=usage)
-
-    def keep() -> None:
-        """Write what was sampled down in the session."""
-        for number, reader in enumerate(readers if session is not None else ()):
-            if session is not None and reader.finish_reason != "abort" and reader.token_ids:
-                message: Message = {"role": "assistant", "content": reader.text}
-                face.sessions.add(session, places[number // choices], reader.generation, message)
-
-    if not body.stream:
-        generations = await call.collect_all(requests)
-        answers = [
-            told(number, 0, reader.feed_all(generation), 0)
-            for number, (reader, generation) in enumerate(zip(readers, generations, strict=True))
-        ]
-        keep()
-        usage = _usage(prompt_tokens, sum(len(reader.token_ids) for reader in readers))
-        return call.answer(answer(answers, usage))
-    events = call.events()
-    async with aclosing(call.stream_all(requests)) as stream:
-        async for number, piece in stream:
-            begin, offset = len(readers[number].token_ids), len(readers[number].text)
-            shown = readers[number].feed(piece)
-            if _worth_telling(body, piece, shown):
-                await events.send(answer([told(number, begin, shown, offset)]))
-    keep()
-    if body.stream_options is not None and body.stream_options.include_usage:
-        usage = _usage(prompt_tokens, sum(len(reader.token_ids) for reader in readers))
-        await events.send(answer([], usage))
-    await events.send_bytes(b"data: [DONE]\n\n")
-    return await events.end()
-
-
-def _worth_telling(body: CompletionRequest, piece: GenerationChunk, shown: str) -> bool:
-    return bool(shown or piece.finish_reason or body.return_token_ids or body.logprobs is not None)
-
-
-def _prompts(text: ModelText, prompt: str | list[str | int | list[int]]) -> list[tuple[int, ...]]:
-    """Each prompt as ids: a list of ids is one prompt, a list of texts or of lists several."""
-    if isinstance(prompt, str):
-        return [tuple(text.encode(prompt))]
-    ids = tuple(each for each in prompt if isinstance(each, int))
-    if ids:
-        if len(ids) != len(prompt):
-            raise Refusal(400, "a prompt holds token ids, or texts, or lists of ids; not a mixture")
-        return [ids]
-    if not prompt:
-        raise Refusal(400, "the prompt is empty")
-    return [
-        tuple(text.encode(each)) if isinstance(each, str) else tuple(each)
-        for each in prompt
-        if not isinstance(each, int)
-    ]
-
-
-def _log_probs(text: ModelText, reader: Choice, begin: int, offset: int) -> CompletionLogProbs:
-    tokens = [text.spelling(token) for token in reader.token_ids[begin:]]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return CompletionLogProbs(tokens=tokens, token_logprobs=reader.log_probs[begin:], text_offset=offsets)
-
-
-def _sampling(call: Call, body: ChatCompletionRequest | CompletionRequest, *, max_tokens: int | None) -> SamplingParams:
-    return sampling_params(
-        call.face.limits,
-        max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=body.stop,
-        stop_token_ids=body.stop_token_ids,
-        seed=body.seed,
-    )
-
-
-def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-    )

@@ -14,6 +14,7 @@ __all__ = [
     "ChatMessage",
     "Completion",
     "CompletionRequest",
+    "ModelCard",
     "ModelList",
 ]
 
@@ -22,6 +23,9 @@ Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=100)]
 Probability: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+LikeliestCount: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+NotServed: TypeAlias = None
+"""What would change the answer and is not served: refused by name."""
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 ToolSchema: TypeAlias = dict[str, Any]  # Any: a JSON schema
 
@@ -71,10 +75,31 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Struct):
-    """Only ``text``."""
+class JsonSchema(Struct, kw_only=True):
+    """``strict`` makes no difference: the schema always holds."""
 
-    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None  # Any: a JSON schema
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """``json_object`` and ``json_schema`` restrict what is sampled, token by token."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class FunctionName(Struct):
+    name: Text
+
+
+class NamedTool(Struct):
+    """The tool that must be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
 
 
 class _Sampling(Struct, kw_only=True):
@@ -95,6 +120,15 @@ class _Sampling(Struct, kw_only=True):
     repetition_penalty: float | None = None
     min_p: float | None = None
     logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: NotServed = None
+    prompt_logprobs: NotServed = None
+    structured_outputs: NotServed = None
+    guided_json: NotServed = None
+    guided_regex: NotServed = None
+    guided_choice: NotServed = None
+    guided_grammar: NotServed = None
 
 
 class ChatCompletionRequest(_Sampling, kw_only=True):
@@ -103,17 +137,23 @@ class ChatCompletionRequest(_Sampling, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: LikeliestCount | None = None
     tools: list[ToolDefinition] | None = None
-    tool_choice: str | dict[str, Any] | None = None  # Any: another choice than auto and none is refused
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    functions: NotServed = None
+    function_call: NotServed = None
+    modalities: list[Literal["text"]] | None = None
+    audio: NotServed = None
+    prediction: NotServed = None
 
 
 class CompletionRequest(_Sampling, kw_only=True):
     """POST /v1/completions. The prompt is text or token ids, or several of either."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    logprobs: int | None = None
+    logprobs: LikeliestCount | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -140,13 +180,22 @@ class AnswerMessage(Struct, kw_only=True):
     refusal: str | None = None
 
 
+class TopLogProb(Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
 class TokenLogProb(Struct, kw_only=True):
-    """``logprob`` under the distribution the token was sampled from: after temperature, top-p and top-k."""
+    """``logprob`` under the distribution the token was sampled from: after temperature, top-p and top-k.
+
+    ``top_logprobs`` has fewer entries than asked for where fewer tokens could be sampled.
+    """
 
     token: str
     logprob: float
     bytes: list[int] | None = None
-    top_logprobs: list[Any] = []  # Any: always empty; the engine tells sampled tokens only
+    top_logprobs: list[TopLogProb] = []
 
 
 class ChatLogProbs(Struct, kw_only=True):
@@ -180,7 +229,7 @@ class CompletionLogProbs(Struct, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float]
     text_offset: list[int]
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float]] | None = None
 
 
 class CompletionChoice(Struct, kw_only=True):
@@ -240,14 +289,26 @@ class ChatCompletionChunk(Struct, kw_only=True):
 
 
 class ModelCard(Struct, kw_only=True):
+    """A served model, as OpenAI's, Anthropic's and vLLM's clients read it.
+
+    ``max_model_len`` is the longest prompt and answer together, in tokens.
+    """
+
     id: str
     created: int
+    display_name: str
+    created_at: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
     owned_by: str = "asyncrl"
+    max_model_len: int | None = None
 
 
 class ModelList(Struct, kw_only=True):
-    """Answer of /v1/models."""
+    """Answer of /v1/models: one page, in both dialects."""
 
     data: list[ModelCard]
+    first_id: str
+    last_id: str
     object: Literal["list"] = "list"
+    has_more: bool = False

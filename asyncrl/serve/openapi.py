@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,21 +33,58 @@ _REFUSALS = {
 }
 
 
+_ALWAYS = (400, 403, 409, 500)
+"""Host, Origin and the form of ``X-Request-ID`` are looked at before anything else."""
+_WITH_A_KEY = (401,)
+_WITH_A_BODY = (408, 413, 415)
+_WITH_A_NAME = (404, 405)
+"""A path with a name in it: there may be nothing of that name, and another name may make another address."""
+_OF_WORK = (404, 429, 499, 501, 503, 504)
+"""What asks the pool for something."""
+
+_NAME = "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"
+_PARAMETERS: dict[str, Any] = {  # Any: pieces of the document
+    "session": {
+        "name": "session",
+        "in": "path",
+        "required": True,
+        "description": "Made by its first request; what is sampled under it is captured, token by token.",
+        "schema": {"type": "string", "pattern": _NAME},
+    },
+    "model": {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},
+    "X-Session-ID": {
+        "name": "X-Session-ID",
+        "in": "header",
+        "required": False,
+        "description": "Captures what is sampled, token by token, under this name.",
+        "schema": {"type": "string", "pattern": _NAME},
+    },
+    "X-Request-ID": {
+        "name": "X-Request-ID",
+        "in": "header",
+        "required": False,
+        "description": "Names the request; an operator may abort it by this. Unique among those under way.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
+    },
+}
+
+
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """OpenAPI 3.1 of ``routes``. Any: it is JSON."""
     types: list[Any] = [ErrorBody, AnthropicErrorBody]
     for route in routes:
-        types += [kind for kind in (route.request, route.answer) if kind is not None]
+        types += [kind for kind in (route.request, route.answer, route.stream) if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     # msgspec gives no hashable key for every type: the schemas come in the order of the types.
     placed = iter(schemas)
     errors = {"openai": next(placed), "anthropic": next(placed)}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        request = next(placed) if route.request is not None else None
-        answer = next(placed) if route.answer is not None else None
+        request, answer, event = (
+            next(placed) if kind is not None else None for kind in (route.request, route.answer, route.stream)
+        )
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(
-            route, request, answer, errors[route.dialect]
+            route, request, answer, event, errors[route.dialect]
         )
     return {
         "openapi": "3.1.0",
@@ -62,21 +100,32 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, request: Any, answer: Any, error: Any) -> dict[str, Any]:
+def _refusals(route: Route) -> set[int]:
+    """The statuses that may come instead of success."""
+    told = {*_ALWAYS}
+    if route.access != "anyone":
+        told |= {*_WITH_A_KEY}
+    if route.request is not None:
+        told |= {*_WITH_A_BODY}
+    if "{" in route.path:
+        told |= {*_WITH_A_NAME}
+    if route.timed or route.plane == "control":
+        told |= {*_OF_WORK}
+    return told
+
+
+def _operation(route: Route, request: Any, answer: Any, event: Any, error: Any) -> dict[str, Any]:
     """Any: pieces of the document."""
     succeeded: dict[str, Any] = {}
     if answer is not None:
         succeeded["application/json"] = {"schema": answer}
     else:
         succeeded["text/plain"] = {"schema": {"type": "string"}}
-    if route.stream is not None:
-        succeeded["text/event-stream"] = {"schema": {"type": "string"}}
+    if event is not None:
+        succeeded["text/event-stream"] = {"schema": {"type": "string"}, "x-asyncrl-event": event}
     responses: dict[str, Any] = {
-        str(status): {
-            "description": text,
-            "content": {"application/json": {"schema": error}},
-        }
-        for status, text in _REFUSALS.items()
+        str(status): {"description": _REFUSALS[status], "content": {"application/json": {"schema": error}}}
+        for status in sorted(_refusals(route))
     }
     responses[str(route.status)] = {"description": "Done.", "content": succeeded}
     for status in route.statuses:
@@ -94,25 +143,16 @@ def _operation(route: Route, request: Any, answer: Any, error: Any) -> dict[str,
     }
     if route.access != "anyone":
         operation["security"] = [{}, {"bearer": []}, {"header": []}]
-    if "{session}" in route.path:
-        operation["parameters"] = [
-            {
-                "name": "session",
-                "in": "path",
-                "required": True,
-                "schema": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
-            }
-        ]
-    elif route.stream is not None:
-        operation["parameters"] = [
-            {
-                "name": "X-Session-ID",
-                "in": "header",
-                "required": False,
-                "description": "Captures what is sampled, token by token, under this name.",
-                "schema": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
-            }
-        ]
+    parameters = [_PARAMETERS[name] for name in re.findall(r"{(\w+)}", route.path)]
+    if event is not None:
+        parameters.append(_PARAMETERS["X-Request-ID"])
+        if "{session}" not in route.path:
+            parameters.append(_PARAMETERS["X-Session-ID"])
+    parameters += [
+        {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in route.query.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if request is not None:
         operation["requestBody"] = {
             "required": route.body_needed,

@@ -94,8 +94,8 @@ async def metrics(call: Call) -> web.StreamResponse:
 
 
 async def openapi(call: Call) -> web.StreamResponse:
-    """This document, made from the route table."""
+    """This document, made from the route table: of the plane on which it is asked for."""
     from asyncrl.serve.openapi import document
     from asyncrl.serve.routes import routes_of
 
-    return call.answer(document(routes_of("user")))
+    return call.answer(document(routes_of(call.plane)))

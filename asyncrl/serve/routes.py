@@ -5,13 +5,13 @@ The application, its OpenAPI document and the tests of access are made from this
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from aiohttp import web
 
-from asyncrl.serve import anthropic, control, openai, probes, session_routes, tokens
+from asyncrl.serve import anthropic, completions, control, openai, probes, session_routes, tokens
 from asyncrl.serve import anthropic_schema as anthropic_types
 from asyncrl.serve import openai_schema as openai_types
 from asyncrl.serve.call import Call, Plane
@@ -41,6 +41,7 @@ class Route:
         stream: type of the events where the answer may be a stream.
         status: of success.
         statuses: further ones that the handler may answer with.
+        query: JSON schemas of its query's parameters, by name.
         body_needed: False where an absent body means all defaults.
         dialect: form of its errors.
         tag: chapter of the document.
@@ -57,6 +58,7 @@ class Route:
     stream: Any = None
     status: int = 200
     statuses: tuple[int, ...] = ()
+    query: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON schemas
     body_needed: bool = True
     dialect: Dialect = "openai"
     tag: str = "tokens"
@@ -96,7 +98,7 @@ _CHAT = {
     "stream": openai_types.ChatCompletionChunk,
 }
 _COMPLETIONS = {
-    "handler": openai.completions,
+    "handler": completions.completions,
     "request": openai_types.CompletionRequest,
     "answer": openai_types.Completion,
     "stream": openai_types.Completion,
@@ -105,7 +107,7 @@ _MESSAGES = {
     "handler": anthropic.messages,
     "request": anthropic_types.MessagesRequest,
     "answer": anthropic_types.MessageAnswer,
-    "stream": Any,
+    "stream": anthropic_types.MessageEvent,
 }
 _GENERATE = {
     "handler": tokens.generate,
@@ -127,14 +129,17 @@ def _control(method: Any, path: str, **more: Any) -> Route:
     return Route(method=method, path=path, plane="control", access="operator", timed=False, **more)
 
 
-def _models(path: str) -> Route:
-    return _user("GET", path, tag="openai", handler=openai.models, answer=openai_types.ModelList)
+def _models(path: str) -> tuple[Route, ...]:
+    return (
+        _user("GET", path, tag="openai", handler=openai.models, answer=openai_types.ModelList),
+        _user("GET", f"{path}/{{model}}", tag="openai", handler=openai.model, answer=openai_types.ModelCard),
+    )
 
 
 def _in_session(prefix: str) -> tuple[Route, ...]:
     """The routes that make tokens: plain, and under a session's own address for clients that set no headers."""
     return (
-        _models(f"{prefix}/v1/models"),
+        *_models(f"{prefix}/v1/models"),
         _user("POST", f"{prefix}/v1/chat/completions", tag="openai", **_CHAT),
         _user("POST", f"{prefix}/v1/completions", tag="openai", **_COMPLETIONS),
         _user("POST", f"{prefix}/v1/messages", tag="anthropic", dialect="anthropic", **_MESSAGES),
@@ -188,6 +193,7 @@ ROUTES: tuple[Route, ...] = (
         handler=control.pause,
         request=control.PauseRequest,
         answer=control.Done,
+        query={"mode": {"enum": ["keep", "abort", "drain", "wait"]}},
         body_needed=False,
     ),
     _control("POST", "/resume", handler=control.resume, answer=control.Done),
@@ -217,6 +223,14 @@ ROUTES: tuple[Route, ...] = (
         answer=control.ReplicaList,
     ),
     _control("GET", "/get_world_size", tag=_VLLM, handler=control.world_size, answer=control.WorldSize),
+    _control(
+        "GET",
+        "/server_info",
+        tag=_VLLM,
+        handler=control.server_info,
+        answer=control.ServerInfo,
+        query={"config_format": {"enum": ["json"]}},
+    ),
     *(
         _control(
             "POST",

@@ -8,7 +8,7 @@ from asyncrl.interfaces import SamplingParams
 from asyncrl.serve.failure import Refusal
 from asyncrl.serve.limits import Limits
 
-__all__ = ["check_choices", "neutral", "sampling_params"]
+__all__ = ["check_choices", "check_grammar", "neutral", "sampling_params"]
 
 
 def sampling_params(
@@ -21,6 +21,8 @@ def sampling_params(
     stop: str | Sequence[str] | None,
     stop_token_ids: Sequence[int] | None = None,
     seed: int | None = None,
+    top_log_probs: int = 0,
+    grammar: str = "",
 ) -> SamplingParams:
     """What is asked for, defaults filled in (temperature 1, no truncation).
 
@@ -34,6 +36,10 @@ def sampling_params(
         raise Refusal(400, f"at most {limits.stop_strings} stop strings and as many stop tokens are taken")
     if any(not text or len(text) > limits.stop_length for text in strings):
         raise Refusal(400, f"a stop string has 1 to {limits.stop_length} characters")
+    if top_log_probs > limits.top_log_probs:
+        raise Refusal(
+            400, f"{top_log_probs} log-probs per token are asked for; at most {limits.top_log_probs} are told"
+        )
     return SamplingParams(
         max_new_tokens=max_tokens if max_tokens is not None else limits.default_new_tokens,
         temperature=1.0 if temperature is None else temperature,
@@ -42,7 +48,16 @@ def sampling_params(
         stop=strings,
         stop_token_ids=tuple(stop_token_ids or ()),
         seed=None if seed is None else seed & (2**63 - 1),
+        top_log_probs=top_log_probs,
+        grammar=check_grammar(limits, grammar),
     )
+
+
+def check_grammar(limits: Limits, grammar: str) -> str:
+    """``grammar``, within the limit."""
+    if len(grammar.encode("utf-8", "surrogatepass")) > limits.grammar_size_bytes:
+        raise Refusal(400, f"the grammar, or the schemas, have more than {limits.grammar_size_bytes} bytes")
+    return grammar
 
 
 def check_choices(limits: Limits, choices: int) -> int:

@@ -8,6 +8,7 @@ async with asyncrl.serve("path/to/model") as pool:
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import secrets
 import tempfile
@@ -36,7 +37,7 @@ from asyncrl.serve.capture import BufferSink, FolderSink, GroupedSink
 from asyncrl.serve.choice import Choice
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.meters import Meters
-from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.model_text import ModelText, context_tokens
 from asyncrl.serve.server import Binding, Server
 from asyncrl.serve.sessions import Sessions
 from asyncrl.serve.weight_door import WeightDoor
@@ -139,6 +140,9 @@ class ServedModel:
             pool=pool,
             names=options.names or (_short_name(self._model),),
             text=text,
+            context_tokens=options.engine_options.get("max_model_tokens")
+            or await asyncio.to_thread(context_tokens, folder),
+            dtype=self._dtype(),
             limits=limits,
             admission=Admission(limits),
             sessions=Sessions(limits, time.monotonic),
@@ -167,6 +171,16 @@ class ServedModel:
         make = load_part(_SOURCES, source, path="model")
         await asyncio.to_thread(make, Path(made) / "model", seed=0, demonstrations=None, source=name)
         return str(Path(made) / "model")
+
+    def _dtype(self) -> str:
+        """Of the weights: as asked for, or what the engine takes without being asked."""
+        options = self._options
+        try:
+            taken = inspect.signature(load_part(_ENGINES, options.engine, path="engine")).parameters
+        except ConfigError:  # its environment is another one's: it loads there only
+            taken = {}
+        default = taken["dtype"].default if "dtype" in taken else ""
+        return str(options.engine_options.get("dtype", default))
 
     @property
     def _separate(self) -> bool:

@@ -6,19 +6,20 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Literal
 
+import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from asyncrl.interfaces import Generation, GenerationRequest
+from asyncrl.interfaces import Generation, GenerationRequest, TopLogProbs
 from asyncrl.serve.call import Call, GatheredChunks, Version, version_spans
-from asyncrl.serve.openai_schema import Count, Probability, Seed, Temperature, Text, TokenId
+from asyncrl.serve.openai_schema import Count, LikeliestCount, Probability, Seed, Temperature, Text, TokenId
 from asyncrl.serve.sampling import sampling_params
 
 __all__ = ["GenerateAnswer", "GenerateRequest", "generate"]
 
 
 class GenerateRequest(Struct, kw_only=True):
-    """POST /generate. ``stop`` strings need a model with a tokenizer."""
+    """POST /generate. ``stop`` strings and a ``grammar`` (llguidance's Lark) need a model with a tokenizer."""
 
     prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     max_new_tokens: Count | None = None
@@ -28,13 +29,16 @@ class GenerateRequest(Struct, kw_only=True):
     stop: list[Text] = []
     stop_token_ids: list[TokenId] = []
     seed: Seed | None = None
+    top_log_probs: LikeliestCount = 0
+    grammar: str = ""
     stream: bool = False
 
 
 class GenerateAnswer(Struct, kw_only=True):
     """All of the answer, or as an event the next part of it; ``weight_versions`` count from its first token.
 
-    ``log_probs`` are of the distribution sampled from: after temperature, top-p and top-k.
+    ``log_probs`` are of the distribution sampled from: after grammar, temperature, top-p and top-k. ``top_log_probs``
+    are there where they were asked for: for each token the likeliest ids, each with its log-prob.
     """
 
     request_id: str
@@ -42,6 +46,7 @@ class GenerateAnswer(Struct, kw_only=True):
     log_probs: Sequence[float]
     weight_versions: list[Version]
     finish_reason: Literal["stop", "length", "abort"] | None
+    top_log_probs: Sequence[TopLogProbs] | msgspec.UnsetType = msgspec.UNSET
 
 
 async def generate(call: Call) -> web.StreamResponse:
@@ -56,6 +61,8 @@ async def generate(call: Call) -> web.StreamResponse:
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
         seed=body.seed,
+        top_log_probs=body.top_log_probs,
+        grammar=body.grammar,
     )
     session = call.session()
     prompt = tuple(body.prompt_token_ids)
@@ -78,6 +85,7 @@ async def generate(call: Call) -> web.StreamResponse:
             log_probs=generation.log_probs,
             weight_versions=version_spans(generation.weight_versions),
             finish_reason=generation.finish_reason,
+            top_log_probs=generation.top_log_probs or msgspec.UNSET,
         )
     )
 
@@ -97,6 +105,7 @@ async def _stream(call: Call, request: GenerationRequest, keep: Callable[[Genera
                 log_probs=chunk.log_probs,
                 weight_versions=version_spans(chunk.weight_versions, offset=begin),
                 finish_reason=chunk.finish_reason,
+                top_log_probs=chunk.top_log_probs or msgspec.UNSET,
             )
             if chunk.finish_reason is None:
                 await events.send(event)

@@ -128,6 +128,7 @@ class EngineHost:
                         chunk.weight_versions,
                         chunk.finish_reason,
                         statistics,
+                        chunk.top_log_probs,
                     )
                 )
                 await frames.drain()

@@ -23,6 +23,7 @@ from asyncrl.interfaces import (
     KVCachePolicy,
     PauseMode,
     RolloutEngineStatistics,
+    TopLogProbs,
 )
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
@@ -52,7 +53,7 @@ __all__ = [
     "error_of",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 32 << 20  # a prompt of a million tokens takes five of them, a manifest of 10,000 tensors one
 _LENGTH = struct.Struct(">I")
 
@@ -162,6 +163,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag=True):
     weight_versions: tuple[int, ...]
     finish_reason: FinishReason | None = None
     statistics: RolloutEngineStatistics | None = None
+    top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -324,6 +324,7 @@ class RemoteEngine:
                     log_probs=message.log_probs,
                     weight_versions=message.weight_versions,
                     finish_reason=message.finish_reason,
+                    top_log_probs=message.top_log_probs,
                 )
         finally:
             del conversation.streams[call]

@@ -34,6 +34,7 @@ from asyncrl.interfaces import (
     SamplingParams,
 )
 from engines.rollout.embedded.generation import Generation
+from engines.rollout.embedded.grammar import Grammars, Guide
 from engines.rollout.embedded.reader import Reader
 from engines.rollout.embedded.row import Row
 from engines.rollout.embedded.schedule import Schedule
@@ -103,6 +104,7 @@ class TransformersEngine:
         self._generation: Generation | None = None
         self._stepping: Stepping | None = None
         self._tokenizer: Any = None  # Any: transformers' tokenizers share no typed interface
+        self._grammars: Grammars | None = None
         self._stop_token_ids: frozenset[int] = frozenset()
         self._readers: dict[str, Reader] = {}
         self._reading: dict[Row, Reader] = {}
@@ -157,6 +159,8 @@ class TransformersEngine:
         self._limit_threads()
         loaded = load(self._model_path, dtype=self._dtype, device=self._device, max_model_tokens=self._max_model_tokens)
         self._tokenizer = loaded.tokenizer
+        if loaded.tokenizer is not None:
+            self._grammars = Grammars(loaded.tokenizer, vocabulary=loaded.decoder.vocabulary)
         self._stop_token_ids = loaded.stop_token_ids
         schedule = Schedule(
             max_running_requests=self._max_running_requests, prefill_tokens_per_step=self._prefill_tokens_per_step
@@ -219,6 +223,10 @@ class TransformersEngine:
         if generation.failure is not None:
             raise EngineError(str(generation.failure)) from generation.failure.__cause__
         row = self._row_of(request, generation)
+        if request.sampling.grammar:
+            row.guide = await asyncio.to_thread(self._guide, request, row)
+            self._running()
+            self._must_be_new(request)
         reader = self._readers[row.request_id] = self._submit(row, generation)
         try:
             while True:
@@ -229,6 +237,18 @@ class TransformersEngine:
         finally:
             del self._readers[row.request_id]
             self._withdraw(row, generation)
+
+    def _must_be_new(self, request: GenerationRequest) -> None:
+        if request.request_id in self._readers:
+            raise InvalidDataError(
+                f"request {request.request_id!r} is already being generated: ids are unique among the requests held"
+            )
+
+    def _guide(self, request: GenerationRequest, row: Row) -> Guide:
+        if self._grammars is None:
+            raise InvalidDataError(f"request {request.request_id!r} has a grammar, but {self._model_path} no tokenizer")
+        begun = request.prompt_token_ids[row.prompt_length :]
+        return self._grammars.guide(request.sampling.grammar, begun, stop_token_ids=row.stop_token_ids)
 
     def _submit(self, row: Row, generation: Generation) -> Reader:
         reader = self._reading[row] = Reader(row)
@@ -245,8 +265,7 @@ class TransformersEngine:
         sampling, prompt = request.sampling, request.prompt_token_ids
         decoder = generation.decoder
         name = f"request {request.request_id!r}"
-        if request.request_id in self._readers:
-            raise InvalidDataError(f"{name} is already being generated: ids are unique among the requests held")
+        self._must_be_new(request)
         if not prompt:
             raise InvalidDataError(f"{name} has an empty prompt")
         if min(prompt) < 0 or max(prompt) >= decoder.vocabulary:

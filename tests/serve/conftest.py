@@ -107,6 +107,7 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
         limits: Limits | None = None,
         token_s: float = 0.0,
         with_text: bool = True,
+        grammars: bool = True,
         **binding: Any,
     ) -> AsyncIterator[Served]:
         def script(prompt: tuple[int, ...]) -> Sequence[int]:
@@ -116,7 +117,7 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
         engines: list[ScriptedEngine] = []
 
         def engine() -> ScriptedEngine:
-            engines.append(ScriptedEngine(script, token_s=token_s, log_prob=-0.5))
+            engines.append(ScriptedEngine(script, token_s=token_s, log_prob=-0.5, grammars=grammars))
             return engines[-1]
 
         limits = limits or Limits()

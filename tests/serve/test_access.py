@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import stat
 
 import pytest
@@ -32,6 +33,14 @@ def expected(route, plane, caller):
     return 403 if plane == "control" and caller == "user" else 401
 
 
+def presented(key):
+    """The headers that a key may come in, or none."""
+    if not key:
+        return ({}, {"Authorization": "Basic !"}, {"Authorization": "Basic YQ=="})
+    password = base64.b64encode(f"anybody:{key}".encode()).decode()
+    return ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}, {"Authorization": f"Basic {password}"})
+
+
 async def test_each_route_answers_each_credential_as_declared(serve):
     users, operators = keys()
     async with serve(users=users, operators=operators, control_port=0) as served:
@@ -39,8 +48,14 @@ async def test_each_route_answers_each_credential_as_declared(serve):
         for plane, url in planes.items():
             for route in ROUTES:
                 for caller, key in CREDENTIALS.items():
-                    for header in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}) if key else ({},):
-                        path = route.path.replace("{session}", "s")
+                    password = base64.b64encode(f"anybody:{key}".encode()).decode()
+                    ways = (
+                        {"Authorization": f"Bearer {key}"},
+                        {"x-api-key": key},
+                        {"Authorization": f"Basic {password}"},
+                    )
+                    for header in ways if key else ({}, {"Authorization": "Basic !"}, {"Authorization": "Basic YQ=="}):
+                        path = route.path.replace("{session}", "s").replace("{model}", "tiny")
                         async with served.client.request(
                             route.method, url + path, headers=header, data=b"no json"
                         ) as answer:
@@ -54,7 +69,7 @@ async def test_each_route_answers_each_credential_as_declared(serve):
                         else:
                             assert got == want, where
         probes = [request.prompt_token_ids for request in served.engines[0].requests]
-        assert probes == [(0,)] * 4, "only those who may have the deep probe generated anything"
+        assert probes == [(0,)] * 6, "only those who may have the deep probe generated anything"
 
 
 async def test_without_keys_loopback_is_open_and_the_control_plane_is_not_on_it(serve):

@@ -89,6 +89,27 @@ async def test_a_trainer_that_speaks_vllms_calls(serve, transport):
         assert WeightManifest.decode(base64.b64decode(packed)).version == 3
 
 
+async def test_what_is_served_in_vllms_places(serve):
+    async with serve(replicas=2) as served:
+        served.face.context_tokens, served.face.dtype = 512, "bfloat16"
+        told = (await served.control("GET", "/server_info?config_format=json"))["vllm_config"]
+        assert told["model_config"] == {"model": "tiny", "dtype": "torch.bfloat16", "max_model_len": 512}
+        assert told["parallel_config"]["data_parallel_size"] == 2
+        assert (await served.control("GET", "/v1/models"))["data"][0]["max_model_len"] == 512
+
+
+async def test_each_plane_has_its_document(serve):
+    async with serve() as served:
+        user, control = await served.get("/openapi.json"), await served.control("GET", "/openapi.json")
+        assert "/replicas" not in user["paths"]
+        assert set(control["paths"]) > set(user["paths"])
+        [mode] = [each for each in control["paths"]["/pause"]["post"]["parameters"] if each["in"] == "query"]
+        assert mode["schema"]["enum"] == ["keep", "abort", "drain", "wait"]
+        assert "401" not in user["paths"]["/livez"]["get"]["responses"]
+        streamed = user["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        assert {"$ref": "#/components/schemas/MessageStart"} in streamed["x-asyncrl-event"]["anyOf"]
+
+
 async def test_abort_by_the_id_of_a_request(serve):
     async with serve(lambda prompt: [7] * 10_000, token_s=0.001) as served:
         headers = {"X-Request-ID": "mine"}

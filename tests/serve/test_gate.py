@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 
 import pytest
@@ -59,6 +60,35 @@ def test_brackets_in_strings_do_not_count():
     assert "nested deeper than 2" in json_problem(b"[[[]]]", limits)
     assert "6 arrays" in json_problem(b"[[],[],[],[],[]]", limits)
     assert json_problem(b"[" + b"]" * 50, limits) == ""
+
+
+def test_the_count_of_brackets_is_that_of_a_parser():
+    """Against json itself, on texts made of brackets, quotes and backslashes, some behind a long beginning."""
+
+    def made(dice, depth):
+        kind = dice.randrange(6)
+        if depth == 0 or kind < 2:
+            return "".join(dice.choices('[]{}"\\é\n', k=dice.randrange(5)))
+        if kind < 4:
+            return [made(dice, depth - 1) for _ in range(dice.randrange(4))]
+        return {made(dice, 0): made(dice, depth - 1) for _ in range(dice.randrange(3))}
+
+    def within(value):
+        return list(value.values()) if isinstance(value, dict) else value
+
+    def depth(value):
+        return 0 if isinstance(value, str) else 1 + max(map(depth, within(value)), default=0)
+
+    def count(value):
+        return 0 if isinstance(value, str) else 1 + sum(map(count, within(value)))
+
+    limits, dice = Limits(json_depth=3, json_containers=9), random.Random(5)
+    for number in range(4000):
+        value = made(dice, 5)
+        if number % 10 == 0:
+            value = ["x" * 5000, value]
+        body = json.dumps(value, ensure_ascii=dice.random() < 0.5).encode()
+        assert bool(json_problem(body, limits)) == (depth(value) > 3 or count(value) > 9), value
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,6 @@ async def test_what_is_not_served_is_refused(serve):
             ({"stop": ""}, 400),
             ({"frequency_penalty": 0.5}, 400),
             ({"logit_bias": {"5": 1}}, 400),
-            ({"logprobs": True, "top_logprobs": 3}, 400),
-            ({"response_format": {"type": "json_object"}}, 400),
-            ({"tool_choice": "required", "tools": TOOLS}, 400),
             ({"messages": []}, 400),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400),
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, 5]}]}, 400),
@@ -136,3 +133,5 @@ async def test_what_is_not_served_is_refused(serve):
 async def test_models(serve):
     async with serve() as served:
         assert [card["id"] for card in (await served.get("/v1/models"))["data"]] == ["tiny", "alias"]
+        assert (await served.get("/v1/models/alias"))["id"] == "alias"
+        await served.get("/v1/models/gpt-9", status=404)

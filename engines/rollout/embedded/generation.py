@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, InvalidDataError
 from asyncrl.interfaces import KVCachePolicy, PauseMode
 from engines.rollout.embedded.row import Row
 from engines.rollout.embedded.sampling import Sampled, Sampler
@@ -143,11 +144,11 @@ class Generation:
             return
         rows = [batch[i].row for i in done]
         sampler = self._sampler_of(rows)
-        self._give(rows, sampler.sample(logits if len(done) == len(batch) else logits[done]), version)
+        self._give(rows, _sample(rows, sampler, logits if len(done) == len(batch) else logits[done]), version)
 
     def _decode(self, rows: Sequence[Row], sampler: Sampler, version: int) -> None:
         self.decoder.reserve(slots=0, tokens=self.decoder.longest + 1)
-        sampled = sampler.sample(self.decoder.decode())
+        sampled = _sample(rows, sampler, self.decoder.decode())
         self.decoder.advance(sampled.tokens)
         for row in rows:
             row.cached += 1
@@ -155,13 +156,14 @@ class Generation:
 
     def _give(self, rows: Sequence[Row], sampled: Sampled, version: int) -> None:
         counted = 0
-        for row, token, log_prob in zip(rows, sampled.token_list, sampled.log_probs, strict=True):
+        tops = sampled.top_log_probs or repeat(None)
+        for row, token, log_prob, top in zip(rows, sampled.token_list, sampled.log_probs, tops, strict=False):
             if not math.isfinite(log_prob):
                 self.decoder.cache.forget(row.slot)
-                row.error = EngineError(f"the model's logits are not finite under weight version {version}")
+                row.error = _no_token(row, version)
                 self._leave(row)
                 continue
-            row.append(token, log_prob, version)
+            row.append(token, log_prob, version, top)
             if not row.probe:
                 counted += 1
                 if len(row.versions) == 1:
@@ -190,3 +192,19 @@ class Generation:
             vocabulary=self.decoder.vocabulary,
             device=self.decoder.device,
         )
+
+
+def _sample(rows: Sequence[Row], sampler: Sampler, logits: torch.Tensor) -> Sampled:
+    """The next token of each row from ``logits`` [B, V], which are changed: what a row's grammar forbids is -inf."""
+    for index, row in enumerate(rows):
+        if row.guide is not None:
+            forbidden = ~row.guide.allowed(row.stop_token_ids)
+            logits[index].masked_fill_(forbidden.to(logits.device), -math.inf)
+    return sampler.sample(logits)
+
+
+def _no_token(row: Row, version: int) -> Exception:
+    """Why there was no token to sample."""
+    if row.guide is not None and row.guide.problem:  # the request's fault: another replica would fail as well
+        return InvalidDataError(f"the text of request {row.request_id!r} cannot go on: {row.guide.problem[:500]}")
+    return EngineError(f"the model's logits are not finite under weight version {version}")

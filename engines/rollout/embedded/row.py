@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.interfaces import FinishReason, GenerationChunk, SamplingParams
+from asyncrl.interfaces import FinishReason, GenerationChunk, SamplingParams, TopLogProbs
+from engines.rollout.embedded.grammar import Guide
 from engines.rollout.embedded.stop_text import StopText
 
 __all__ = ["Row"]
@@ -24,6 +25,7 @@ class Row:
         continued: tokens after the prompt that were sampled before the engine took the row; they count, but are not
             delivered.
         length_limit: most tokens the row may reach, prompt included.
+        guide: says which tokens the row's grammar can go on with; None without a grammar.
         seed: 64 bits; with the index of the token they fix the random number.
         cached: the first ``cached`` tokens have keys and values in the cache.
         slot: place in the cache while running, else -1.
@@ -40,8 +42,10 @@ class Row:
     continued: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     stop_text: StopText | None = None
+    guide: Guide | None = None
     probe: bool = False
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
@@ -64,10 +68,14 @@ class Row:
         """No token will follow."""
         return self.finish_reason is not None or self.error is not None
 
-    def append(self, token: int, log_prob: float, version: int) -> None:
+    def append(self, token: int, log_prob: float, version: int, top: TopLogProbs | None = None) -> None:
         """Take one sampled token in and decide whether it was the last."""
+        if self.guide is not None and token not in self.stop_token_ids:
+            self.guide.take(token)
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        if top is not None:
+            self.top_log_probs.append(top)
         self.versions.append(version)
         self.look()
 
@@ -76,6 +84,8 @@ class Row:
         token = self.tokens[-1]
         if token in self.stop_token_ids or (self.stop_text is not None and self.stop_text.found(self.tokens)):
             self.finish_reason = "stop"
+        elif self.guide is not None and self.guide.ended and not self.stop_token_ids:
+            self.finish_reason = "stop"  # complete, and there is no token to say so
         elif len(self.tokens) >= self.length_limit:
             self.finish_reason = "length"
 
@@ -91,4 +101,5 @@ class Row:
             log_probs=tuple(self.log_probs[start:end]),
             weight_versions=tuple(self.versions[start:end]),
             finish_reason=finish_reason,
+            top_log_probs=tuple(self.top_log_probs[start:end]),
         )

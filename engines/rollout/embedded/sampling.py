@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncrl.interfaces import SamplingParams
+from asyncrl.interfaces import SamplingParams, TopLogProbs
 
 __all__ = ["Sampled", "Sampler", "uniforms"]
 
@@ -49,11 +49,15 @@ def uniforms(seeds: UInt64Array, counters: UInt64Array) -> npt.NDArray[np.float6
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """B rows: ``tokens`` [B] int64 on the model's device, and the same with ``log_probs`` as lists."""
+    """B rows: ``tokens`` [B] int64 on the model's device, and the same with ``log_probs`` as lists.
+
+    ``top_log_probs`` are the likeliest tokens of the rows that ask for them, None for others; empty if no row asks.
+    """
 
     tokens: torch.Tensor
     token_list: list[int]
     log_probs: list[float]
+    top_log_probs: list[TopLogProbs | None]
 
 
 class Sampler:
@@ -85,6 +89,7 @@ class Sampler:
         self._temperatures = temperatures[:, None] if any(p.temperature not in (0.0, 1.0) for p in params) else None
         self._greedy = torch.tensor(greedy, device=device)[:, None] if any(greedy) else None
         self._all_greedy = all(greedy)
+        self._top_counts = [p.top_log_probs for p in params] if any(p.top_log_probs for p in params) else []
         top_k = [0 if g or p.top_k >= vocabulary else p.top_k for p, g in zip(params, greedy, strict=True)]
         nuclei = [p.top_p < 1.0 and not g and not k for p, g, k in zip(params, greedy, top_k, strict=True)]
         self._cuts = [
@@ -98,8 +103,25 @@ class Sampler:
         scaled = logits.float()
         if self._temperatures is not None:
             scaled = scaled / self._temperatures
-        tokens, log_probs = self._invert(scaled, self._thresholds(scaled), self._draw()[:, None])
-        return Sampled(tokens, tokens.tolist(), log_probs.tolist())
+        thresholds = self._thresholds(scaled)
+        tokens, log_probs, total = self._invert(scaled, thresholds, self._draw()[:, None])
+        top = self._likeliest(scaled, thresholds, total) if self._top_counts else []
+        return Sampled(tokens, tokens.tolist(), log_probs.tolist(), top)
+
+    def _likeliest(
+        self, scaled: torch.Tensor, thresholds: torch.Tensor | None, total: torch.Tensor
+    ) -> list[TopLogProbs | None]:
+        """Of each row that asks for them the likeliest tokens that could be sampled, with their log-probs."""
+        most = min(max(self._top_counts), scaled.shape[1])
+        values, tokens = scaled.topk(most, dim=-1)
+        log_probs = (values - values[:, :1]).double() - total.log()
+        kept = values > -torch.inf if thresholds is None else (values >= thresholds) & (values > -torch.inf)
+        told: list[TopLogProbs | None] = []
+        counts, ids, shares = kept.sum(-1).tolist(), tokens.tolist(), log_probs.tolist()
+        for row, asked in enumerate(self._top_counts):
+            count = min(asked, counts[row])
+            told.append(tuple(zip(ids[row][:count], shares[row][:count], strict=True)) if asked else None)
+        return told
 
     def _draw(self) -> torch.Tensor:
         """The numbers u [B] of this step."""
@@ -124,8 +146,11 @@ class Sampler:
 
     def _invert(
         self, scaled: torch.Tensor, thresholds: torch.Tensor | None, drawn: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks of a large vocabulary are summed first; only the block that holds u is looked into."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens [B], their log-probs [B], and [B, 1] the sum of all exp(logit - largest logit) that count.
+
+        Blocks of a large vocabulary are summed first; only the block that holds u is looked into.
+        """
         vocabulary = scaled.shape[1]
         top = scaled.amax(-1, keepdim=True)
         weights = (scaled - top).exp_()
@@ -134,7 +159,8 @@ class Sampler:
         best = scaled.argmax(-1, keepdim=True) if self._greedy is not None else None
         if best is not None and self._all_greedy:
             # The largest logit is `top` itself: log-prob = -log(sum of exp(logit - top)).
-            return best[:, 0], -weights.sum(-1, dtype=torch.float64).log()
+            total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+            return best[:, 0], -total[:, 0].log(), total
         if vocabulary <= _SMALL_VOCABULARY:
             total, tokens, _ = _invert(weights.double(), drawn)
         else:
@@ -147,7 +173,7 @@ class Sampler:
         if best is not None and self._greedy is not None:
             tokens = torch.where(self._greedy, best, tokens)
         log_probs = (scaled.gather(1, tokens) - top).double() - total.log()
-        return tokens[:, 0], log_probs[:, 0]
+        return tokens[:, 0], log_probs[:, 0], total
 
 
 class _Cut:

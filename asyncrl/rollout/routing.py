@@ -10,6 +10,7 @@ the next, and so on (Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ def affinity_key(prompt_token_ids: Sequence[int], *, session: str | None = None,
     if session is not None:
         return f"session {session}"
     if 0 < prefix_tokens <= len(prompt_token_ids):
-        return f"prefix {','.join(map(str, prompt_token_ids[:prefix_tokens]))}"
+        return f"prefix {array('q', prompt_token_ids[:prefix_tokens]).tobytes().hex()}"
     return None
 
 

@@ -18,7 +18,7 @@ from engines.training.gguf_llama import _halves_apart, write_llama
 
 
 def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def pair(key: str, value: Any) -> bytes:

@@ -193,7 +193,7 @@ class Call:
         self.request = request
         self.id = id
         self.holder = holder
-        self.plane = plane
+        self.plane: Plane = plane
         self.body = body  # Any: the route's request type
         self.open_events: EventStream | None = None
         self._session: Session | None = None

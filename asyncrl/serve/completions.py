@@ -131,7 +131,7 @@ def _log_probs(text: ModelText, reader: Choice, begin: int, offset: int) -> Comp
         for top in reader.top_log_probs[begin:]:
             # Tokens that are spelt alike (parts of characters are) share an entry: the likeliest one's.
             spelt: dict[str, float] = {}
-            for token, log_prob in top:
-                spelt.setdefault(text.spelling(token), log_prob)
+            for token_id, log_prob in top:
+                spelt.setdefault(text.spelling(token_id), log_prob)
             told.top_logprobs.append(spelt)
     return told

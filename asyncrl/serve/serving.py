@@ -8,6 +8,7 @@ async with asyncrl.serve("path/to/model") as pool:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import secrets
@@ -175,11 +176,10 @@ class ServedModel:
     def _dtype(self) -> str:
         """Of the weights: as asked for, or what the engine takes without being asked."""
         options = self._options
-        try:
+        default: object = ""
+        with contextlib.suppress(ConfigError):  # an engine may load in another environment only
             taken = inspect.signature(load_part(_ENGINES, options.engine, path="engine")).parameters
-        except ConfigError:  # its environment is another one's: it loads there only
-            taken = {}
-        default = taken["dtype"].default if "dtype" in taken else ""
+            default = taken["dtype"].default if "dtype" in taken else ""
         return str(options.engine_options.get("dtype", default))
 
     @property

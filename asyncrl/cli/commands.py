@@ -115,6 +115,8 @@ def check_outside(config: Config) -> None:
     for group, name, path in wanted:
         check_part(group, name, path=path)
     check_algorithm(config)
+    if config.rollout.python is not None:
+        _existing(config.rollout.python, "rollout.python")
     if config.sft.data is not None:
         from asyncrl.datasets.source import check_files
 

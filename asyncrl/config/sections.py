@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Cores, Files, LearningRate, PartName, Schedule, Section, Table, Texts, Threads
+from .section import Cores, FilePath, Files, LearningRate, PartName, Schedule, Section, Table, Texts, Threads
 
 __all__ = [
     "BufferConfig",
@@ -97,6 +97,8 @@ class RolloutConfig(Section):
     """Rollout engine: an installed name, or `package.module:Engine`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the engine."""
+    python: FilePath | None = None
+    """Interpreter that the engine runs under, in a process of its own (`asyncrl engine install vllm` makes one)."""
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
     """Servers, each with a whole copy of the weights."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0

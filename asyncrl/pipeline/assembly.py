@@ -31,6 +31,7 @@ from asyncrl.weights.transport import TransportSpec
 __all__ = ["ROLES", "Assembly", "Role", "import_once", "trainer_options", "warm_start_options"]
 
 Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference", "buffer"]
+_HOST_ENGINE = "remote"  # keeps another engine in a process of its own
 ROLES: tuple[Role, ...] = ("trainer", "rollout", "reward", "reference")
 
 
@@ -287,10 +288,14 @@ def _environment_options(config: Config) -> dict[str, Any]:
 
 def _rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | None) -> RolloutSpec:
     rollout = config.rollout
+    engine, options = rollout.engine, dict(rollout.options)
+    if rollout.python is not None:  # absolute: workers may run elsewhere; not resolved: the link is what makes a venv
+        python = os.path.abspath(rollout.python)  # noqa: PTH100 - Path.absolute keeps ".."
+        engine, options = _HOST_ENGINE, {"engine": engine, "python": python, "options": options}
     return RolloutSpec(
-        engine=rollout.engine,
+        engine=engine,
         engine_given={"dtype": config.model.dtype, "threads": rollout.threads, "seed": config.seed},
-        engine_options=dict(rollout.options),
+        engine_options=options,
         environment=config.env.name,
         environment_options=_environment_options(config),
         meter_folder=meter_folder.absolute() if meter_folder is not None else None,

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -206,7 +207,11 @@ class ServedModel:
                     **given,
                 )
             else:
-                engine = make_part(_ENGINES, options.engine, folder, path="engine", options=options.engine_options)
+                part = load_part(_ENGINES, options.engine, path="engine")
+                fetching: dict[str, Any] = {"transport": spec} if "transport" in signature(part).parameters else {}
+                engine = make_part(
+                    _ENGINES, options.engine, folder, path="engine", options=options.engine_options, **fetching
+                )
             return engine
 
         return make

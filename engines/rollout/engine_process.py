@@ -24,12 +24,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
 from asyncrl.errors import AsyncRLError, CodecError, ConfigError, InvalidDataError
-from asyncrl.interfaces import GenerationChunk, RolloutEngine, WeightTransport
-from asyncrl.parts import make_part
+from asyncrl.interfaces import GenerationChunk, RolloutEngine, SeparateEngine, WeightTransport
+from asyncrl.parts import load_part, make_part
 from asyncrl.rollout.weight_fetch import fetch_into
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.engine_protocol import (
@@ -61,18 +62,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 class EngineHost:
-    """An engine and the conversations about it."""
+    """An engine and the conversations about it.
+
+    Attributes:
+        gone: why the engine ended by itself; empty while it has not.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
+        self.gone = ""
+        part = load_part("asyncrl.rollout_engines", launch.engine, path="engine.name")
+        fetches = "transport" in signature(part).parameters  # by itself, in processes of its own
+        given: dict[str, Any] = {"transport": launch.transport} if fetches else {}
         self._engine: RolloutEngine = make_part(
             "asyncrl.rollout_engines",
             launch.engine,
             launch.model_path,
             options=launch.options,
             path="engine.name",
+            **given,
         )
-        self._transport: WeightTransport | None = None if launch.transport is None else launch.transport.make()
+        self._transport: WeightTransport | None = None
+        if launch.transport is not None and not fetches:
+            self._transport = launch.transport.make()
 
     async def start(self) -> None:
         """Load the model."""
@@ -90,6 +102,7 @@ class EngineHost:
         frames.send(Welcome(protocol=PROTOCOL, pid=os.getpid(), statistics=engine.statistics()))
         running: dict[int, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as calls:
+            watching = calls.create_task(self._hang_up_when_gone(frames))
             while (message := await frames.receive()) is not None:
                 if isinstance(message, Cancel):
                     if message.call in running:
@@ -99,8 +112,21 @@ class EngineHost:
                     break  # out of order: not a driver of this protocol
                 running[message.call] = task = calls.create_task(self._answer(message, frames))
                 task.add_done_callback(partial(_forget, running, message.call))
+            watching.cancel()
             for task in running.values():
                 task.cancel()
+
+    async def wait_ended(self) -> None:
+        """Wait until the engine is gone, for one that has processes of its own; for ever, if it has none."""
+        if isinstance(self._engine, SeparateEngine):
+            self.gone = await self._engine.wait_ended()
+            _log.error("the engine is gone: %s", self.gone)
+        else:
+            await asyncio.get_running_loop().create_future()
+
+    async def _hang_up_when_gone(self, frames: Frames) -> None:
+        await self.wait_ended()
+        await frames.close()
 
     async def _answer(self, call: Call, frames: Frames) -> None:
         try:
@@ -178,6 +204,8 @@ async def _serve_parent(descriptor: int) -> None:
         await host.converse(frames)
     await frames.close()
     if host is not None:
+        if host.gone:
+            os._exit(1)  # what is left to be closed waits for what is gone; the parent waits for this process
         await host.close()
 
 
@@ -205,10 +233,16 @@ async def _serve_all(path: Path, launch: Launch) -> None:
     server = await asyncio.start_unix_server(driver, sock=_bind(path))
     try:
         _log.info("engine %s of %s serves at %s", launch.engine, launch.model_path, path)
-        await stop.wait()
+        async with asyncio.TaskGroup() as waits:
+            ending = waits.create_task(host.wait_ended())
+            ending.add_done_callback(lambda task: stop.set())
+            await stop.wait()
+            ending.cancel()
     finally:
         server.close()
         await host.close()
+    if host.gone:
+        sys.exit(1)
 
 
 def _bind(path: Path) -> socket.socket:

@@ -204,10 +204,12 @@ class RemoteEngine:
 
     async def _spawn(self, descriptor: int) -> asyncio.subprocess.Process:
         environment = {**os.environ, **self._environment}
-        # Another environment need not have asyncrl installed: it gets the one that runs here.
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(_SOURCE_ROOT), *filter(None, [environment.get("PYTHONPATH", "")])]
-        )
+        # Another environment need not have asyncrl installed: it gets the one that runs here. But not together with all
+        # that is installed beside it: `asyncrl engine install` links asyncrl into the environments it makes.
+        if self._python is None or _SOURCE_ROOT.name not in ("site-packages", "dist-packages"):
+            environment["PYTHONPATH"] = os.pathsep.join(
+                [str(_SOURCE_ROOT), *filter(None, [environment.get("PYTHONPATH", "")])]
+            )
         log = None if self._log_path is None else await asyncio.to_thread(Path(self._log_path).open, "ab")
         try:
             return await asyncio.create_subprocess_exec(

@@ -117,6 +117,7 @@ def test_a_dry_run_starts_nothing_and_prints_a_usable_file(command, file, pipeli
         (["train", "FILE", "--env.name", "calcu"], "no environment named 'calcu'; did you mean 'calculator'?"),
         (["train", "FILE", "--telemetry.trackers", "nope"], "telemetry.trackers: no tracker named 'nope'"),
         (["train", "FILE", "--sft.data", "absent.jsonl"], "sft.data = 'absent.jsonl': no such file"),
+        (["train", "FILE", "--rollout.python", "absent/python"], "rollout.python = 'absent/python': no such file"),
         (["train", "FILE", "--model.source", "none", "--model.path", "/absent"], "model.path = '/absent': no such"),
         (["eval", "FILE", "--checkpoint", "/absent"], "--checkpoint = '/absent': no such"),
         (["generate", "FILE", "--tasks", "0"], "no whole number from 1"),

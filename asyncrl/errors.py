@@ -285,7 +285,15 @@ class WorkerError(UserCodeError):
 
 
 class RewardError(UserCodeError):
-    """A reward function raised, returned something that is no number, or passed its deadline."""
+    """A reward function raised, returned something that is no number, or passed its deadline.
+
+    Attributes:
+        how: ``raised``, ``value`` (no number), ``deadline`` or ``died`` (its process did); empty where it is neither.
+    """
+
+    def __init__(self, message: str, *, how: str = "") -> None:
+        super().__init__(message)
+        self.how = how
 
 
 class DispatchError(AsyncRLError, ValueError):

@@ -48,11 +48,13 @@ if TYPE_CHECKING:
     from asyncrl.weights.manifest import WeightManifest
 
 __all__ = [
+    "Closable",
     "DroppedGroup",
     "EngineHealth",
     "Environment",
     "EnvironmentFactory",
     "FinishReason",
+    "FittedPrompts",
     "Generation",
     "GenerationChunk",
     "GenerationRequest",
@@ -61,6 +63,7 @@ __all__ = [
     "Ledger",
     "Message",
     "PauseMode",
+    "PromptFitting",
     "ReplayBuffer",
     "ReplayBufferStatistics",
     "RewardModel",
@@ -484,6 +487,15 @@ class Environment(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedPrompts:
+    """What became of the prompts of a data set: how many stay, how many were too long, and for what."""
+
+    kept: int
+    left_out: int
+    longest_tokens: int
+
+
 class EnvironmentFactory(Protocol):
     """Tasks by number, and the environments that pose them. Made from ``[env.options]`` of the configuration."""
 
@@ -505,6 +517,20 @@ class EnvironmentFactory(Protocol):
         ...
 
 
+@runtime_checkable
+class PromptFitting(Protocol):
+    """An environment factory that leaves out prompts that are too long. Asked once, before the first task. Blocks."""
+
+    def fit_prompts(self, count_tokens: Callable[[Sequence[Message]], int], *, below: int) -> FittedPrompts: ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An environment factory that holds something its environments share: it is closed after the last of them."""
+
+    async def aclose(self) -> None: ...
+
+
 # ------------------------------------------------------------------------------------------------------------- buffer
 
 
@@ -521,6 +547,7 @@ class GroupSummary:
         rewards: one per row.
         lengths: sampled tokens per row.
         environment: what the task calls its ``environment``, where several are mixed; quotas go by it.
+        reward_parts: what the rewards were made of, by name; one number per row that has the part.
     """
 
     slot: int
@@ -531,6 +558,7 @@ class GroupSummary:
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
     environment: str = ""
+    reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ PART_GROUPS = {
     "asyncrl.ledgers": "ledger",
     "asyncrl.reward_models": "reward model",
     "asyncrl.environments": "environment",
+    "asyncrl.reward_rules": "reward rule",
     "asyncrl.model_sources": "model source",
     "asyncrl.trackers": "tracker",
     "asyncrl.advantages": "advantage",

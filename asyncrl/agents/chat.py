@@ -30,6 +30,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, InvalidDataError
@@ -38,7 +39,7 @@ from asyncrl.interfaces import Message, Tool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatRenderer", "EncodedConversation"]
+__all__ = ["ChatRenderer", "EncodedConversation", "load_renderer"]
 
 _PLACEHOLDER = "\u2063sampled\u2063turn\u2063"
 """Stands for the assistant's turn in a rendering; never tokenized, and found in no sane text."""
@@ -215,6 +216,34 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def load_renderer(
+    model: str, *, chat_template: Path | None = None, template_options: Mapping[str, Any] | None = None
+) -> ChatRenderer:
+    """The chat renderer of a model's folder or name. Blocks.
+
+    Args:
+        model: as ``AutoTokenizer.from_pretrained`` takes it.
+        chat_template: file of a template that takes the place of the model's own.
+        template_options: further variables of the template.
+
+    Raises:
+        ConfigError: as :class:`ChatRenderer`; or the template's file cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"model.chat_template = {str(chat_template)!r} cannot be read: {error}",
+                path="model.chat_template",
+                remedy="a file with a Jinja template",
+            ) from error
+    return ChatRenderer(tokenizer, template_options=template_options)
 
 
 def _with_calls_as_text(message: Message) -> Message:

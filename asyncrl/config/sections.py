@@ -52,6 +52,10 @@ class ModelConfig(Section):
     """Part that makes the model: `scratch` (random weights), `gguf` (a GGUF file), or one of your own."""
     options: Table = Field(default_factory=dict)
     """Arguments of the source."""
+    chat_template: FilePath | None = None
+    """File with a Jinja chat template; none: the model's own."""
+    template_options: Table = Field(default_factory=dict)
+    """Further variables of the chat template, such as `enable_thinking`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; optimizer state is always float32."""
 

@@ -15,10 +15,18 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from asyncrl.agents.chat import load_renderer
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
 from asyncrl.errors import InfrastructureError
-from asyncrl.interfaces import EnvironmentFactory, Ledger, PlacedReplayBuffer, ReplayBuffer, SamplingParams
+from asyncrl.interfaces import (
+    EnvironmentFactory,
+    Ledger,
+    PlacedReplayBuffer,
+    PromptFitting,
+    ReplayBuffer,
+    SamplingParams,
+)
 from asyncrl.ledger import LedgerBase
 from asyncrl.parts import load_part, make_part
 from asyncrl.pipeline.reward_worker import RewardWorker
@@ -28,7 +36,16 @@ from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
 from asyncrl.single_controller import ClassWithInitArgs, Worker, WorkerGroup
 from asyncrl.weights.transport import TransportSpec
 
-__all__ = ["ROLES", "Assembly", "Role", "import_once", "trainer_options", "warm_start_options"]
+__all__ = [
+    "ROLES",
+    "Assembly",
+    "Role",
+    "chat_options",
+    "fit_prompts",
+    "import_once",
+    "trainer_options",
+    "warm_start_options",
+]
 
 Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference", "buffer"]
 _HOST_ENGINE = "remote"  # keeps another engine in a process of its own
@@ -279,6 +296,28 @@ def make_environments(config: Config) -> EnvironmentFactory:
     return environments
 
 
+def chat_options(config: Config) -> dict[str, Any]:
+    """Options of :func:`asyncrl.agents.chat.load_renderer`."""
+    return {"chat_template": config.model.chat_template, "template_options": dict(config.model.template_options)}
+
+
+def fit_prompts(config: Config, environments: EnvironmentFactory, model: str) -> str:
+    """Let a factory that can leave out prompts that ``model``'s tokenizer makes too long. Blocks.
+
+    Returns a sentence where some were left out.
+    """
+    if not isinstance(environments, PromptFitting):
+        return ""
+    renderer = load_renderer(model, **chat_options(config))
+    fitted = environments.fit_prompts(lambda messages: len(renderer.prompt(messages)), below=config.rollout.max_tokens)
+    if not fitted.left_out:
+        return ""
+    return (
+        f"{fitted.left_out} of {fitted.left_out + fitted.kept} prompts have more than {fitted.longest_tokens} tokens "
+        "and are left out"
+    )
+
+
 def _environment_options(config: Config) -> dict[str, Any]:
     """The user's options; a factory that takes a ``seed`` gets the run's, unless they name another."""
     factory = load_part("asyncrl.environments", config.env.name, path="env.name")
@@ -298,6 +337,7 @@ def _rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path |
         engine_options=options,
         environment=config.env.name,
         environment_options=_environment_options(config),
+        chat=chat_options(config),
         meter_folder=meter_folder.absolute() if meter_folder is not None else None,
         transport=transport,
         sampling=SamplingParams(

@@ -26,7 +26,7 @@ from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, R
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.canary import check_first_step
 from asyncrl.pipeline.certificate import Certificate, certify, check_summary
-from asyncrl.pipeline.evaluation import EvaluationResult, evaluate
+from asyncrl.pipeline.evaluation import EvaluationResult, evaluate, part_means
 from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
@@ -82,6 +82,7 @@ class StepRecord:
     lengths: tuple[int, ...]
     buffer_ready: int
     buffer_pending: int
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -400,6 +401,7 @@ class Driver:
             lengths=tuple(lengths),
             buffer_ready=statistics.ready,
             buffer_pending=statistics.pending,
+            reward_parts=part_means(summary.reward_parts for summary in summaries),
         )
 
     async def _publish(self, version: int, manifest: Awaitable[Any]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.interfaces import EnvironmentFactory
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 
-__all__ = ["EvaluationResult", "evaluate"]
+__all__ = ["EvaluationResult", "evaluate", "part_means"]
 
 _ROWS_PER_CALL = 32
 """Small enough that several replicas share the tasks, large enough that a call costs nothing beside them."""
@@ -26,6 +27,7 @@ class EvaluationResult:
         reward_mean: mean reward.
         tokens_mean: sampled tokens per task.
         tasks: how many.
+        reward_parts: mean of each part of the rewards, over the rows that have it.
     """
 
     weight_version: int
@@ -33,6 +35,20 @@ class EvaluationResult:
     reward_mean: float
     tokens_mean: float
     tasks: int
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def part_means(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Mean of each part of rewards by name, from one table per group (:class:`asyncrl.interfaces.GroupSummary`).
+
+    >>> part_means([{"format": (1.0, 0.0)}, {"format": (1.0, 1.0), "math": (0.0,)}])
+    {'format': 0.75, 'math': 0.0}
+    """
+    values: dict[str, list[float]] = {}
+    for table in parts:
+        for name, found in table.items():
+            values.setdefault(name, []).extend(found)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items()) if found}
 
 
 async def evaluate(
@@ -65,4 +81,5 @@ async def evaluate(
         reward_mean=sum(rewards) / len(rewards),
         tokens_mean=tokens / len(rewards),
         tasks=len(rewards),
+        reward_parts=part_means(summary["reward_parts"] for summary in summaries),
     )

@@ -60,6 +60,7 @@ class Recorder:
             "groups_ready": record.buffer_ready,
             "groups_pending": record.buffer_pending,
             "groups_without_signal": _groups_without_signal(record),
+            **{f"reward/{name}": value for name, value in record.reward_parts.items()},
             **{f"train/{name}": value for name, value in record.metrics.items()},
         }
         self._log(metrics, step=record.step, version=record.weight_version)
@@ -79,6 +80,7 @@ class Recorder:
             "eval/reward_mean": result.reward_mean,
             "eval/tokens_mean": result.tokens_mean,
             "eval/tasks": float(result.tasks),
+            **{f"eval/reward/{name}": value for name, value in result.reward_parts.items()},
         }
         self._log(metrics, step=step, version=result.weight_version)
         self._progress.update(success=result.success)

@@ -15,12 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from asyncrl.agents.chat import ChatRenderer
+from asyncrl.agents.chat import load_renderer
 from asyncrl.config import Config, check_algorithm
 from asyncrl.interfaces import EnvironmentFactory
 from asyncrl.parts import make_part
 from asyncrl.pipeline.accounts import TokenBalance
-from asyncrl.pipeline.assembly import ROLES, Assembly, Role, import_once, trainer_options, warm_start_options
+from asyncrl.pipeline.assembly import (
+    ROLES,
+    Assembly,
+    Role,
+    chat_options,
+    fit_prompts,
+    import_once,
+    trainer_options,
+    warm_start_options,
+)
 from asyncrl.pipeline.canary import MISMATCH_LIMITS
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
 from asyncrl.pipeline.driver import Driver, Score, TrainingPlan
@@ -149,7 +158,7 @@ class TrainingRun:
         config, sft, folder = self._config, self._config.sft, self._warm_start_folder
         with self._phase("warm start"), self._timeline.span("sft", "warm start"):
             self._progress.stage("warm start", sft.steps)
-            renderer = await asyncio.to_thread(load_renderer, model)
+            renderer = await asyncio.to_thread(load_renderer, model, **chat_options(config))
             conversations, tools = demonstrations(self._assembly.environments)
             if sft.data is not None:
                 conversations = await asyncio.to_thread(file_conversations, sft.data, seed=config.seed)
@@ -190,6 +199,8 @@ class TrainingRun:
     async def _serve(self, model: str, *, origin: str) -> Driver:
         """Bring policy and replicas up on ``model``, the reference on ``origin``, and put the loop together."""
         config, assembly = self._config, self._assembly
+        if note := await asyncio.to_thread(fit_prompts, config, assembly.environments, origin):
+            self._progress.note(note)
         step = self._resumed.step if self._resumed is not None else 0
         with self._phase("serve"):
             await asyncio.gather(
@@ -381,10 +392,3 @@ def model_folder(config: Config, run: RunDirectory, environments: EnvironmentFac
         demonstrations=environments.demonstration,
     )
     return str(folder)
-
-
-def load_renderer(model: str) -> ChatRenderer:
-    """The chat renderer of a model folder."""
-    from transformers import AutoTokenizer
-
-    return ChatRenderer(AutoTokenizer.from_pretrained(model))

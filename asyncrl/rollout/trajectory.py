@@ -13,7 +13,10 @@ from asyncrl.interfaces import FinishReason, GroupSummary, Message, Task
 if TYPE_CHECKING:
     from asyncrl.data import DataProto
 
-__all__ = ["EpisodeEnd", "Trajectory", "Turn", "summarise", "trajectories_to_batch"]
+__all__ = ["REWARD_PARTS", "EpisodeEnd", "Trajectory", "Turn", "summarise", "trajectories_to_batch"]
+
+REWARD_PARTS = "reward_parts"
+"""Key of a step's ``info`` under which an environment tells what the reward was made of: numbers by name."""
 
 EpisodeEnd: TypeAlias = Literal["done", "max_turns", "max_tokens"]
 """Why an episode ended: the environment said so, or the limit of its turns, or that of its tokens was reached."""
@@ -146,4 +149,14 @@ def summarise(trajectories: Sequence[Trajectory], *, slot: int) -> GroupSummary:
         rewards=tuple(trajectory.reward for trajectory in trajectories),
         lengths=tuple(trajectory.sampled_tokens for trajectory in trajectories),
         environment=str(trajectories[0].task.get("environment", "")),
+        reward_parts=_reward_parts(trajectories),
     )
+
+
+def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
+    parts: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        told = trajectory.info.get(REWARD_PARTS)
+        for name, value in told.items() if isinstance(told, Mapping) else ():
+            parts.setdefault(str(name), []).append(float(value))
+    return {name: tuple(values) for name, values in sorted(parts.items())}

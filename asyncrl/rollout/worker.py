@@ -10,11 +10,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.chat import ChatRenderer
+from asyncrl.agents.chat import ChatRenderer, load_renderer
 from asyncrl.agents.episode import run_episode
 from asyncrl.data import DataProto
 from asyncrl.errors import EnvironmentFailure, RequestAbortedError
 from asyncrl.interfaces import (
+    Closable,
     EnvironmentFactory,
     KVCachePolicy,
     PauseMode,
@@ -26,7 +27,7 @@ from asyncrl.parts import load_part, make_part
 from asyncrl.rollout.metering import MeteredEngine, TokenMeter
 from asyncrl.rollout.prompts import derive_seed
 from asyncrl.rollout.record import encode_rows
-from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
+from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory, trajectories_to_batch
 from asyncrl.rollout.weight_fetch import fetch_into
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
 from asyncrl.weights.manifest import WeightManifest
@@ -58,6 +59,7 @@ class EpisodeLimits:
 class RolloutSpec:
     """Everything a replica is made from; picklable. Part names are entry points or dotted paths.
 
+    ``chat`` are the options of :func:`asyncrl.agents.chat.load_renderer`,
     ``engine_given`` are the engine's keyword arguments that the run decides, ``engine_options`` the user's. Token
     counts are kept in ``meter_folder``, where there is one, so that they outlive the process.
     """
@@ -70,6 +72,7 @@ class RolloutSpec:
     engine_given: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     environment_options: Mapping[str, Any] = field(default_factory=dict)
+    chat: Mapping[str, Any] = field(default_factory=dict)
     meter_folder: Path | None = None
 
 
@@ -91,7 +94,7 @@ class RolloutWorker(Worker):
     async def start(self, model_path: str, weight_version: int) -> float:
         """Load the model and begin to serve ``weight_version``. Returns the seconds it took."""
         started = time.monotonic()
-        self._renderer = await asyncio.to_thread(_load_renderer, model_path)
+        self._renderer = await asyncio.to_thread(load_renderer, model_path, **self._spec.chat)
         spec = self._spec
         given = {"weight_version": weight_version, **spec.engine_given}
         part = load_part("asyncrl.rollout_engines", spec.engine, path="rollout.engine")
@@ -185,6 +188,7 @@ class RolloutWorker(Worker):
             "task": task,
             "text": str(self._renderer.tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=False)),
             "reward": trajectory.reward,
+            **({REWARD_PARTS: trajectory.info[REWARD_PARTS]} if REWARD_PARTS in trajectory.info else {}),
             "finish": trajectory.finish_reason,
             "weight_versions": sorted({version for version in trajectory.weight_versions if version >= 0}),
         }
@@ -228,17 +232,13 @@ class RolloutWorker(Worker):
         if self._engine is not None:
             await self._engine.close()
         self._transport.close()
+        if isinstance(self._environments, Closable):
+            await self._environments.aclose()
 
     def _running_engine(self) -> RolloutEngine:
         if self._engine is None:
             raise RuntimeError("the rollout worker was not started: call start(model_path, weight_version) first")
         return self._engine
-
-
-def _load_renderer(model_path: str) -> ChatRenderer:
-    from transformers import AutoTokenizer
-
-    return ChatRenderer(AutoTokenizer.from_pretrained(model_path))
 
 
 def _first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:

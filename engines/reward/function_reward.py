@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
-import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +12,7 @@ import torch
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import rows_of
 from asyncrl.errors import ConfigError, RewardError, SchemaError
-from asyncrl.parts import load_part
-from engines.reward.scoring_process import ScoringProcess
-from engines.reward.scoring_program import as_number
+from asyncrl.rewards.user_function import UserFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,16 +68,16 @@ class FunctionReward:
         concurrency: int = 64,
         start_deadline_s: float = 60.0,
     ) -> None:
-        for name, value in (("deadline_s", deadline_s), ("start_deadline_s", start_deadline_s)):
-            if not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} is {value}", path=name, remedy="a positive number of seconds")
-        for name, count in (("processes", processes), ("concurrency", concurrency)):
-            if count < 1:
-                raise ConfigError(f"{name} is {count}", path=name, remedy="1 or more")
         self._name = function
-        self._deadline_s = deadline_s
-        self._function = _load(function)
-        self._wanted, self._required, self._takes_others = _parameters(function, self._function)
+        self._function = UserFunction(
+            function,
+            deadline_s=deadline_s,
+            processes=processes,
+            concurrency=concurrency,
+            start_deadline_s=start_deadline_s,
+        )
+        self._wanted, self._required = self._function.wanted, self._function.required
+        self._takes_others = self._function.takes_others
         missing = [name for name in _TEXTS if name in self._required]
         if missing and tokenizer is None:
             raise ConfigError(
@@ -93,14 +87,6 @@ class FunctionReward:
             )
         self._tokenizer_name = tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._asynchronous = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004  # an object with an asynchronous __call__
-        )
-        self._places = asyncio.Semaphore(concurrency)
-        self._processes = [ScoringProcess(function, start_deadline_s=start_deadline_s) for _ in range(processes)]
-        self._idle: asyncio.LifoQueue[ScoringProcess] = asyncio.LifoQueue()
-        for process in reversed(self._processes):
-            self._idle.put_nowait(process)
         self._closed = False
 
     async def score(self, batch: DataProto) -> DataProto:
@@ -127,41 +113,16 @@ class FunctionReward:
     async def close(self) -> None:
         """End all processes and what they started; calls that still run fail. Idempotent."""
         self._closed = True
-        await asyncio.gather(*(process.stop() for process in self._processes))
+        await self._function.close()
 
     async def _score_row(self, batch: DataProto, row: int, arguments: dict[str, Any]) -> float:
         try:
-            if self._asynchronous:
-                return await self._await(arguments)
-            async with self._process() as process:
-                return await process.call(arguments, deadline_s=self._deadline_s)
+            value = await self._function.call(arguments)
         except RewardError as error:
-            raise RewardError(f"no reward for {_row_name(batch, row)}: {self._name} {error}") from error.__cause__
-
-    @asynccontextmanager
-    async def _process(self) -> AsyncIterator[ScoringProcess]:
-        process = await self._idle.get()
-        try:
-            if self._closed:
-                raise RewardError("was closed")
-            yield process
-        finally:
-            self._idle.put_nowait(process)
-
-    async def _await(self, arguments: dict[str, Any]) -> float:
-        async with self._places:
-            deadline = asyncio.timeout(self._deadline_s)
-            try:
-                async with deadline:
-                    value = await self._function(**arguments)
-            except Exception as error:
-                if isinstance(error, TimeoutError) and deadline.expired():
-                    raise RewardError(f"took longer than its deadline of {self._deadline_s:g} s") from None
-                raise RewardError(f"raised\n{traceback.format_exc()}") from error
-        reply = as_number(value)
-        if "not_a_number" in reply:
-            raise RewardError(f"returned {reply['not_a_number']}")
-        return float(reply["value"])
+            raise RewardError(
+                f"no reward for {_row_name(batch, row)}: {self._name} {error}", how=error.how
+            ) from error.__cause__
+        return value["score"] if isinstance(value, dict) else value
 
     def _arguments(self, batch: DataProto) -> Iterator[dict[str, Any]]:
         """What the function gets for each row."""
@@ -193,38 +154,11 @@ class FunctionReward:
         return text
 
 
-def _load(name: str) -> Any:
-    module, colon, _ = name.partition(":")
-    if not colon or module == "__main__":
-        raise ConfigError(
-            f"{name!r} cannot be imported by another process",
-            path="function",
-            remedy="put the reward function into a module of its own and write package.module:name",
-        )
-    function = load_part("asyncrl.reward_functions", name, path="function")
-    if not callable(function):
-        raise ConfigError(f"{name} is a {type(function).__name__}, not a function", path="function")
-    return function
-
-
 def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     return tokenizer
-
-
-def _parameters(name: str, function: Any) -> tuple[frozenset[str], frozenset[str], bool]:
-    """Names that may be passed, those that must be, and whether any other may be too."""
-    kinds = inspect.Parameter
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is kinds.POSITIONAL_ONLY for p in parameters):
-        raise ConfigError(
-            f"{name} has positional-only parameters", path="function", remedy="arguments are passed by keyword"
-        )
-    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    required = frozenset(p.name for p in named if p.default is kinds.empty)
-    return frozenset(p.name for p in named), required, any(p.kind is kinds.VAR_KEYWORD for p in parameters)
 
 
 def _sampled(batch: DataProto) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

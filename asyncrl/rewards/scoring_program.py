@@ -1,6 +1,6 @@
 """The program that a scoring process runs: user functions, one row at a time, away from the event loop.
 
-Started as a file, ``python scoring_program.py FD``, by :mod:`engines.reward.scoring_process`. It imports the standard
+Started as a file, ``python scoring_program.py FD``, by :mod:`asyncrl.rewards.scoring_process`. It imports the standard
 library and the user's module, nothing else, so that a start costs what the user's module costs.
 
 On the socket ``FD``, every message is 4 bytes of length (big endian) and a body. Requests are pickled, because columns
@@ -10,7 +10,8 @@ may hold any object and come from our own parent; replies are JSON, because they
     {"path": sys.path, "function": "module:name"}  ->
                                                    <-  {"ready": true} or {"error": traceback}
     {"completion": ..., "task": ...}               ->
-                                                   <-  {"value": 1.0}, {"not_a_number": repr} or {"error": traceback}
+                                                   <-  {"value": 1.0}, {"value": {"score": 1.0, "format": 0.5}},
+                                                       {"not_a_number": repr} or {"error": traceback}
 
 The function runs in the main thread (libraries that set alarms need that); a second thread watches the socket. When it
 closes, because the parent closed it or died, the whole process group is killed: nothing is left behind.
@@ -19,6 +20,7 @@ closes, because the parent closed it or died, the whole process group is killed:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -31,6 +33,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
@@ -56,8 +59,8 @@ def main() -> None:
 
 def _load(hello: dict[str, Any]) -> Callable[..., Any]:
     sys.path[:] = hello["path"]
-    module, _, attributes = hello["function"].partition(":")
-    part: Any = importlib.import_module(module)
+    module, _, attributes = hello["function"].rpartition(":")
+    part: Any = load_file(module) if module.endswith(".py") else importlib.import_module(module)
     for attribute in attributes.split("."):
         part = getattr(part, attribute)
     function: Callable[..., Any] = part
@@ -67,9 +70,39 @@ def _load(hello: dict[str, Any]) -> Callable[..., Any]:
 def _answer(function: Callable[..., Any], request: bytes) -> dict[str, Any]:
     try:
         value = function(**pickle.loads(request))  # noqa: S301  # from our own parent
-        return as_number(value)
+        return as_value(value)
     except BaseException:  # noqa: BLE001  # as above
         return {"error": traceback.format_exc()}
+
+
+def load_file(path: str) -> Any:
+    """The module in a file; what lies beside it can be imported by it."""
+    name, folder = Path(path).stem, str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def as_value(value: Any) -> dict[str, Any]:
+    """``{"value": ...}`` of a number, or of a table with a number ``score``; else ``{"not_a_number": why}``.
+
+    Of a table's other members those that are numbers stay: they are what the score was made of.
+    """
+    if not isinstance(value, dict):
+        return as_number(value)
+    if "score" not in value:
+        return {"not_a_number": f"a table without 'score': {repr(value)[:_REPR_CHARACTERS]}"}
+    score = as_number(value["score"])
+    if "not_a_number" in score:
+        return {"not_a_number": f"as 'score' {score['not_a_number']}"}
+    parts = {str(name): as_number(part).get("value") for name, part in value.items()}
+    return {"value": {name: part for name, part in parts.items() if part is not None}}
 
 
 def as_number(value: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl.errors import RewardError
 
-__all__ = ["ScoringProcess"]
+__all__ = ["ScoringProcess", "checked_value"]
 
 _log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("scoring_program.py")
@@ -32,7 +32,7 @@ class ScoringProcess:
     kills the process and its whole group, so a function that never returns, and what it started, is really gone.
 
     Args:
-        function: ``package.module:name``.
+        function: ``package.module:name``, or ``path/to/file.py:name``.
         start_deadline_s: longest time for starting Python and importing the module.
     """
 
@@ -48,11 +48,12 @@ class ScoringProcess:
         """Of the running process, None while there is none."""
         return self._process.pid if self._process is not None else None
 
-    async def call(self, arguments: dict[str, Any], *, deadline_s: float) -> float:
-        """The function's value for these keyword arguments.
+    async def call(self, arguments: dict[str, Any], *, deadline_s: float) -> float | dict[str, float]:
+        """The function's value for these keyword arguments: a number, or a table of numbers with ``score``.
 
         Raises:
-            RewardError: it raised, returned no finite number, took longer than ``deadline_s``, or its process died.
+            RewardError: it raised, returned no finite number, took longer than ``deadline_s``, or its process died;
+                ``how`` says which.
         """
         request = pickle.dumps(arguments)
         if self._process is not None and _ended(self._process.pid):
@@ -65,16 +66,16 @@ class ScoringProcess:
                 async with asyncio.timeout(deadline_s):
                     reply = await self._exchange(request)
             except TimeoutError:
-                raise RewardError(f"took longer than its deadline of {deadline_s:g} s and was killed") from None
+                raise RewardError(
+                    f"took longer than its deadline of {deadline_s:g} s and was killed", how="deadline"
+                ) from None
         except BaseException:
             # The process is in an unknown state, or still busy: whatever the reason, it goes.
             await self.stop()
             raise
         if "error" in reply:
-            raise RewardError(f"raised\n{reply['error']}")
-        if "not_a_number" in reply:
-            raise RewardError(f"returned {reply['not_a_number']}")
-        return float(reply["value"])
+            raise RewardError(f"raised\n{reply['error']}", how="raised")
+        return checked_value(reply)
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -115,7 +116,7 @@ class ScoringProcess:
             reply: dict[str, Any] = json.loads(await self._reader.readexactly(count))
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self.stop()
-            raise RewardError(f"its process ended {_how(code)}") from None
+            raise RewardError(f"its process ended {_how(code)}", how="died") from None
         return reply
 
     async def stop(self) -> int:
@@ -138,3 +139,15 @@ def _how(code: int) -> str:
 def _ended(pid: int) -> bool:
     """Whether our child has ended. It is left to be waited for, so that its id stays its own."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def checked_value(reply: dict[str, Any]) -> float | dict[str, float]:
+    """What :func:`asyncrl.rewards.scoring_program.as_value` made of a returned value.
+
+    Raises:
+        RewardError: it was no number.
+    """
+    if "not_a_number" in reply:
+        raise RewardError(f"returned {reply['not_a_number']}", how="value")
+    value: float | dict[str, float] = reply["value"]
+    return value

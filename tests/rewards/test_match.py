@@ -1,0 +1,84 @@
+"""Rules that compare texts, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.rewards.match import exact, gsm8k, json_schema, regex
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "options", "score"),
+    [
+        (" 4 \n", "4", {}, 1),
+        ("4", 4, {}, 1),
+        ("New  York", "New York", {}, 1),
+        ("new york", "New York", {}, 0),
+        ("new york", ["NY", "New York"], {"ignore_case": True}, 1),
+        ("it is <answer>3</answer> no, <answer> 4 </answer>", "4", {"tag": "answer"}, 1),
+        ("it is 4", "4", {"tag": "answer"}, 0),
+        ("<answer>4", "4", {"tag": "answer"}, 0),
+        ("e\u0301", "\u00e9", {}, 1),  # one letter, written in two ways
+    ],
+)
+def test_exact(answer: str, truth: Any, options: dict[str, Any], score: float):
+    assert exact(answer, truth, **options) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "score"),
+    [
+        ("<think>x</think>", {"pattern": r"(?s)^<think>.*</think>"}, 1),
+        ("x</think>", {"pattern": r"(?s)^<think>.*</think>"}, 0),
+        ("so 3, so 4", {"pattern": r"so (\d)", "group": 1}, 1),
+        ("so 4, so 3", {"pattern": r"so (\d)", "group": 1}, 0),
+        ("so 4", {"pattern": r"so (?P<n>\d)", "group": "n"}, 1),
+        ("nothing", {"pattern": r"so (\d)", "group": 1}, 0),
+    ],
+)
+def test_regex(answer: str, options: dict[str, Any], score: float):
+    assert regex(answer, "4", **options) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ('{"n": 3}', 1),
+        ('Here:\n```json\n{"n": 3}\n```', 1),
+        ('```json\n{"n": 3}\n```\nno:\n```\n{"n": "x"}\n```', 0),
+        ('{"n": 3', 0),
+        ("[]", 0),
+        ("[" * 100_000, 0),
+    ],
+)
+def test_json_schema(answer: str, score: float):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    assert json_schema(answer, None, {}, schema=schema) == score
+    assert json_schema(answer, None, {"schema": '{"type": "object", "required": ["n"], '
+                                      '"properties": {"n": {"type": "integer"}}}'}) == score  # fmt: skip
+
+
+def test_a_row_without_a_schema_is_wrong_not_the_answer():
+    with pytest.raises(ValueError, match="needs a schema"):
+        json_schema("{}", None, {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "strict", "score"),
+    [
+        ("2 + 2 = 4\n#### 4", True, 1),
+        ("#### 3\n#### 1,004.0", True, 0),
+        ("it is 4", True, 0),
+        ("it is 3, no 4", False, 1),
+        ("#### x", True, 0),
+    ],
+)
+def test_gsm8k(answer: str, strict: bool, score: float):
+    assert gsm8k(answer, "4", strict=strict) == score
+
+
+def test_numbers_of_gsm8k_may_have_commas():
+    assert gsm8k("#### 1,004", "1004") == 1
+    assert gsm8k("#### 1004", "1,004") == 1

@@ -1,0 +1,99 @@
+"""Which rule judges which row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.rule import Answer, Verdict
+from asyncrl.rewards.rulebook import DEFAULT_RULES, Rulebook
+
+
+class Length:
+    """A rule of a class: a share of the longest answer."""
+
+    def __init__(self, *, longest: int = 10) -> None:
+        self.longest = longest
+
+    async def judge(self, answer: Answer) -> Verdict:
+        return Verdict(score=len(answer.solution_str) / self.longest)
+
+    async def close(self) -> None:
+        pass
+
+
+async def shout(solution_str: str, *, marks: str) -> float:
+    return float(solution_str.endswith(marks))
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.syspath_prepend(request.path.parent)
+
+
+LENGTH, SHOUT = "test_rulebook:Length", "test_rulebook:shout"
+
+
+async def score(rules: Rulebook, text: str, source: str = "x") -> Verdict:
+    try:
+        return await rules.judge(Answer(data_source=source, solution_str=text, ground_truth=None))
+    finally:
+        await rules.close()
+
+
+async def test_one_rule_for_all_by_name_table_or_sum():
+    assert (await score(Rulebook(LENGTH), "abcde")).score == 0.5
+    assert (await score(Rulebook({"rule": LENGTH, "longest": 5}), "abcde")).score == 1.0
+    both = [{"rule": LENGTH, "weight": 2, "name": "length"}, {"rule": SHOUT, "marks": "!", "weight": 0.5}]
+    assert await score(Rulebook(both), "abcd!") == Verdict(score=1.5, parts={"length": 0.5, "shout": 1.0})
+
+
+async def test_the_first_pattern_that_fits_counts_and_the_rest_gets_the_rule_of_all():
+    rules = Rulebook(LENGTH, {"loud/*": {"rule": SHOUT, "marks": "!"}, "loud/long": LENGTH})
+    assert (await score(rules, "ab!", "loud/long")).score == 1.0
+    assert (await score(rules, "ab!", "quiet")).score == 0.3
+    assert (await score(rules, "ab!", "openai/gsm8k")).score == 0.3
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("math_dapo", "math"),
+        ("aime24", "math"),
+        ("numina_olympiads", "math"),
+        ("codecontests", "code"),
+        ("reasoning_gym/leg_counting", "reasoning_gym"),
+        ("searchR1_nq", "exact"),
+    ],
+)
+def test_sources_that_verl_knows_have_a_rule(source: str, rule: str):
+    assert DEFAULT_RULES[Rulebook().pattern(source)] == rule
+
+
+@pytest.mark.parametrize(
+    ("reward", "rewards", "told", "path"),
+    [
+        (None, {}, "no rule judges rows of the data source 'x'", "env.options.rewards.x"),
+        ({"rule": LENGTH, "longst": 3}, {}, "no option 'longst'; did you mean 'longest'", "env.options.reward.longst"),
+        ({"rule": SHOUT}, {}, "needs the option 'marks'", "env.options.reward.marks"),
+        ({"rule": SHOUT, "marks": "!", "mark": 1}, {}, "has no option 'mark'", "env.options.reward.mark"),
+        ([], {}, "names no rule", "env.options.reward"),
+        ({"weight": 1}, {}, "names no rule", "env.options.reward"),
+        ([{"rule": LENGTH, "weight": "x"}], {}, "weight is 'x'", "env.options.reward.weight"),
+        ([LENGTH, LENGTH], {}, "two rules called 'Length'", "env.options.reward"),
+        ("absent_module:f", {}, "cannot be imported", "env.options.reward"),
+        ("/absent/file.py:f", {}, "/absent/file.py: no such file", None),
+        (None, {"x": "lenght"}, "no reward rule named 'lenght'", "env.options.rewards.x"),
+    ],
+)
+def test_what_cannot_be_used_is_told_before_anything_starts(
+    reward: Any, rewards: dict[str, Any], told: str, path: str | None
+):
+    with pytest.raises(ConfigError, match=told) as caught:
+        Rulebook(reward, rewards, key="env.options").check(["x"])
+    if path is not None:
+        assert caught.value.path == path

@@ -1,0 +1,121 @@
+"""Foreign programs: held apart, limited, and gone at their deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from asyncrl.rewards.sandbox import ProgramEnd, SandboxLimits, run_program
+
+QUICK = SandboxLimits(deadline_s=3.0)
+
+
+async def run(program: str, *, stdin: str = "", limits: SandboxLimits = QUICK) -> ProgramEnd:
+    return await run_program({"main.py": program}, "main.py", stdin=stdin, limits=limits)
+
+
+async def isolated(*kinds: str) -> None:
+    """Skip where the system does not allow it; a sandbox without it still limits and kills."""
+    end = await run("")
+    missing = [kind for kind in kinds if not getattr(end.isolation, kind)]
+    if missing:
+        pytest.skip(f"this system does not allow a program its own {', '.join(missing)}")
+
+
+def left_behind() -> list[str]:
+    return [path.name for path in Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*")]
+
+
+async def test_a_program_reads_and_writes():
+    before = left_behind()
+    end = await run("import sys; print(input()[::-1]); print('ill', file=sys.stderr); sys.exit(3)", stdin="abc\n")
+    assert (end.how, end.code, end.stdout, end.stderr) == ("exited", 3, "cba\n", "ill\n")
+    assert left_behind() == before
+
+
+async def test_it_sees_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    end = await run("import os; print(sorted(os.environ), os.getcwd() == os.environ['HOME'])")
+    assert "OPENAI_API_KEY" not in end.stdout
+    assert end.stdout.endswith("True\n")
+
+
+async def test_it_is_gone_at_its_deadline_with_what_it_started(tmp_path: Path):
+    await isolated("processes")
+    program = """
+import os, time
+if os.fork() == 0:
+    os.setsid()    # out of the group: only a process tree of its own catches these
+    os.fork()
+    time.sleep(3600)
+print("begun", flush=True)
+time.sleep(3600)
+"""
+    processes = set(Path("/proc").iterdir())
+    end = await run(program, limits=SandboxLimits(deadline_s=0.5))
+    assert (end.how, end.stdout) == ("deadline", "begun\n")
+    new = [path for path in set(Path("/proc").iterdir()) - processes if path.name.isdigit()]
+    assert not [path for path in new if b"main.py" in _command(path)]
+
+
+def _command(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("program", "limits", "how"),
+    [
+        ("while True: pass", SandboxLimits(deadline_s=0.3), "deadline"),
+        ("while True: print('x' * 1000)", SandboxLimits(deadline_s=3, output_bytes=10_000), "output"),
+        ("import os; os.kill(os.getpid(), 11)", QUICK, "killed"),
+    ],
+)
+async def test_how_it_ended_is_told(program: str, limits: SandboxLimits, how: str):
+    assert (await run(program, limits=limits)).how == how
+
+
+async def test_memory_and_files_have_an_end():
+    limits = SandboxLimits(deadline_s=3, memory_bytes=256 << 20, file_bytes=1 << 20)
+    end = await run("try:\n    x = bytearray(1 << 30)\nexcept MemoryError:\n    print('no more')", limits=limits)
+    assert end.stdout == "no more\n"
+    end = await run(
+        "try:\n    open('x', 'wb').write(bytes(1 << 22))\nexcept OSError:\n    print('full')", limits=limits
+    )
+    assert end.how == "killed" or end.stdout == "full\n"
+
+
+async def test_there_is_no_network():
+    await isolated("network")
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        end = await run(f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=1)")
+    assert end.code == 1
+    assert "unreachable" in end.stderr or "refused" in end.stderr
+
+
+async def test_files_of_this_machine_can_be_read_but_not_changed(tmp_path: Path):
+    await isolated("files")
+    (tmp_path / "ours").write_text("whole")
+    path = str(tmp_path / "ours")
+    program = f"print(open({path!r}).read()); open('mine', 'w').write('x'); open({path!r}, 'w')"
+    end = await run(program)
+    assert end.stdout == "whole\n"
+    assert "Read-only file system" in end.stderr
+    assert (tmp_path / "ours").read_text() == "whole"
+
+
+async def test_a_call_that_is_cancelled_leaves_nothing():
+    before = left_behind()
+    call = asyncio.create_task(run("import time; time.sleep(3600)", limits=SandboxLimits(deadline_s=60)))
+    await asyncio.sleep(0.2)  # into the program, or on the way there: either is fine
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert left_behind() == before

@@ -1,0 +1,167 @@
+"""Rewards that others compute: over HTTP, and by a language model as a judge."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RewardError
+from asyncrl.rewards.rule import Answer, RewardRule, Verdict
+from asyncrl.rewards.service import HTTPRule, JudgeRule
+
+ANSWER = Answer(
+    data_source="essays",
+    solution_str="Paris {ground_truth}",
+    ground_truth="Paris",
+    extra_info={"index": 1},
+    prompt=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Capital of France?"}),
+)
+
+Reply = Callable[[dict[str, Any]], web.Response]
+
+
+class Service:
+    """A server on this machine that keeps what it was asked, and answers with its replies in turn."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.paths: list[str] = []
+        self._replies = list(replies)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        self.keys.append(request.headers.get("Authorization", ""))
+        self.paths.append(request.path)
+        reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
+        return reply() if callable(reply) else web.json_response(reply)
+
+
+@asynccontextmanager
+async def serving(service: Service) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/{path:.*}", service.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def verdict(rule: RewardRule) -> Verdict:
+    try:
+        return await rule.judge(ANSWER)
+    finally:
+        await rule.close()
+
+
+def status(code: int, text: str = "") -> Callable[[], web.Response]:
+    return lambda: web.Response(status=code, text=text)
+
+
+async def test_verls_arguments_go_out_and_a_number_comes_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REWARD_KEY", "k")
+    service = Service({"score": 0.5, "style": 1})
+    async with serving(service) as url:
+        assert await verdict(HTTPRule(url=f"{url}/score", api_key_env="REWARD_KEY")) == Verdict(
+            score=0.5, parts={"style": 1.0}
+        )
+    (body,) = service.asked
+    assert body == {**ANSWER.as_arguments(), "prompt": list(ANSWER.prompt)}
+    assert (service.keys, service.paths) == (["Bearer k"], ["/score"])
+
+
+async def test_what_may_pass_is_tried_again():
+    service = Service(status(503), status(429), 1)
+    async with serving(service) as url:
+        assert await verdict(HTTPRule(url=url)) == Verdict(score=1.0)
+    assert len(service.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "told"),
+    [
+        (status(404, "no such rule"), RewardError, "refused a request with status 404: no such rule"),
+        (status(302), RewardError, "status 302"),
+        (status(200, "high"), RewardError, "what is no JSON: high"),
+        ({"value": 1}, RewardError, "a table without 'score'"),
+        ("high", RewardError, "'high' of type str"),
+        (status(500, "ill"), EnvironmentDeadlineError, "no answer within 0.4 s; last: status 500: ill"),
+    ],
+)
+async def test_no_failure_is_a_score(reply: Any, error: type[Exception], told: str):
+    async with serving(Service(reply)) as url:
+        with pytest.raises(error, match=told):
+            await verdict(HTTPRule(url=url, deadline_s=0.4))
+
+
+async def test_a_service_that_is_not_there_costs_the_rollout():
+    async with serving(Service(1)) as url:
+        pass
+    with pytest.raises(EnvironmentDeadlineError, match="ClientConnectorError"):
+        await verdict(HTTPRule(url=url, deadline_s=0.3))
+
+
+def completion(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+
+
+async def test_a_judge_is_asked_by_chat_and_its_last_score_counts():
+    service = Service(completion("Not Score: 2 but good.\nScore: 8"))
+    async with serving(service) as url:
+        assert await verdict(JudgeRule(base_url=f"{url}/v1/", model="judge")) == Verdict(score=0.8)
+    (body,) = service.asked
+    assert service.paths == ["/v1/chat/completions"]
+    assert (body["model"], body["temperature"]) == ("judge", 0.0)
+    text = body["messages"][0]["content"]
+    assert "Question:\nCapital of France?" in text
+    assert "Answer to grade:\nParis {ground_truth}" in text  # an answer fills in nothing
+    assert "from 0 (wrong) to 10" in text
+
+
+async def test_votes_are_averaged_and_their_agreement_told():
+    service = Service(completion("Score: 2"), completion("Score: 2"), completion("Score: 5"))
+    async with serving(service) as url:
+        rule = JudgeRule(base_url=url, model="judge", votes=3, low=1, high=5, concurrency=1)
+        found = await verdict(rule)
+    assert found.score == pytest.approx((0.25 + 0.25 + 1) / 3)
+    assert found.parts == {"agreement": pytest.approx(2 / 3)}
+    assert len({body["seed"] for body in service.asked}) == 3
+
+
+async def test_a_judge_that_writes_no_score_is_asked_again_then_costs_the_rollout():
+    service = Service(completion("Good!"), completion("Score: 99"), completion("Score: 10"))
+    async with serving(service) as url:
+        assert (await verdict(JudgeRule(base_url=url, model="judge"))).score == 1.0
+    async with serving(Service(completion("Good!"))) as url:
+        with pytest.raises(EnvironmentFailure, match="wrote no score from 0 to 10 in 3 attempts; last: 'Good!'"):
+            await verdict(JudgeRule(base_url=url, model="judge"))
+    async with serving(Service({"error": "no such model"})) as url:
+        with pytest.raises(RewardError, match="no chat completion"):
+            await verdict(JudgeRule(base_url=url, model="judge"))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: HTTPRule(url="ftp://x"), "url is"),
+        (lambda: HTTPRule(url="http://x", deadline_s=0), "deadline_s is 0"),
+        (lambda: HTTPRule(url="http://x", concurrency=0), "concurrency is 0"),
+        (lambda: HTTPRule(url="http://x", api_key_env="ABSENT_KEY"), "ABSENT_KEY, which is not set"),
+        (lambda: JudgeRule(base_url="http://x", model="m", pattern="("), "pattern"),
+        (lambda: JudgeRule(base_url="http://x", model="m", pattern="x"), "its first group|pattern is 'x'"),
+        (lambda: JudgeRule(base_url="http://x", model="m", low=1, high=1), "the scale"),
+        (lambda: JudgeRule(base_url="http://x", model="m", votes=0), "votes is 0"),
+        (lambda: JudgeRule(base_url="http://x", model="m", prompt="grade it"), "no {answer}"),
+    ],
+)
+def test_what_cannot_be_used_is_told(make: Callable[[], Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        make()

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Closable",
+    "CountedTasks",
     "DroppedGroup",
     "EngineHealth",
     "Environment",
@@ -74,6 +75,7 @@ __all__ = [
     "SeparateEngine",
     "Step",
     "Task",
+    "TextTracker",
     "TokenGenerator",
     "Tool",
     "TopLogProbs",
@@ -525,6 +527,14 @@ class PromptFitting(Protocol):
 
 
 @runtime_checkable
+class CountedTasks(Protocol):
+    """An environment factory with an end of held-out tasks: after so many they come again."""
+
+    @property
+    def held_out_rows(self) -> int: ...
+
+
+@runtime_checkable
 class Closable(Protocol):
     """An environment factory that holds something its environments share: it is closed after the last of them."""
 
@@ -753,3 +763,10 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TextTracker(Tracker, Protocol):
+    """One that shows texts too: trajectories, to be read."""
+
+    def log_text(self, name: str, text: str, *, step: int) -> None: ...

@@ -15,7 +15,16 @@ from .output import quiet_pipe, show
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-__all__ = ["check_outside", "eval_command", "generate_command", "plot_command", "sft_command", "train_command"]
+__all__ = [
+    "check_outside",
+    "eval_command",
+    "export_command",
+    "generate_command",
+    "plot_command",
+    "sft_command",
+    "train_command",
+    "trajectories_command",
+]
 
 
 def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -53,19 +62,35 @@ def sft_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def eval_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     """``asyncrl eval``."""
+    if namespace.answers is not None:
+        from asyncrl.pipeline.answers_file import read_answers
+        from asyncrl.pipeline.scores import summarise_answers
+
+        _show_scores(summarise_answers(read_answers(namespace.answers)), as_json=namespace.json)
+        return 0
     config = _configuration(namespace.file, settings)
+    _check_data(namespace.data)
     if namespace.dry_run:
         return _dry_run(config)
     from asyncrl.pipeline.run import evaluate
 
-    summary = evaluate(config, checkpoint=_existing(namespace.checkpoint, "--checkpoint"))
-    _show_summary(summary, as_json=namespace.json)
+    summary = evaluate(
+        config,
+        checkpoint=_existing(namespace.checkpoint, "--checkpoint"),
+        data=namespace.data,
+        tasks=namespace.tasks,
+        samples=namespace.samples,
+        temperature=namespace.temperature,
+        out=namespace.out,
+    )
+    _show_scores(summary, as_json=namespace.json)
     return 0
 
 
 def generate_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     """``asyncrl generate``."""
     config = _configuration(namespace.file, settings)
+    _check_data(namespace.data)
     if namespace.dry_run:
         return _dry_run(config)
     from asyncrl.pipeline.run import generate
@@ -73,13 +98,36 @@ def generate_command(namespace: argparse.Namespace, settings: Sequence[str]) -> 
     answers = generate(
         config,
         prompt=namespace.prompt,
+        data=namespace.data,
         tasks=namespace.tasks,
+        samples=namespace.samples,
+        temperature=namespace.temperature,
         checkpoint=_existing(namespace.checkpoint, "--checkpoint"),
         out=namespace.out,
     )
     for answer in answers:
         if namespace.out is None:
             show(_json(answer))
+    return 0
+
+
+def export_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl export``."""
+    del settings
+    from asyncrl.pipeline.export import export
+
+    summary = export(namespace.run, namespace.out, step=namespace.step, part=namespace.part)
+    _show_summary({name: value for name, value in summary.items() if value is not None}, as_json=namespace.json)
+    return 0
+
+
+def trajectories_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl trajectories``."""
+    del settings
+    from asyncrl.telemetry.trajectory_text import trajectories_of
+
+    for text in trajectories_of(namespace.run, step=namespace.step, last=namespace.last):
+        show(f"{'-' * 80}\n{text}")
     return 0
 
 
@@ -161,6 +209,24 @@ def _show_summary(summary: Mapping[str, Any], *, as_json: bool) -> None:
 
     width = max(map(len, summary), default=0)
     show("\n".join(f"{name:<{width}}  {format_value(name, value)}" for name, value in summary.items()))
+
+
+def _show_scores(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        _show_json(summary)
+        return
+    plain = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+    lines = {**plain, **{f"reward/{name}": value for name, value in summary["reward_parts"].items()}}
+    tables = {"": summary["scores"], **{f"{source}  ": scores for source, scores in summary["by_data_source"].items()}}
+    scores = {prefix + name: str(value) for prefix, table in tables.items() for name, value in table.items()}
+    _show_summary({**lines, **scores}, as_json=False)
+
+
+def _check_data(data: Sequence[str] | None) -> None:
+    if data is not None:
+        from asyncrl.datasets.source import check_files
+
+        check_files(data, key="--data")
 
 
 def _show_json(summary: Mapping[str, Any]) -> None:

@@ -152,8 +152,12 @@ def command_line() -> CommandLine:
     sft = add("sft", "only the supervised warm start", settings=True)
     options["sft"] += [sft.add_argument("--json", action="store_true", help="print the summary as JSON")]
 
-    evaluate = add("eval", "measure the held-out score", settings=True)
+    evaluate = add("eval", "measure the held-out score: avg@k and pass@k with intervals", settings=True)
     options["eval"] += [
+        *add_answer_options(evaluate, tasks="held-out tasks (eval.tasks, or all rows of --data)"),
+        evaluate.add_argument(
+            "--answers", type=Path, metavar="FILE", help="score the answers in a file, without a model"
+        ),
         evaluate.add_argument(
             "--checkpoint", type=Path, metavar="DIR", help="weights to measure; else the model's own"
         ),
@@ -162,9 +166,8 @@ def command_line() -> CommandLine:
     generate = add("generate", "generate answers and print them as JSON lines", settings=True)
     options["generate"] += [
         generate.add_argument("--prompt", metavar="TEXT", help="answer this instead of tasks of the environment"),
-        generate.add_argument("--tasks", type=_count, default=4, metavar="N", help="held-out tasks to answer (4)"),
+        *add_answer_options(generate, tasks="held-out tasks to answer (4, or all rows of --data)"),
         generate.add_argument("--checkpoint", type=Path, metavar="DIR", help="weights to use; else the model's own"),
-        generate.add_argument("--out", type=Path, metavar="FILE", help="write the JSON lines there instead"),
     ]
     simulate = add("simulate", "simulate a planned run: step time, idle time, staleness, waste", settings=True)
     options["simulate"] += [simulate.add_argument("--json", action="store_true", help="print the forecast as JSON")]
@@ -179,6 +182,20 @@ def command_line() -> CommandLine:
     plot.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     plot.add_argument("--out", type=Path, metavar="FILE", help="picture to write, .png, .svg or .pdf (RUN/plot.png)")
 
+    shown = add("trajectories", "print the trajectories that a run wrote down", settings=False)
+    shown.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    shown.add_argument("--step", type=_count, metavar="N", help="only those for training step N")
+    shown.add_argument("--last", type=_count, metavar="K", help="only the last K")
+
+    exported = add("export", "write a run's weights as a plain model folder", settings=False)
+    exported.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    exported.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    exported.add_argument("--step", type=_count, metavar="N", help="version of the weights (the newest checkpoint)")
+    exported.add_argument(
+        "--part", choices=("model", "adapter"), default="model", help="with LoRA: merged, or the adapters apart (model)"
+    )
+    exported.add_argument("--json", action="store_true", help="print the summary as JSON")
+
     add_serve_options(add("serve", "serve a model: OpenAI, Anthropic, tokens, sessions", settings=False))
     add_pool_options(add("pool", "look at a served pool, or change it", settings=False))
     add_engine_options(add("engine", "make or check the environment of vLLM or SGLang", settings=False))
@@ -186,6 +203,34 @@ def command_line() -> CommandLine:
     doctor = add("doctor", "check what this machine has and what is missing", settings=False)
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     return CommandLine(parser, options)
+
+
+def add_answer_options(command: argparse.ArgumentParser, *, tasks: str) -> list[argparse.Action]:
+    """What ``eval`` and ``generate`` share."""
+    return [
+        command.add_argument("--data", action="append", metavar="FILE", help="rows of these files instead"),
+        command.add_argument("--tasks", type=_count, metavar="N", help=tasks),
+        command.add_argument("--samples", type=_count, default=1, metavar="K", help="answers to each task (1)"),
+        command.add_argument(
+            "--temperature", type=_temperature, metavar="T", help="0 is greedy (greedy for one sample, else the file's)"
+        ),
+        command.add_argument(
+            "--out",
+            type=Path,
+            metavar="FILE",
+            help="file for the answers, .jsonl or .parquet; one that was begun is gone on with",
+        ),
+    ]
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 100")
+    return value
 
 
 def _count(text: str) -> int:

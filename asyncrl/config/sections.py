@@ -296,7 +296,7 @@ class TelemetryConfig(Section):
     """What is told about a run while it goes on."""
 
     trackers: Texts = ()
-    """Trackers besides the run's own files: `tensorboard`, `wandb`, or `package.module:Tracker`."""
+    """Trackers besides the run's own files: `tensorboard`, `trackio`, `wandb`, or `package.module:Tracker`."""
     trajectories_per_step: Annotated[int, Field(ge=0, le=100_000)] = 1
     """Trajectories of each training step written out as text, for reading."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.interfaces import Tracker
+from asyncrl.interfaces import TextTracker, Tracker
 from asyncrl.pipeline.driver import StepRecord
 from asyncrl.pipeline.evaluation import EvaluationResult
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.trajectory_text import trajectory_text
 
 __all__ = ["Recorder"]
 
@@ -90,7 +91,10 @@ class Recorder:
 
     def sampled(self, trajectory: dict[str, Any], *, step: int, slot: int) -> None:
         """As :meth:`asyncrl.pipeline.driver.Observer.sampled`."""
-        self._run.log_trajectory({"step": step, "slot": slot, **trajectory})
+        record = {"step": step, "slot": slot, **trajectory}
+        self._run.log_trajectory(record)
+        if isinstance(self._tracker, TextTracker):
+            self._tracker.log_text("trajectory", trajectory_text(record), step=step)
 
     def _log(self, metrics: Mapping[str, float], *, step: int, version: int) -> None:
         self._run.log_metrics(metrics, step=step, version=version)

@@ -6,23 +6,24 @@ Each makes its own event loop, takes Ctrl-C and SIGTERM, and leaves no process, 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl.agents.chat import ChatRenderer, load_renderer
 from asyncrl.config import Config, EnvConfig, load_config
-from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.pipeline.assembly import Assembly, import_once
+from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure
+from asyncrl.interfaces import CountedTasks
+from asyncrl.pipeline.answers import FailedTask, answer_tasks
+from asyncrl.pipeline.answers_file import AnswersFile
+from asyncrl.pipeline.assembly import Assembly, chat_options, fit_prompts, import_once
 from asyncrl.pipeline.checkpoint import Checkpoints, is_checkpoint, read_driver_state
-from asyncrl.pipeline.evaluation import evaluate as evaluate_pool
 from asyncrl.pipeline.interruption import run_to_end
+from asyncrl.pipeline.scores import summarise_answers
 from asyncrl.pipeline.training_run import TrainingRun, model_folder
-from asyncrl.rollout.prompts import derive_seed, prompt_rows
 from asyncrl.telemetry.log import open_log
 from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -68,74 +69,180 @@ def sft(config: Config) -> dict[str, Any]:
     return _in_run(config, run, lambda training: training.supervise_only(), checkpoint=None)
 
 
-def evaluate(config: Config, *, checkpoint: Path | None = None) -> dict[str, Any]:
-    """Score the held-out tasks greedily with the configured model, or with a checkpoint's.
+def evaluate(
+    config: Config,
+    *,
+    checkpoint: Path | None = None,
+    data: Sequence[str] | None = None,
+    tasks: int | None = None,
+    samples: int = 1,
+    temperature: float | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Score the held-out tasks with the configured model, or with a checkpoint's.
 
-    Returns the fields of :class:`asyncrl.pipeline.evaluation.EvaluationResult`.
+    Args:
+        config: model, environment and sampling.
+        checkpoint: weights of a run, a checkpoint or a model folder.
+        data: files of prompts, in place of the environment's held-out tasks (:mod:`asyncrl.datasets`).
+        tasks: how many; by default ``eval.tasks``, or all rows of ``data``.
+        samples: answers to each task.
+        temperature: greedy by default with one sample, else ``rollout.temperature``.
+        out: file that the answers go to; an unfinished one is gone on with.
+
+    Returns:
+        ``scores`` with intervals (:func:`asyncrl.pipeline.scores.score_tasks`), of each data source too where there are
+        several, and what else is worth knowing of the answers.
 
     Raises:
-        ConfigError: there is no task to score.
+        ConfigError: there is no task to score, or a value cannot be used.
+        EnvironmentFailure: some tasks could not be judged; what was answered stays in ``out``.
     """
-    if not config.eval.tasks:
+    if tasks is None and data is None and not config.eval.tasks:
         raise ConfigError("eval.tasks = 0: there is nothing to score", path="eval.tasks", remedy="at least 1")
-
-    async def main() -> dict[str, Any]:
-        async with _serving(config, checkpoint) as assembly:
-            result = await evaluate_pool(
-                assembly.pool,
-                assembly.environments,
-                tasks=config.eval.tasks,
-                seed=config.seed,
-                success_reward=config.eval.success_reward,
-            )
-            return asdict(result)
-
-    return run_to_end(main())
+    config = with_data(config, data) if data is not None else config
+    answers, version = _answer(
+        config,
+        checkpoint=checkpoint,
+        tasks=tasks if tasks is not None or data is not None else config.eval.tasks,
+        samples=samples,
+        sampling=_eval_sampling(config, samples=samples, temperature=temperature),
+        out=out,
+    )
+    return {"weight_version": version, **summarise_answers(answers, success_reward=config.eval.success_reward)}
 
 
 def generate(
     config: Config,
     *,
     prompt: str | None = None,
-    tasks: int = 1,
+    data: Sequence[str] | None = None,
+    tasks: int | None = None,
+    samples: int = 1,
+    temperature: float | None = None,
     checkpoint: Path | None = None,
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Roll out and show whole conversations: of ``tasks`` held-out tasks, or of one user ``prompt`` without tools.
+    """Answer held-out tasks, the rows of files, or one user ``prompt`` without tools; returns a record per answer.
 
-    Returns one record per conversation (``task``, ``text``, ``reward``, ...), also written to ``out`` as JSON lines.
-
-    Raises:
-        ConfigError: ``out`` lies in no folder.
+    Arguments and errors are those of :func:`evaluate`; records those of :func:`asyncrl.pipeline.answers.answer_record`.
+    Rows of files are judged where the configured environment is a data set with rules; else rewards are 0, and the part
+    ``judged`` says so.
     """
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out = {str(out)!r}: its folder does not exist", path="--out", remedy="make the folder")
     if prompt is not None:
         single = EnvConfig(name="asyncrl.agents.single_turn:SingleTurnFactory", options={"prompt": prompt})
         config, tasks = config.model_copy(update={"env": single}), 1
-
-    async def main() -> list[dict[str, Any]]:
-        async with _serving(config, checkpoint) as assembly:
-            return list(await asyncio.gather(*(_show(assembly, number) for number in range(tasks))))
-
-    records = run_to_end(main())
-    if out is not None:
-        out.write_text("".join(json.dumps(record, default=str) + "\n" for record in records), encoding="utf-8")
-    return records
+    elif data is not None:
+        config = with_data(config, data, reward="none")
+    elif tasks is None:
+        tasks = 4
+    sampling = _eval_sampling(config, samples=samples, temperature=temperature)
+    answers, _ = _answer(config, checkpoint=checkpoint, tasks=tasks, samples=samples, sampling=sampling, out=out)
+    return answers
 
 
-async def _show(assembly: Assembly, number: int) -> dict[str, Any]:
-    task = assembly.environments.task(number, split="held_out")
-    seed = derive_seed(assembly.config.seed, "eval", number)
-    rows = prompt_rows([task], slot=number, seeds=[seed], purpose="eval", sample=True)
-    header = await (await assembly.pool.rollout(rows)).header()
-    record: dict[str, Any] = header.meta_info["sample"]
-    return record
+def with_data(config: Config, data: Sequence[str], *, reward: str | None = None) -> Config:
+    """The same with the rows of files as held-out tasks; ``reward`` where the configuration has no rules for rows."""
+    options: dict[str, Any] = {"reward": reward} if reward is not None else {}
+    if config.env.name in DATASET_NAMES:
+        options = {key: value for key, value in config.env.options.items() if key not in DATASET_FILES}
+    env = config.env.model_copy(
+        update={"name": DATASET_NAMES[1], "options": {**options, "held_out": list(data)}, "max_turns": 1}
+    )
+    return config.model_copy(update={"env": env})
+
+
+DATASET_NAMES = ("dataset", "asyncrl.agents.dataset:DatasetFactory")
+DATASET_FILES = ("files", "sources", "held_out", "held_out_share", "order", "demonstrations")
+
+
+def _eval_sampling(config: Config, *, samples: int, temperature: float | None) -> dict[str, Any]:
+    if samples < 1:
+        raise ConfigError(f"--samples = {samples}", path="--samples", remedy="1 or more")
+    if temperature is None and samples == 1:
+        return {}  # greedy
+    if temperature is None:
+        temperature = config.rollout.temperature
+    if samples > 1 and temperature == 0:
+        raise ConfigError(
+            "--samples: greedy answers to one task are all the same", path="--samples", remedy="give a --temperature"
+        )
+    return {"temperature": temperature}
+
+
+def _answer(
+    config: Config,
+    *,
+    checkpoint: Path | None,
+    tasks: int | None,
+    samples: int,
+    sampling: Mapping[str, Any],
+    out: Path | None,
+) -> tuple[list[dict[str, Any]], int]:
+    """Answers to the first held-out tasks (of a data set to all, where ``tasks`` is None), and their version."""
+    settings = {
+        "model": config.model.model_dump(mode="json"),
+        "env": config.env.model_dump(mode="json"),
+        "rollout": {name: getattr(config.rollout, name) for name in ("max_new_tokens", "max_tokens", "stop")},
+        "sampling": dict(sampling),
+        "samples": samples,
+        "seed": config.seed,
+        "checkpoint": str(checkpoint) if checkpoint is not None else None,
+    }
+    file = AnswersFile(out, settings=settings, samples=samples) if out is not None else None
+    failed: list[FailedTask] = []
+    answers: list[dict[str, Any]] = []
+
+    async def main() -> int:
+        async with _serving(config, checkpoint) as (assembly, renderer):
+            environments = assembly.environments
+            rows = environments.held_out_rows if isinstance(environments, CountedTasks) else None
+            if tasks is None and rows is None:
+                raise ConfigError("there is no end of tasks here", path="--tasks", remedy="say how many with --tasks")
+            wanted = min(count for count in (tasks, rows) if count is not None)
+            done = file.done if file is not None else frozenset()
+            progress = make_progress(config.telemetry.progress)
+            try:
+                progress.stage("answer", wanted)
+                progress.advance(len(done & set(range(wanted))))
+                async for answered in answer_tasks(
+                    assembly.pool,
+                    environments,
+                    (number for number in range(wanted) if number not in done),
+                    renderer=renderer,
+                    samples=samples,
+                    seed=config.seed,
+                    sampling=sampling,
+                ):
+                    if isinstance(answered, FailedTask):
+                        failed.append(answered)
+                    else:
+                        (file.append if file is not None else answers.extend)(answered)
+                    progress.advance()
+            finally:
+                progress.close()
+            return assembly.pool.weight_version
+
+    try:
+        version = run_to_end(main())
+        if failed:
+            first = min(failed, key=lambda each: each.number)
+            kept = f"; the others are in {out}: the same command tries only these again" if out is not None else ""
+            raise EnvironmentFailure(
+                f"{len(failed)} tasks could not be answered, first task {first.number}: {first.failure}{kept}"
+            ) from first.failure
+        if file is not None:
+            answers = file.finish()
+    finally:
+        if file is not None:
+            file.close()
+    answers.sort(key=lambda each: (each["task_number"], each["sample"]))
+    return answers, version
 
 
 @asynccontextmanager
-async def _serving(config: Config, checkpoint: Path | None) -> AsyncIterator[Assembly]:
-    """Rollout replicas alone, serving the configured model or a checkpoint's."""
+async def _serving(config: Config, checkpoint: Path | None) -> AsyncIterator[tuple[Assembly, ChatRenderer]]:
+    """Rollout replicas alone, serving the configured model or a checkpoint's, and its renderer."""
     run = RunDirectory.create(config.runs, f"{config.name}-eval")
     _quiet_vendors(config)
     assembly = Assembly(config, log_folder=run.logs)
@@ -145,9 +252,12 @@ async def _serving(config: Config, checkpoint: Path | None) -> AsyncIterator[Ass
             model = await asyncio.to_thread(model_folder, config, run, assembly.environments)
         else:
             model = str(_weights_of(checkpoint))
+        renderer = await asyncio.to_thread(load_renderer, model, **chat_options(config))
+        if note := await asyncio.to_thread(fit_prompts, config, assembly.environments, model):
+            logging.getLogger("asyncrl").warning(note)
         await assembly.start(roles=("rollout",))
         await assembly.pool.start(model, weight_version=0)
-        yield assembly
+        yield assembly, renderer
     finally:
         await assembly.aclose()
         run.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +26,20 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def prompt_rows(
-    tasks: Sequence[Task], *, slot: int, seeds: Sequence[int], purpose: str, sample: bool = False, record: bool = False
+    tasks: Sequence[Task],
+    *,
+    slot: int,
+    seeds: Sequence[int],
+    purpose: str,
+    sample: bool = False,
+    record: bool = False,
+    sampling: Mapping[str, Any] | None = None,
 ) -> DataProto:
     """Rows [B] for :meth:`RolloutWorker.rollout`, all of one slot, numbered 0..B-1.
 
     Columns: ``slot`` and ``row`` [B] int64, ``seed`` [B] int64, non-tensor ``task``. ``purpose`` names the account the
     tokens are counted to; with ``sample`` the answer's header carries row 0 as readable text, with ``record`` all rows
-    as bytes (:mod:`asyncrl.rollout.record`).
+    as bytes (:mod:`asyncrl.rollout.record`). ``sampling`` replaces fields of the worker's sampling parameters.
     """
     rows = len(tasks)
     task_column = np.empty(rows, dtype=object)
@@ -44,5 +52,5 @@ def prompt_rows(
             "seed": torch.tensor(list(seeds), dtype=torch.int64),
         },
         non_tensors={"task": task_column},
-        meta_info={"purpose": purpose, "sample": sample, "record": record},
+        meta_info={"purpose": purpose, "sample": sample, "record": record, "sampling": dict(sampling or {})},
     )

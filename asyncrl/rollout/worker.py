@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ class RolloutWorker(Worker):
         """Run one episode per row (:func:`asyncrl.rollout.prompts.prompt_rows`), all at once.
 
         Returns the trajectory columns of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
-        group's summary. With ``purpose == "eval"`` episodes are greedy.
+        group's summary. With ``purpose == "eval"`` they are greedy, or as ``sampling`` says.
 
         Raises:
             EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
@@ -128,12 +128,15 @@ class RolloutWorker(Worker):
         tasks: list[Task] = list(prompts.non_tensor_batch["task"])
         seeds = [int(seed) for seed in prompts.batch["seed"]]
         slot = int(prompts.batch["slot"][0])
+        sampling = self._sampling(purpose, prompts.meta_info.get("sampling", {}))
         with self._meter.account(purpose) as account:
             engine = MeteredEngine(self._running_engine(), self._meter, account)
             try:
                 async with asyncio.TaskGroup() as episodes:
                     running = [
-                        episodes.create_task(self._episode(engine, task, purpose, f"{purpose}-{slot}-{row}", seed))
+                        episodes.create_task(
+                            self._episode(engine, task, sampling, f"{purpose}-{slot}-{row}", seed), name=f"row {row}"
+                        )
                         for row, (task, seed) in enumerate(zip(tasks, seeds, strict=True))
                     ]
             except BaseExceptionGroup as group:
@@ -151,17 +154,17 @@ class RolloutWorker(Worker):
             batch.meta_info["sample"] = self._readable(trajectories[0], tasks[0])
         return batch
 
-    async def _episode(self, engine: MeteredEngine, task: Task, purpose: str, name: str, seed: int) -> Trajectory:
+    def _sampling(self, purpose: str, changes: Mapping[str, Any]) -> SamplingParams:
+        sampling = self._spec.sampling
+        if purpose == "eval" and not changes:
+            return replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return replace(sampling, **changes)
+
+    async def _episode(
+        self, engine: MeteredEngine, task: Task, sampling: SamplingParams, name: str, seed: int
+    ) -> Trajectory:
         assert self._renderer is not None
         limits = self._spec.limits
-        sampling = self._spec.sampling
-        if purpose == "eval":
-            sampling = SamplingParams(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=0.0,
-                stop=sampling.stop,
-                stop_token_ids=sampling.stop_token_ids,
-            )
         for attempt in range(limits.max_attempts):
             try:
                 return await run_episode(

@@ -6,66 +6,87 @@ A tracker is made with the folder of the run, its name and its configuration, an
         def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None: ...
         def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
         def close(self) -> None: ...
+
+One with ``log_text(name, text, *, step)`` is given trajectories to read as well. One with a class attribute ``package``
+has it looked for before the run begins. Nothing else of a tracker can touch the run: it is made, called and closed by a
+thread of its own.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import math
-import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from asyncrl.errors import ConfigError
-from asyncrl.interfaces import Tracker
+from asyncrl.interfaces import TextTracker, Tracker
 from asyncrl.parts import install_command, load_part
 
-__all__ = ["TensorBoardTracker", "Trackers", "WandbTracker", "open_trackers"]
+__all__ = ["Trackers", "open_trackers"]
 
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
+MOST_WAITING = 10_000
 CLOSE_TIMEOUT_S = 60.0
 
 
 class Trackers:
-    """Several trackers as one, served by a thread: a slow service slows no training step.
+    """Several trackers as one, each served by a thread of its own: a slow or dead service slows nothing but itself.
 
-    A tracker that raises is logged and counted, and left out after three failures in a row: what a web service does
-    must not end a run, and every metric is in ``metrics.jsonl`` anyway.
+    A tracker that raises is logged and counted, and left out after three failures in a row, or when it cannot even be
+    made: what a web service does must not end a run, and every metric is in ``metrics.jsonl`` anyway. Of one that is
+    too slow the oldest entries go, counted too, when ``MOST_WAITING`` of them wait.
+
+    Args:
+        makers: make the trackers, by name; called in their threads.
 
     Attributes:
         failures: number of failed calls by tracker.
+        lost: entries that never reached a tracker, by tracker.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self.failures: dict[str, int] = dict.fromkeys(trackers, 0)
-        self._trackers = dict(trackers)
-        self._in_a_row = dict.fromkeys(trackers, 0)
-        self._queue: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="trackers", daemon=True) if trackers else None
-        if self._thread is not None:
-            self._thread.start()
+    def __init__(self, makers: Mapping[str, Callable[[], Tracker]]) -> None:
+        self._served = {name: _Served(name, make) for name, make in makers.items()}
+
+    @property
+    def failures(self) -> dict[str, int]:
+        return {name: served.failures for name, served in self._served.items()}
+
+    @property
+    def lost(self) -> dict[str, int]:
+        return {name: served.lost for name, served in self._served.items()}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Pass the finite numbers on; returns at once."""
-        if self._thread is not None:
-            finite = {name: float(value) for name, value in metrics.items() if _is_number(value)}
-            self._queue.put((finite, step))
+        finite = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        for served in self._served.values():
+            served.put(lambda tracker: tracker.log(finite, step=step))
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        """Pass a text on to trackers that take texts; returns at once."""
+
+        def tell(tracker: Tracker) -> None:
+            if isinstance(tracker, TextTracker):
+                tracker.log_text(name, text, step=step)
+
+        for served in self._served.values():
+            served.put(tell)
 
     def close(self) -> None:
-        """Deliver what is left, then close every tracker (blocks). Idempotent."""
-        if self._thread is None:
-            return
-        self._queue.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("trackers %s did not finish within %s s", ", ".join(self._trackers), CLOSE_TIMEOUT_S)
-        self._thread = None
+        """Deliver what is left, then close every tracker: within a minute for all of them (blocks). Idempotent."""
+        for served in self._served.values():
+            served.end()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for served in self._served.values():
+            served.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
@@ -73,31 +94,87 @@ class Trackers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            metrics, step = item
-            for name, tracker in list(self._trackers.items()):
-                if self._try(name, partial(tracker.log, metrics, step=step)):
-                    self._in_a_row[name] = 0
-                elif self._in_a_row[name] >= MOST_FAILURES:
-                    logger.error("tracker %s failed %d times in a row and is left out from now on", name, MOST_FAILURES)
-                    del self._trackers[name]
-        for name, tracker in self._trackers.items():
-            self._try(name, tracker.close)
 
-    def _try(self, name: str, call: Callable[[], None]) -> bool:
+class _Served:
+    """One tracker, its thread, and what waits for it."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self.failures = self.lost = 0
+        self._name, self._make = name, make
+        self._waiting: deque[Callable[[Tracker], None]] = deque()
+        self._in_a_row = 0
+        self._ended = self._dead = False
+        self._changed = threading.Condition()
+        # A daemon: a service that never answers must not keep the program from ending.
+        self._thread = threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[Tracker], None]) -> None:
+        with self._changed:
+            if self._dead or self._ended:
+                self.lost += 1
+                return
+            if len(self._waiting) == MOST_WAITING:
+                self._waiting.popleft()
+                self.lost += 1
+                if self.lost == 1:
+                    logger.warning("tracker %s is too slow: its oldest entries are given up", self._name)
+            self._waiting.append(call)
+            self._changed.notify()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            with self._changed:
+                waiting = len(self._waiting)
+                self.lost += waiting
+                self._waiting.clear()
+            logger.error("tracker %s did not finish in time; %d entries did not reach it", self._name, waiting)
+
+    def _serve(self) -> None:
+        made: list[Tracker] = []
+        if not self._try(lambda: made.append(self._make())):
+            self._give_up("could not be made")
+            return
+        (tracker,) = made
+        while (call := self._next()) is not None:
+            if self._try(partial(call, tracker)):
+                self._in_a_row = 0
+            elif self._in_a_row >= MOST_FAILURES:
+                self._give_up(f"failed {MOST_FAILURES} times in a row")
+                break
+        self._try(tracker.close)
+
+    def _next(self) -> Callable[[Tracker], None] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            self._dead = True
+            self.lost += len(self._waiting)
+            self._waiting.clear()
+        logger.error("tracker %s %s and is left out from now on", self._name, reason)
+
+    def _try(self, call: Callable[[], None]) -> bool:
         try:
             call()
         except Exception:  # a vendor's or a stranger's code may raise anything: told and counted
-            self.failures[name] += 1
-            self._in_a_row[name] += 1
-            logger.warning("tracker %s failed", name, exc_info=True)
+            self.failures += 1
+            self._in_a_row += 1
+            logger.warning("tracker %s failed", self._name, exc_info=True)
             return False
         return True
 
 
 def open_trackers(names: Sequence[str], folder: Path, *, name: str, config: Mapping[str, Any]) -> Trackers:
-    """Make the trackers ``names``.
+    """Find the trackers ``names``, and have them made in their threads.
 
     Args:
         names: installed names or ``package.module:Tracker``.
@@ -108,54 +185,26 @@ def open_trackers(names: Sequence[str], folder: Path, *, name: str, config: Mapp
     Raises:
         ConfigError: unknown, or its package is missing (with the command that installs it).
     """
-    made: dict[str, Tracker] = {}
+    made: dict[str, Callable[[], Tracker]] = {}
     for each in names:
         factory = load_part("asyncrl.trackers", each, path="telemetry.trackers")
-        made[each] = cast(Tracker, factory(folder, name=name, config=config))
+        package = getattr(factory, "package", "")
+        if package and not _installed(package):
+            remedy = f"install it: {install_command(package)}, or take it out of telemetry.trackers"
+            raise ConfigError(
+                f"telemetry.trackers: {each} needs the package {package}, which is not installed; {remedy}",
+                path="telemetry.trackers",
+                remedy=remedy,
+            )
+        made[each] = partial(factory, folder, name=name, config=config)
     return Trackers(made)
 
 
-class TensorBoardTracker:
-    """Event files under ``tensorboard/`` of the run's folder, through torch's writer."""
-
-    def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
-        _import("tensorboard", "tensorboard")
-        writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._writer = writer(log_dir=str(folder / "tensorboard"))
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """A Weights & Biases run named like ours; its own settings (project, mode, key) come from its environment."""
-
-    def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
-        self._run = _import("wandb", "wandb").init(
-            name=folder.name, group=name, dir=str(folder), config=dict(config), resume="allow"
-        )
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _import(module: str, package: str) -> Any:
+def _installed(package: str) -> bool:
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        remedy = f"install it: {install_command(package)}, or take it out of telemetry.trackers"
-        raise ConfigError(
-            f"telemetry.trackers: {package} cannot be imported: {error}; {remedy}",
-            path="telemetry.trackers",
-            remedy=remedy,
-        ) from error
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module that was put in place of it, or barred
+        return False
 
 
 def _is_number(value: Any) -> bool:

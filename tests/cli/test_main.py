@@ -11,9 +11,13 @@ import pytest
 
 from asyncrl import errors
 from asyncrl.cli.main import main
+from asyncrl.pipeline.scores import Estimate
 from asyncrl.telemetry import RunDirectory
 
 FILE = 'name = "first"\nsteps = 10\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n'
+
+
+ANSWERS = {"checkpoint": None, "data": None, "tasks": None, "samples": 1, "temperature": None, "out": None}
 
 
 @pytest.fixture
@@ -38,7 +42,10 @@ def pipeline(monkeypatch):
 
     keep("train", {"steps": 10, "weight_version": 10, "success_before": 0.25, "success_after": 0.5})
     keep("sft", {"model": "somewhere", "wall_s": 1.5})
-    keep("evaluate", {"success": 0.5, "tasks": 128})
+    scores = {"avg@1": Estimate(0.5, 0.25, 0.75)}
+    keep(
+        "evaluate", {"tasks": 128, "scores": scores, "by_data_source": {"gsm8k": scores}, "reward_parts": {"math": 1.0}}
+    )
     keep("generate", [{"text": "2+2=4", "reward": 1.0}, {"text": "ü", "reward": float("nan")}])
     monkeypatch.setitem(sys.modules, "asyncrl.pipeline.run", module)
     return module
@@ -75,19 +82,21 @@ def test_sft_and_eval(file, pipeline, capsys):
     assert run("eval", file, "--checkpoint", file.parent, "--eval.tasks", 7) == 0
     assert [(name, arguments) for name, _, arguments in pipeline.calls] == [
         ("sft", {}),
-        ("evaluate", {"checkpoint": file.parent}),
+        ("evaluate", {**ANSWERS, "checkpoint": file.parent}),
     ]
     assert pipeline.calls[1][1].eval.tasks == 7
     out = capsys.readouterr().out
     assert "model   somewhere" in out
-    assert "success  0.5" in out
+    assert "avg@1         0.5000  [0.2500, 0.7500]" in out
+    assert "gsm8k  avg@1  0.5000" in out
 
 
 def test_generate_prints_json_lines(file, pipeline, capsys):
-    assert run("generate", file, "--prompt", "2+2=", "--tasks", 2) == 0
+    assert run("generate", file, "--prompt", "2+2=", "--tasks", 2, "--samples=3", "--temperature", 0.5) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"text": "2+2=4", "reward": 1.0}, {"text": "ü", "reward": None}]
-    assert pipeline.calls[0][2] == {"prompt": "2+2=", "tasks": 2, "checkpoint": None, "out": None}
+    more = {"prompt": "2+2=", "tasks": 2, "samples": 3, "temperature": 0.5}
+    assert pipeline.calls[0][2] == {**ANSWERS, **more}
 
 
 def test_generate_into_a_file_prints_nothing(file, pipeline, tmp_path, capsys):
@@ -116,11 +125,15 @@ def test_a_dry_run_starts_nothing_and_prints_a_usable_file(command, file, pipeli
         (["train", "FILE", "again"], "unrecognized arguments: again"),
         (["train", "FILE", "--env.name", "calcu"], "no environment named 'calcu'; did you mean 'calculator'?"),
         (["train", "FILE", "--telemetry.trackers", "nope"], "telemetry.trackers: no tracker named 'nope'"),
-        (["train", "FILE", "--sft.data", "absent.jsonl"], "sft.data = 'absent.jsonl': no such file"),
+        (["train", "FILE", "--sft.data", "absent.jsonl"], "sft.data: 'absent.jsonl': no such file"),
         (["train", "FILE", "--rollout.python", "absent/python"], "rollout.python = 'absent/python': no such file"),
         (["train", "FILE", "--model.source", "none", "--model.path", "/absent"], "model.path = '/absent': no such"),
         (["eval", "FILE", "--checkpoint", "/absent"], "--checkpoint = '/absent': no such"),
         (["generate", "FILE", "--tasks", "0"], "no whole number from 1"),
+        (["generate", "FILE", "--temperature", "hot"], "no number from 0 to 100"),
+        (["generate", "FILE", "--data", "absent.parquet"], "--data: 'absent.parquet': no such file"),
+        (["eval", "--answers", "absent.jsonl"], "'absent.jsonl': no such file"),
+        (["export", "absent"], "--out"),
         (["plot", "absent"], "absent: no run"),
         (["plot", "absent", "--bogus"], "unrecognized arguments: --bogus"),
         (["trian"], "invalid choice: 'trian'"),

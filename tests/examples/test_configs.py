@@ -30,6 +30,12 @@ def accounted_for(summary: dict[str, Any]) -> bool:
     return bool(tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"])
 
 
+def make_larger_data(folder: Path, *, rows: int) -> None:
+    command = [sys.executable, str(EXAMPLES / "larger_data.py"), "--rows", str(rows)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
 def test_every_configuration_is_valid(file: Path, tmp_path: Path) -> None:
     done = asyncrl("train", str(file), "--dry-run", cwd=tmp_path, timeout_s=60)
@@ -49,6 +55,26 @@ def test_the_quickstart_learns(tmp_path: Path):
     assert summary["staleness"]["max"] <= summary["max_staleness"] == 2
     assert accounted_for(summary)
     assert summary["overlap_share"] > 0.3
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs: pip install pyarrow")
+def test_a_run_from_parquet_in_verls_columns(tmp_path: Path):
+    make_larger_data(tmp_path, rows=64)
+    smallest = ["--steps", "3", "--sft.steps", "40", "--trainer.groups-per-step", "4", "--eval.tasks", "16"]
+    done = asyncrl("train", str(EXAMPLES / "larger.toml"), *smallest, cwd=tmp_path, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path)
+    assert summary["weight_version"] == 3
+    assert accounted_for(summary)
+    (file,) = tmp_path.glob("runs/*/metrics.jsonl")
+    metrics = [json.loads(line) for line in file.read_text().splitlines()]
+    told = [line for line in metrics if "reward_mean" in line]
+    assert len(told) == 3
+    assert all({"reward/exact", "reward/two_digits"} <= line.keys() for line in told)
+    assert all(line["reward/exact"] == pytest.approx(line["reward_mean"]) for line in told)
 
 
 @pytest.mark.ray

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import RewardError
-from asyncrl.pipeline.run import train
+from asyncrl.errors import CheckpointError, ConfigError, RewardError
+from asyncrl.pipeline.answers_file import read_answers
+from asyncrl.pipeline.export import export
+from asyncrl.pipeline.run import evaluate, generate, train
 from asyncrl.telemetry import RunDirectory
 
 REWARD = """
@@ -78,3 +80,93 @@ def test_rows_of_a_file_are_trained_on_and_their_rewards_told_in_parts(dataset_c
 def test_a_rule_that_is_wrong_ends_the_run_by_name(dataset_config: Callable[..., Config]):
     with pytest.raises(RewardError, match="KeyError: 'mine'"):
         train(dataset_config(fails_on=5, steps=20))
+
+
+@pytest.mark.slow
+def test_rows_are_answered_token_by_token_and_an_interrupted_file_is_gone_on_with(
+    dataset_config: Callable[..., Config], tmp_path: Path
+):
+    config = dataset_config()
+    data, out = [str(tmp_path / "train.jsonl")], tmp_path / "answers.jsonl"
+    summary = evaluate(config, data=data, samples=2, temperature=1.0, out=out)
+    assert (summary["tasks"], summary["samples"]) == (9, 2.0)  # ten rows, of which one is too long
+    assert set(summary["scores"]) == {"reward", "avg@2", "pass@1", "pass@2"}
+    answers = read_answers(out)
+    assert [(each["task_number"], each["sample"]) for each in answers] == [(n // 2, n % 2) for n in range(18)]
+    for each in answers:
+        sampled = [version >= 0 for version in each["weight_versions"]]
+        assert sampled == [number >= each["prompt_tokens"] for number in range(len(sampled))]
+        assert all(log_prob < 0 for log_prob, mine in zip(each["log_probs"], sampled, strict=True) if mine)
+        assert each["task"]["prompt"][0]["content"] in each["text"]
+    with pytest.raises(ConfigError, match="is there already"):
+        evaluate(config, data=data, samples=2, temperature=1.0, out=out)
+
+    # The same command after half of it was lost makes the same file.
+    whole = out.read_bytes()
+    kept = [line for line in whole.splitlines(keepends=True) if json.loads(line)["task_number"] % 2]
+    again = tmp_path / "again.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(_interrupted(config, tmp_path), data=data, samples=2, temperature=1.0, out=again)
+    settings = json.loads((tmp_path / "again.jsonl.settings.json").read_text())
+    assert settings["samples"] == 2
+    again.write_bytes(b"".join(kept))
+    (tmp_path / "again.jsonl.settings.json").write_text(json.dumps({**settings, "env": _env(config, data)}))
+    evaluate(config, data=data, samples=2, temperature=1.0, out=again)
+    assert again.read_bytes() == whole
+
+
+def _env(config: Config, data: list[str]) -> Any:
+    from asyncrl.pipeline.run import with_data
+
+    return with_data(config, data).env.model_dump(mode="json")
+
+
+def _interrupted(config: Config, tmp_path: Path) -> Config:
+    """The same, but a rule that presses Ctrl-C."""
+    (tmp_path / "presses.py").write_text(
+        "import os, signal\nasync def compute_score(**row):\n    os.kill(os.getpid(), signal.SIGINT)\n    return 0.0\n"
+    )
+    env = config.env.model_copy(
+        update={"options": {**config.env.options, "reward": f"{tmp_path / 'presses.py'}:compute_score"}}
+    )
+    return config.model_copy(update={"env": env})
+
+
+@pytest.mark.slow
+def test_rows_without_rules_are_answered_and_not_judged(dataset_config: Callable[..., Config], tmp_path: Path):
+    config = dataset_config()
+    plain = config.model_copy(
+        update={"env": config.env.model_copy(update={"name": "worlds:DigitsFactory", "options": {}})}
+    )
+    answers = generate(plain, data=[str(tmp_path / "test.jsonl")])
+    assert [answer["reward_parts"] for answer in answers] == [{"judged": 0.0}] * 2
+    with pytest.raises(ConfigError, match="no rule judges rows of the data source 'sums'"):
+        evaluate(plain, data=[str(tmp_path / "test.jsonl")])
+    with pytest.raises(ConfigError, match="greedy answers to one task are all the same"):
+        generate(plain, samples=2, temperature=0.0)
+
+
+@pytest.mark.slow
+def test_a_runs_weights_are_a_plain_model_folder(dataset_config: Callable[..., Config], tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = dataset_config(checkpoint={"every": 1, "keep": 5})
+    train(config)
+    (run,) = config.runs.iterdir()
+    summary = export(run, tmp_path / "newest")
+    assert summary["weight_version"] == 3
+    assert export(run, tmp_path / "first", step=1)["weight_version"] == 1
+    first, newest = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("first", "newest"))
+    assert not first.lm_head.weight.equal(newest.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "newest").chat_template
+    with pytest.raises(ConfigError, match="is there already"):
+        export(run, tmp_path / "newest")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 9; there is 0, 1, 2, 3"):
+        export(run, tmp_path / "absent", step=9)
+    with pytest.raises(CheckpointError, match="did not train with LoRA"):
+        export(run, tmp_path / "absent", part="adapter")
+    damaged = run / "checkpoints" / "step-000002" / "model" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export(run, tmp_path / "absent", step=2)
+    assert not (tmp_path / "absent").exists()

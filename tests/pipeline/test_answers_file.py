@@ -1,0 +1,79 @@
+"""Answers on their way to a file: nothing twice, nothing lost, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.pipeline.answers_file import AnswersFile, read_answers
+
+SETTINGS = {"seed": 0, "temperature": 1.0}
+
+
+def answers(task: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "task_number": task,
+            "sample": sample,
+            "task": {"n": task},
+            "reward": 0.5,
+            "reward_parts": {"format": 1.0},
+            "token_ids": [1, 2],
+            "log_probs": [0.0, -1.5],
+            "weight_versions": [-1, 0],
+        }
+        for sample in range(2)
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_interrupted_file_is_gone_on_with_and_put_in_order(tmp_path: Path, suffix: str):
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"answers{suffix}"
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        assert file.done == set()
+        file.append(answers(3))
+        file.append(answers(1)[:1])  # killed in the middle of a task
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        assert file.done == {3}
+        for task in (2, 1, 0):
+            file.append(answers(task))
+        finished = file.finish()
+    assert finished == [answer for task in range(4) for answer in answers(task)]
+    assert [found["task_number"] for found in read_answers(path)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert read_answers(path)[6] == answers(3)[0]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    AnswersFile(path, settings=SETTINGS, samples=1).close()
+    with pytest.raises(ConfigError, match="begun with another temperature"):
+        AnswersFile(path, settings={**SETTINGS, "temperature": 0.5}, samples=1)
+
+
+def test_a_finished_file_is_never_touched(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match="is there already"):
+        AnswersFile(path, settings=SETTINGS, samples=1)
+    assert path.read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("answers.csv", "of no kind"), ("absent/answers.jsonl", "folder does not exist")]
+)
+def test_what_cannot_be_written_is_told(tmp_path: Path, name: str, told: str):
+    with pytest.raises(ConfigError, match=told):
+        AnswersFile(tmp_path / name, settings=SETTINGS, samples=1)
+
+
+def test_a_file_of_something_else_is_told(tmp_path: Path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "x"}))
+    with pytest.raises(ConfigError, match=r"x\.jsonl:1 is no answer"):
+        read_answers(tmp_path / "x.jsonl")

@@ -18,8 +18,9 @@ from typing import Any, Literal, TypeAlias
 from asyncrl.agents.chat import load_renderer
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.config import Config
-from asyncrl.errors import InfrastructureError
+from asyncrl.errors import ConfigError, InfrastructureError
 from asyncrl.interfaces import (
+    CountedTasks,
     EnvironmentFactory,
     Ledger,
     PlacedReplayBuffer,
@@ -305,11 +306,20 @@ def fit_prompts(config: Config, environments: EnvironmentFactory, model: str) ->
     """Let a factory that can leave out prompts that ``model``'s tokenizer makes too long. Blocks.
 
     Returns a sentence where some were left out.
+
+    Raises:
+        ConfigError: none is left, or there is to be an evaluation, and nothing to evaluate on.
     """
     if not isinstance(environments, PromptFitting):
         return ""
     renderer = load_renderer(model, **chat_options(config))
     fitted = environments.fit_prompts(lambda messages: len(renderer.prompt(messages)), below=config.rollout.max_tokens)
+    if config.eval.tasks and isinstance(environments, CountedTasks) and not environments.held_out_rows:
+        raise ConfigError(
+            f"eval.tasks = {config.eval.tasks}, and there is no held-out row to evaluate on",
+            path="eval.tasks",
+            remedy='give files (env.options.held_out = "test.parquet"), an env.options.held_out_share, or eval.tasks = 0',
+        )
     if not fitted.left_out:
         return ""
     return (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.interfaces import EnvironmentFactory
+from asyncrl.interfaces import CountedTasks, EnvironmentFactory
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 
@@ -60,7 +60,9 @@ async def evaluate(
     success_reward: float = 1.0,
     split: Literal["train", "held_out"] = "held_out",
 ) -> EvaluationResult:
-    """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool."""
+    """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool; no task twice."""
+    if split == "held_out" and isinstance(environments, CountedTasks):
+        tasks = min(tasks, environments.held_out_rows)
     version = pool.weight_version
     calls = []
     for first in range(0, tasks, _ROWS_PER_CALL):

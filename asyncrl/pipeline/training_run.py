@@ -96,6 +96,8 @@ class TrainingRun:
         try:
             await asyncio.to_thread(self._take_up)
             origin = await self._start()
+            if note := await asyncio.to_thread(fit_prompts, config, self._assembly.environments, origin):
+                self._progress.note(note)
             if config.sft.steps:
                 resumed = self._checkpoint is not None
                 origin = str(self._warm_start_folder) if resumed else await self.warm_start(origin)
@@ -199,8 +201,6 @@ class TrainingRun:
     async def _serve(self, model: str, *, origin: str) -> Driver:
         """Bring policy and replicas up on ``model``, the reference on ``origin``, and put the loop together."""
         config, assembly = self._config, self._assembly
-        if note := await asyncio.to_thread(fit_prompts, config, assembly.environments, origin):
-            self._progress.note(note)
         step = self._resumed.step if self._resumed is not None else 0
         with self._phase("serve"):
             await asyncio.gather(

@@ -318,7 +318,7 @@ def fit_prompts(config: Config, environments: EnvironmentFactory, model: str) ->
         raise ConfigError(
             f"eval.tasks = {config.eval.tasks}, and there is no held-out row to evaluate on",
             path="eval.tasks",
-            remedy='give files (env.options.held_out = "test.parquet"), an env.options.held_out_share, or eval.tasks = 0',
+            remedy='give env.options.held_out = "test.parquet", or an env.options.held_out_share, or eval.tasks = 0',
         )
     if not fitted.left_out:
         return ""

@@ -170,3 +170,25 @@ def test_a_runs_weights_are_a_plain_model_folder(dataset_config: Callable[..., C
     with pytest.raises(CheckpointError, match="is damaged"):
         export(run, tmp_path / "absent", step=2)
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.slow
+def test_adapters_come_merged_or_apart(dataset_config: Callable[..., Config], tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = dataset_config(trainer={"lora": {"rank": 4, "alpha": 8.0}, "lr": 0.1})
+    train(config)
+    (run,) = config.runs.iterdir()
+    base = export(run, tmp_path / "adapter", part="adapter")["base_model"]
+    export(run, tmp_path / "merged")
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    ids = torch.arange(8)[None]
+    apart = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        assert torch.allclose(apart(ids).logits, merged(ids).logits, atol=1e-5)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(base)(ids).logits, merged(ids).logits, atol=1e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any, Literal
 
 from asyncrl.agents.chat import ChatRenderer
@@ -37,8 +37,8 @@ async def answer_tasks(
     seed: int,
     sampling: Mapping[str, Any],
     split: Literal["train", "held_out"] = "held_out",
-) -> AsyncIterator[list[dict[str, Any]] | FailedTask]:
-    """The ``samples`` answers to each task, as each task is done; a bounded number of tasks is under way.
+) -> AsyncGenerator[list[dict[str, Any]] | FailedTask, None]:
+    """The ``samples`` answers to each task, as each task is done; a bounded number of tasks is under way. Close it.
 
     Args:
         pool: serves one version throughout.

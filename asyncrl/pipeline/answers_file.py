@@ -54,14 +54,15 @@ class AnswersFile:
         self._journal = path if path.suffix == ".jsonl" else path.with_name(f"{path.name}.unfinished.jsonl")
         self._settings = path.with_name(f"{path.name}.settings.json")
         plain = json.loads(json.dumps(to_json(settings)))
+        counts: Counter[int] = Counter()
         if self._settings.is_file():
-            _compare(json.loads(self._settings.read_text(encoding="utf-8")), plain, path=path)
+            counts.update(record["task_number"] for record in read_json_lines(self._journal))
         elif path.exists():
             told = f"--out = {str(path)!r} is there already"
             raise ConfigError(told, path="--out", remedy="give another, or remove it")
-        else:
-            self._settings.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-        counts = Counter(record["task_number"] for record in read_json_lines(self._journal))
+        if counts:
+            _compare(json.loads(self._settings.read_text(encoding="utf-8")), plain, path=path)
+        self._settings.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         self.done = {number for number, found in counts.items() if found == samples}
         rewrite_json_lines(self._journal, lambda record: record["task_number"] in self.done)
         self._lines = JsonLines(self._journal)

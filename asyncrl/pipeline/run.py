@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,7 +205,7 @@ def _answer(
             try:
                 progress.stage("answer", wanted)
                 progress.advance(len(done & set(range(wanted))))
-                async for answered in answer_tasks(
+                answering = answer_tasks(
                     assembly.pool,
                     environments,
                     (number for number in range(wanted) if number not in done),
@@ -213,12 +213,14 @@ def _answer(
                     samples=samples,
                     seed=config.seed,
                     sampling=sampling,
-                ):
-                    if isinstance(answered, FailedTask):
-                        failed.append(answered)
-                    else:
-                        (file.append if file is not None else answers.extend)(answered)
-                    progress.advance()
+                )
+                async with aclosing(answering):
+                    async for answered in answering:
+                        if isinstance(answered, FailedTask):
+                            failed.append(answered)
+                        else:
+                            (file.append if file is not None else answers.extend)(answered)
+                        progress.advance()
             finally:
                 progress.close()
             return assembly.pool.weight_version

@@ -74,14 +74,14 @@ class TrainingRun:
         self._progress = progress
         self._checkpoint = checkpoint
         self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
-        self._trackers = open_trackers(
-            config.telemetry.trackers, run.path, name=config.name, config=config.model_dump(mode="json")
-        )
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep, in_use=checkpoint)
         self._timeline = timeline
         self._phases_s: dict[str, float] = {}
         self._assembly = Assembly(config, log_folder=run.logs, meter_folder=run.meters)
         self._buffer = self._assembly.make_buffer()  # here, so that a wrong option is told before minutes of work
+        self._trackers = open_trackers(  # the last that can fail: what is opened here is closed with the run
+            config.telemetry.trackers, run.path, name=config.name, config=config.model_dump(mode="json")
+        )
         self._journal = Journal()
         self._generated_before = 0
         self._left_over_tokens = 0

@@ -52,7 +52,9 @@ def test_an_interrupted_file_is_gone_on_with_and_put_in_order(tmp_path: Path, su
 
 def test_other_settings_are_refused_by_name(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
-    AnswersFile(path, settings=SETTINGS, samples=1).close()
+    AnswersFile(path, settings={**SETTINGS, "seed": 5}, samples=2).close()  # nothing is lost with this one
+    with AnswersFile(path, settings=SETTINGS, samples=2) as file:
+        file.append(answers(0))
     with pytest.raises(ConfigError, match="begun with another temperature"):
         AnswersFile(path, settings={**SETTINGS, "temperature": 0.5}, samples=1)
 

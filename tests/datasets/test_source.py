@@ -133,3 +133,18 @@ def test_what_the_hub_cannot_give_is_told(monkeypatch: pytest.MonkeyPatch, files
     monkeypatch.setitem(sys.modules, "datasets", Hub())
     with pytest.raises(ConfigError, match=told):
         open_sources(files)
+
+
+@pytest.mark.slow
+def test_the_real_package_gives_what_it_has_saved(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list([{"n": 1, "said": [{"role": "user", "content": "x"}]}])
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=one, test=one.map(lambda row: {"n": 8})).save_to_disk(str(tmp_path / "both"))
+    for files, number in ((tmp_path / "one", 1), (tmp_path / "both", 1), (f"hub:{tmp_path / 'both'}?split=test", 8)):
+        (source,) = open_sources(files)
+        assert [source[place] for place in range(len(source))] == [
+            {"n": number, "said": [{"role": "user", "content": "x"}]}
+        ]
+    with pytest.raises(ConfigError, match="has no split 'dev'"):
+        open_sources(f"hub:{tmp_path / 'both'}?split=dev")

@@ -44,6 +44,7 @@ __all__ = [
     "chat_options",
     "fit_prompts",
     "import_once",
+    "make_environments",
     "trainer_options",
     "warm_start_options",
 ]

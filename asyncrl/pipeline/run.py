@@ -19,7 +19,7 @@ from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure
 from asyncrl.interfaces import CountedTasks
 from asyncrl.pipeline.answers import FailedTask, answer_tasks
 from asyncrl.pipeline.answers_file import AnswersFile
-from asyncrl.pipeline.assembly import Assembly, chat_options, fit_prompts, import_once
+from asyncrl.pipeline.assembly import Assembly, chat_options, fit_prompts, import_once, make_environments
 from asyncrl.pipeline.checkpoint import Checkpoints, is_checkpoint, read_driver_state
 from asyncrl.pipeline.interruption import run_to_end
 from asyncrl.pipeline.scores import summarise_answers
@@ -100,9 +100,9 @@ def evaluate(
     """
     if tasks is None and data is None and not config.eval.tasks:
         raise ConfigError("eval.tasks = 0: there is nothing to score", path="eval.tasks", remedy="at least 1")
-    config = with_data(config, data) if data is not None else config
     answers, version = _answer(
-        config,
+        with_data(config, data) if data is not None else config,
+        made_with=config,
         checkpoint=checkpoint,
         tasks=tasks if tasks is not None or data is not None else config.eval.tasks,
         samples=samples,
@@ -129,6 +129,7 @@ def generate(
     Rows of files are judged where the configured environment is a data set with rules; else rewards are 0, and the part
     ``judged`` says so.
     """
+    made_with = config
     if prompt is not None:
         single = EnvConfig(name="asyncrl.agents.single_turn:SingleTurnFactory", options={"prompt": prompt})
         config, tasks = config.model_copy(update={"env": single}), 1
@@ -137,7 +138,9 @@ def generate(
     elif tasks is None:
         tasks = 4
     sampling = _eval_sampling(config, samples=samples, temperature=temperature)
-    answers, _ = _answer(config, checkpoint=checkpoint, tasks=tasks, samples=samples, sampling=sampling, out=out)
+    answers, _ = _answer(
+        config, made_with=made_with, checkpoint=checkpoint, tasks=tasks, samples=samples, sampling=sampling, out=out
+    )
     return answers
 
 
@@ -173,6 +176,7 @@ def _eval_sampling(config: Config, *, samples: int, temperature: float | None) -
 def _answer(
     config: Config,
     *,
+    made_with: Config,
     checkpoint: Path | None,
     tasks: int | None,
     samples: int,
@@ -194,7 +198,7 @@ def _answer(
     answers: list[dict[str, Any]] = []
 
     async def main() -> int:
-        async with _serving(config, checkpoint) as (assembly, renderer):
+        async with _serving(config, checkpoint, made_with=made_with) as (assembly, renderer):
             environments = assembly.environments
             rows = environments.held_out_rows if isinstance(environments, CountedTasks) else None
             if tasks is None and rows is None:
@@ -243,15 +247,20 @@ def _answer(
 
 
 @asynccontextmanager
-async def _serving(config: Config, checkpoint: Path | None) -> AsyncIterator[tuple[Assembly, ChatRenderer]]:
-    """Rollout replicas alone, serving the configured model or a checkpoint's, and its renderer."""
+async def _serving(
+    config: Config, checkpoint: Path | None, *, made_with: Config
+) -> AsyncIterator[tuple[Assembly, ChatRenderer]]:
+    """Rollout replicas alone, serving the configured model or a checkpoint's, and its renderer.
+
+    A model that is made on the spot is made of what ``made_with`` poses, whatever it is asked about.
+    """
     run = RunDirectory.create(config.runs, f"{config.name}-eval")
     _quiet_vendors(config)
     assembly = Assembly(config, log_folder=run.logs)
     try:
         await asyncio.to_thread(import_once, config)
         if checkpoint is None:
-            model = await asyncio.to_thread(model_folder, config, run, assembly.environments)
+            model = await asyncio.to_thread(model_folder, config, run, make_environments(made_with))
         else:
             model = str(_weights_of(checkpoint))
         renderer = await asyncio.to_thread(load_renderer, model, **chat_options(config))

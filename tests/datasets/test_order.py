@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.datasets import Order
 
 
+@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 40), seed=st.integers(0, 99), number=st.integers(0, 5))
 def test_each_pass_has_every_row_once(rows: int, seed: int, number: int):
     order = Order(rows, seed=seed)
@@ -16,6 +17,7 @@ def test_each_pass_has_every_row_once(rows: int, seed: int, number: int):
     assert sorted(one_pass) == list(range(rows))
 
 
+@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 40), seed=st.integers(0, 99), indices=st.lists(st.integers(0, 400), max_size=20))
 def test_a_row_depends_on_index_and_seed_alone(rows: int, seed: int, indices: list[int]):
     wandering = Order(rows, seed=seed)

@@ -101,7 +101,7 @@ def test_rows_are_answered_token_by_token_and_an_interrupted_file_is_gone_on_wit
     with pytest.raises(ConfigError, match="is there already"):
         evaluate(config, data=data, samples=2, temperature=1.0, out=out)
 
-    # The same command after half of it was lost makes the same file.
+    # The same command after half of it was lost makes the same answers.
     whole = out.read_bytes()
     kept = [line for line in whole.splitlines(keepends=True) if json.loads(line)["task_number"] % 2]
     again = tmp_path / "again.jsonl"
@@ -112,7 +112,10 @@ def test_rows_are_answered_token_by_token_and_an_interrupted_file_is_gone_on_wit
     again.write_bytes(b"".join(kept))
     (tmp_path / "again.jsonl.settings.json").write_text(json.dumps({**settings, "env": _env(config, data)}))
     evaluate(config, data=data, samples=2, temperature=1.0, out=again)
-    assert again.read_bytes() == whole
+    found, wanted = read_answers(again), [json.loads(line) for line in whole.splitlines()]
+    for one, other in zip(found, wanted, strict=True):  # what an engine computes beside it moves log-probs by roundings
+        assert one.pop("log_probs") == pytest.approx(other.pop("log_probs"), abs=1e-4)
+    assert found == wanted
 
 
 def _env(config: Config, data: list[str]) -> Any:
@@ -166,7 +169,7 @@ def test_a_runs_weights_are_a_plain_model_folder(dataset_config: Callable[..., C
     with pytest.raises(CheckpointError, match="did not train with LoRA"):
         export(run, tmp_path / "absent", part="adapter")
     damaged = run / "checkpoints" / "step-000002" / "model" / "model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
     with pytest.raises(CheckpointError, match="is damaged"):
         export(run, tmp_path / "absent", step=2)
     assert not (tmp_path / "absent").exists()

@@ -20,6 +20,7 @@ from asyncrl.pipeline.scores import (
 )
 
 
+@settings(deadline=None)
 @given(samples=st.integers(1, 8), data=st.data())
 def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one(samples: int, data: st.DataObject):
     right, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
@@ -42,7 +43,7 @@ def test_wilsons_interval_by_hand():
     assert low == pytest.approx(10 / (10 + 1.959964**2))  # 1 / (1 + z^2 / n)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20, deadline=None)
 @given(values=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=30))
 def test_an_interval_holds_its_mean(values: list[float]):
     found = estimate_mean(values)

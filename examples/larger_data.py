@@ -10,12 +10,13 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-def question(index: int, *, split: str) -> dict:
+def question(index: int, *, split: str) -> dict[str, Any]:
     """One row, as verl's own preprocessing scripts write them."""
     draw = random.Random(f"{split}/{index}")
     first, second = draw.sample(range(10, 100), 2)
@@ -28,7 +29,7 @@ def question(index: int, *, split: str) -> dict:
     }
 
 
-def demonstration(index: int) -> dict:
+def demonstration(index: int) -> dict[str, Any]:
     row = question(index, split="demonstrations")
     asked = row["prompt"][0]["content"]
     said = random.Random(index).choice(asked.removesuffix("?").split(" or "))

@@ -14,6 +14,7 @@ from .source import Record, RowSource
 __all__ = ["Dataset"]
 
 RowT = TypeVar("RowT")
+ReadT = TypeVar("ReadT")
 
 
 class Dataset(Generic[RowT]):
@@ -74,7 +75,7 @@ class Dataset(Generic[RowT]):
         source = bisect_right(self._ends, number)
         return self._sources[source], number - (self._ends[source - 1] if source else 0)
 
-    def _row(self, place: int, read: Callable[[Record], RowT | Record]) -> RowT | Record:
+    def _row(self, place: int, read: Callable[[Record], ReadT]) -> ReadT:
         source, number = self._find(place)
         try:
             return read(source[number])

@@ -18,7 +18,7 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))
         self._writer.add_text("config", f"```\n{name}: {json.dumps(config, indent=2, default=str)}\n```", 0)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

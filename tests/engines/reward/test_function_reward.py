@@ -371,7 +371,7 @@ async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_pat
         f"""
         import asyncio, sys
         sys.path.insert(0, {str(tmp_path)!r})
-        from engines.reward.scoring_process import ScoringProcess
+        from asyncrl.rewards.scoring_process import ScoringProcess
         asyncio.run(ScoringProcess("{name}:reward", start_deadline_s=60).call({{"task": 1}}, deadline_s=600))
         """
     )

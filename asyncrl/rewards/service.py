@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HTTPRule", "JudgeRule"]
 
 _LARGEST_REPLY_BYTES = 1 << 22
-_FIRST_DELAY_S = 0.25
+_FIRST_DELAY_S = 0.1
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 JUDGE_PROMPT = """You grade the answer to a question. Compare it with the reference answer.

@@ -64,7 +64,7 @@ async def test_a_function_may_take_less_and_options_more(function):
     ],
 )
 async def test_no_failure_is_a_score(function, body: str, error: type[Exception], told: str):
-    rule = FunctionRule(function(f"def compute_score(**given):\n    {body}\n"), deadline_s=0.5)
+    rule = FunctionRule(function(f"def compute_score(**given):\n    {body}\n"), deadline_s=0.3)
     with pytest.raises(error, match=told):
         await verdict(rule)
 

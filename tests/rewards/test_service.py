@@ -93,13 +93,13 @@ async def test_what_may_pass_is_tried_again():
         (status(200, "high"), RewardError, "what is no JSON: high"),
         ({"value": 1}, RewardError, "a table without 'score'"),
         ("high", RewardError, "'high' of type str"),
-        (status(500, "ill"), EnvironmentDeadlineError, "no answer within 0.4 s; last: status 500: ill"),
+        (status(500, "ill"), EnvironmentDeadlineError, "no answer within 0.25 s; last: status 500: ill"),
     ],
 )
 async def test_no_failure_is_a_score(reply: Any, error: type[Exception], told: str):
     async with serving(Service(reply)) as url:
         with pytest.raises(error, match=told):
-            await verdict(HTTPRule(url=url, deadline_s=0.4))
+            await verdict(HTTPRule(url=url, deadline_s=0.25))
 
 
 async def test_a_service_that_is_not_there_costs_the_rollout():

@@ -121,14 +121,17 @@ class Columns:
     def unfold(self, parts: int, names: Sequence[str]) -> Columns:
         """The second dimension of the named columns cut into ``parts`` rows each, rows of the others repeated.
 
+        Lists of one length in an object array count as its second dimension.
+
         Raises:
             SchemaError: a named column is missing, ragged, or its second dimension is no multiple of ``parts``.
         """
         if parts < 1:
             raise SchemaError(f"a column can be cut into 1 or more parts, got {parts}")
         self.require(names)
+        arrays = {name: _lists_as_dimension(each) if name in names else each for name, each in self.arrays.items()}
         for name in names:
-            value: Any = self.tensors.get(name, self.arrays.get(name))
+            value: Any = self.tensors.get(name, arrays.get(name))
             if is_ragged(value) or value.ndim < 2 or value.shape[1] % parts:
                 raise SchemaError(
                     f"column {name!r} ({self.schema[name]}) cannot be cut into {parts}: "
@@ -141,7 +144,7 @@ class Columns:
 
         return Columns(
             tensors={k: unfolded(each) if k in names else rest.tensors[k] for k, each in self.tensors.items()},
-            arrays={k: unfolded(each) if k in names else rest.arrays[k] for k, each in self.arrays.items()},
+            arrays={k: unfolded(each) if k in names else rest.arrays[k] for k, each in arrays.items()},
             rows=self.rows * parts,
         )
 
@@ -260,6 +263,15 @@ def array_column(name: str, value: object) -> Array:
     for row, element in enumerate(elements):
         column[row] = element
     return column
+
+
+def _lists_as_dimension(array: Array) -> Array:
+    """``[B]`` lists of N elements as ``[B, N]``; anything else as it is."""
+    lists = array.ndim == 1 and len(array) > 0 and all(isinstance(each, list | tuple) for each in array)
+    if not lists or len({len(each) for each in array}) != 1:
+        return array
+    flat = array_column("", [element for each in array for element in each])
+    return flat.reshape(len(array), len(array[0]))
 
 
 def is_list_of_tensors(value: object) -> bool:

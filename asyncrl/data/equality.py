@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Any
+from itertools import repeat
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -41,12 +42,29 @@ def _dense_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def arrays_equal(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
     """Same dtype, shape and bits; elements of object arrays are compared by :func:`values_equal`."""
+    return _arrays_equal(left, right, ())
+
+
+def values_equal(left: object, right: object) -> bool:
+    """Deep equality of plain values (numbers, text, lists, dicts, arrays, tensors) of the same types.
+
+    Values that contain themselves are equal if nothing else differs.
+    """
+    return _equal(left, right, ())
+
+
+_Pairs: TypeAlias = tuple[tuple[int, int], ...]
+"""What is being compared already, outermost first: whoever meets a pair again has come round."""
+
+
+def _arrays_equal(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any], inside: _Pairs) -> bool:
     if left.shape != right.shape:
         return False
     if left.dtype != right.dtype:
         return False
     if left.dtype == object:
-        return all(values_equal(one, other) for one, other in zip(left.flat, right.flat, strict=True))
+        inside = (*inside, (id(left), id(right)))
+        return all(_equal(one, other, inside) for one, other in zip(left.flat, right.flat, strict=True))
     if left.dtype.kind in "fcmM" and left.dtype.itemsize in (2, 4, 8, 16) and left.dtype.char not in "gG":
         # Bits, so that NaN and NaT equal themselves. complex128 is compared as pairs of 8 bytes.
         unit = np.dtype(f"u{min(left.dtype.itemsize, 8)}")
@@ -55,8 +73,7 @@ def arrays_equal(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> boo
     return bool(np.array_equal(left, right))
 
 
-def values_equal(left: object, right: object) -> bool:
-    """Deep equality of plain values (numbers, text, lists, dicts, arrays, tensors) of the same types."""
+def _equal(left: object, right: object, inside: _Pairs) -> bool:
     if left is right:
         return True
     if type(left) is not type(right):
@@ -65,12 +82,18 @@ def values_equal(left: object, right: object) -> bool:
         return struct.pack("d", left) == struct.pack("d", right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return tensors_equal(left, right)
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return arrays_equal(left, right)
     if isinstance(left, np.generic) and isinstance(right, np.generic):
         return arrays_equal(np.asarray(left), np.asarray(right))
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(values_equal(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(values_equal, left, right))
+    if isinstance(left, np.ndarray | Mapping | list | tuple):
+        return (id(left), id(right)) in inside or _contents_equal(left, right, (*inside, (id(left), id(right))))
     return bool(left == right)
+
+
+def _contents_equal(left: object, right: object, inside: _Pairs) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return _arrays_equal(left, right, inside)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key], inside) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right, repeat(inside)))
+    return False

@@ -48,9 +48,10 @@ class DataProtoFuture(Future["DataProto"]):
     for ``await``/:meth:`result`, once; a future handed to a worker group moves from worker to worker, each rank
     fetching the blocks that hold its rows. :meth:`header` tells rows, columns and ``meta_info`` without any payload.
 
-        >>> future = trainer.update(batch)  # doctest: +SKIP
-        >>> first, second = future.chunk(2)  # doctest: +SKIP
-        >>> scores = scorer.score(first)  # doctest: +SKIP
+        >>> doubled = group.double(data)  # at once
+        >>> again = group.double(doubled.slice(0, 2))  # a future of a future
+        >>> again.result().batch["x"].tolist()
+        [4, 8]
     """
 
     def __init__(
@@ -75,7 +76,11 @@ class DataProtoFuture(Future["DataProto"]):
 
     @staticmethod
     def from_plan(plan: Plan, label: str, loop: ControllerLoop | None = None) -> DataProtoFuture:
-        """A finished future."""
+        """A finished future of what ``plan`` describes.
+
+        >>> DataProtoFuture.from_plan(asyncio.run(future.plan()), "again").result() == data
+        True
+        """
         future = DataProtoFuture(loop or ControllerLoop.default(), label)
         future.outcome.succeed(plan)
         return future
@@ -145,12 +150,19 @@ class DataProtoFuture(Future["DataProto"]):
 
     @property
     def knows_rows(self) -> bool:
-        """Whether ``len`` is known: the call has finished, or declares it."""
+        """Whether ``len`` is known: the call has finished, or declares it.
+
+        >>> future.knows_rows
+        True
+        """
         return (self.declared is not None and self.declared.rows is not None) or self.done()
 
     @property
     def schema(self) -> Schema:
         """The columns, once the call has finished; before, if its method declares them.
+
+            >>> future.schema.names
+            ('x', 'name')
 
         Raises:
             RuntimeError: they are not known yet.
@@ -230,8 +242,11 @@ class DataProtoFuture(Future["DataProto"]):
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """``chunks`` parts of consecutive rows, by the rule of :meth:`DataProto.chunk`, before the rows are known.
 
-        >>> [part.result().batch["x"].tolist() for part in future.chunk(3)]
-        [[1], [2], [3]]
+            >>> [part.result().batch["x"].tolist() for part in future.chunk(3)]
+            [[1], [2], [3]]
+
+        Raises:
+            SchemaError: ``chunks`` is below 1; when a part is used, as :meth:`DataProto.chunk`.
         """
         if chunks < 1:
             from asyncrl.errors import SchemaError
@@ -257,6 +272,7 @@ class DataProtoFuture(Future["DataProto"]):
 
         Raises:
             RuntimeError: the number of rows, and so the number of parts, is not known yet.
+            SchemaError: ``split_size`` is below 1.
         """
         if split_size < 1:
             from asyncrl.errors import SchemaError
@@ -280,8 +296,11 @@ class DataProtoFuture(Future["DataProto"]):
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProtoFuture:
         """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b. Fetched once for all copies.
 
-        >>> future.repeat(2).result().batch["x"].tolist()
-        [1, 1, 2, 2, 3, 3]
+            >>> future.repeat(2).result().batch["x"].tolist()
+            [1, 1, 2, 2, 3, 3]
+
+        Raises:
+            SchemaError: ``repeat_times`` is negative.
         """
         if repeat_times < 0:
             from asyncrl.errors import SchemaError

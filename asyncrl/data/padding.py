@@ -19,6 +19,9 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
         >>> padded, pad_size = pad_dataproto_to_divisor(data, 4)
         >>> padded.batch["x"].tolist(), pad_size
         ([1, 2, 3, 1], 1)
+
+    Raises:
+        SchemaError: ``size_divisor`` is below 1.
     """
     if size_divisor < 1:
         raise SchemaError(f"size_divisor must be at least 1, got {size_divisor}")
@@ -32,8 +35,11 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """``data`` without its last ``pad_size`` rows: a view, nothing is copied.
 
-    >>> unpad_dataproto(data, 1).batch["x"].tolist()
-    [1, 2]
+        >>> unpad_dataproto(data, 1).batch["x"].tolist()
+        [1, 2]
+
+    Raises:
+        SchemaError: there are not as many rows.
     """
     if not 0 <= pad_size <= len(data):
         raise SchemaError(f"pad_size must lie in 0..{len(data)} (the rows there are), got {pad_size}")

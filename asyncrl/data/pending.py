@@ -43,6 +43,10 @@ class Future(Generic[T]):
 
     Futures are shared values: leaving an ``await`` early (``asyncio.wait_for``, a cancelled task) leaves the call
     going for the others who hold it; :meth:`cancel` and :meth:`deadline` end it in the workers.
+
+        >>> greetings = group.greet("hi")
+        >>> greetings.result()
+        ['hi, from 0 of 2', 'hi, from 1 of 2']
     """
 
     is_part = False
@@ -67,29 +71,68 @@ class Future(Generic[T]):
     # -------------------------------------------------------------------------------------------------- the making
 
     def run(self, make: Callable[[], Coroutine[Any, Any, Any]], owner: TaskOwner) -> Self:
-        """Let ``owner`` run ``make()`` for this future."""
+        """Let ``owner`` run ``make()`` for this future.
+
+        >>> async def answer():
+        ...     return 42
+        >>> loop = future.controller
+        >>> Future(loop, "the answer").run(answer, loop.owner).result()
+        42
+        """
         self._work = owner.spawn(make, self.outcome.settle)
         return self
 
     def made_by(self, work: Maker) -> None:
-        """``work`` completes the outcome; cancelling this future cancels it."""
+        """``work`` completes the outcome; cancelling this future cancels it.
+
+        >>> class Nothing:
+        ...     def cancel(self):
+        ...         print("ended")
+        >>> pending = Future(future.controller, "nothing")
+        >>> pending.made_by(Nothing())
+        >>> pending.cancel()
+        ended
+        True
+        """
         self._work = work
 
     def start(self) -> None:
-        """Begin what nobody has begun yet, and see it end. Awaiting does it too."""
+        """Begin what nobody has begun yet, and see it end. Awaiting does it too.
+
+        >>> part = future[:1]
+        >>> part.start()
+        """
         if self._work is not None:
             self._work.watch()
 
     def value_of(self, raw: Any) -> T:
-        """The value that an outcome stands for. Blocks the thread while a payload moves."""
+        """The value that an outcome stands for. Blocks the thread while a payload moves.
+
+        >>> future.value_of(asyncio.run(future.completed())) == data
+        True
+        """
         return cast("T", raw)
 
     async def value_of_async(self, raw: Any) -> T:
-        """:meth:`value_of` without blocking the loop."""
+        """:meth:`value_of` without blocking the loop.
+
+        >>> async def value():
+        ...     return await future.value_of_async(await future.completed())
+        >>> asyncio.run(value()) == data
+        True
+        """
         return cast("T", raw)
 
     async def completed(self) -> Any:
-        """The outcome as it is, without a payload: a plan, if this is a batch. Does not suspend if it is there."""
+        """The outcome as it is, without a payload: a plan, if this is a batch. Does not suspend if it is there.
+
+            >>> asyncio.run(future.completed()).header.rows
+            3
+
+        Raises:
+            asyncio.CancelledError: the call was cancelled.
+            BaseException: what the call failed with.
+        """
         self.start()
         await self.outcome.completion()
         try:
@@ -110,6 +153,11 @@ class Future(Generic[T]):
         return self.outcome.complete
 
     def cancelled(self) -> bool:
+        """Whether the call was cancelled.
+
+        >>> future.cancelled()
+        False
+        """
         return self.outcome.state == "cancelled"
 
     def cancel(self) -> bool:
@@ -136,6 +184,8 @@ class Future(Generic[T]):
         Raises:
             DeadlineError: ``timeout`` passed; the call goes on.
             RuntimeError: called on the controller loop itself, which would wait for itself: ``await`` there.
+            concurrent.futures.CancelledError: the call was cancelled.
+            BaseException: what the call failed with.
             KeyboardInterrupt: after cancelling this thread's unfinished calls (in a notebook, those of the cell).
         """
         try:
@@ -155,12 +205,17 @@ class Future(Generic[T]):
         return self.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call failed with, or None. Waits like :meth:`result`, and raises if the call was cancelled.
+        """What the call failed with, or None. Waits like :meth:`result`.
 
-        >>> future.exception() is None
-        True
-        >>> future.select(["nothing"]).exception()
-        SchemaError("batch has no ['nothing']: it has ['x']")
+            >>> future.exception() is None
+            True
+            >>> future.select(["nothing"]).exception()
+            SchemaError("batch has no ['nothing']: it has ['x']")
+
+        Raises:
+            concurrent.futures.CancelledError: the call was cancelled.
+            DeadlineError: ``timeout`` passed; the call goes on.
+            RuntimeError: as :meth:`result`.
         """
         try:
             self._wait(timeout)

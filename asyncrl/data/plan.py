@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncrl.data.auto_padding import DataProtoConfig
 from asyncrl.data.columns import Columns
 from asyncrl.data.meta_info import concat_meta_info, union_meta_info
 from asyncrl.data.nodes import (
@@ -77,7 +78,7 @@ class Header:
             schema=data.schema,
             meta_info=dict(data.meta_info),
             size_bytes=data.size_bytes,
-            auto_padding=data.is_padding_enabled(),
+            auto_padding=data.auto_padding,
             has_batch=data.batch is not None,
         )
 
@@ -176,7 +177,7 @@ class Plan:
             SchemaError: ``chunks`` does not divide the rows, and padding is not enabled.
         """
         size, larger = divmod(self.header.rows, chunks)
-        if larger and not self.header.auto_padding:
+        if larger and not (self.header.auto_padding or DataProtoConfig.auto_padding):
             raise SchemaError(
                 f"{self.header.rows} rows cannot be cut into {chunks} equal chunks: use slice or split, "
                 "or let the worker return a batch with auto_padding=True to allow chunks that differ by one row"

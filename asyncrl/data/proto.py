@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 import numpy as np
 import torch
 
+from asyncrl.data.auto_padding import DataProtoConfig
 from asyncrl.data.columns import Array, Columns, array_column, is_list_of_tensors, row_index, tensor_columns
 from asyncrl.data.equality import values_equal
 from asyncrl.data.meta_info import concat_meta_info, union_meta_info
@@ -136,8 +137,11 @@ class DataProto:
     ) -> DataProto:
         """A batch of columns of both kinds: tensors and lists of tensors on one side, arrays and lists on the other.
 
-        >>> len(DataProto.from_single_dict({"x": torch.zeros(2, 3), "text": ["a", "b"]}))
-        2
+            >>> len(DataProto.from_single_dict({"x": torch.zeros(2, 3), "text": ["a", "b"]}))
+            2
+
+        Raises:
+            SchemaError: columns differ in their number of rows, or something is no column.
         """
         tensors, others = _sorted_columns(data)
         return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info, auto_padding=auto_padding)
@@ -148,8 +152,11 @@ class DataProto:
     ) -> DataProto:
         """A batch of a TensorDict: its NonTensorStacks become object arrays, its NonTensorData ``meta_info``.
 
-        >>> DataProto.from_tensordict(data.to_tensordict()) == data
-        True
+            >>> DataProto.from_tensordict(data.to_tensordict()) == data
+            True
+
+        Raises:
+            SchemaError: something in it is no column, or ``num_batch_dims`` is not 1.
         """
         tensors, others, info = unpacked_tensordict(tensor_dict)
         return cls.from_dict(tensors, others, {**(meta_info or {}), **info}, num_batch_dims)
@@ -168,8 +175,11 @@ class DataProto:
     def columns(self) -> Columns:
         """The columns, checked: for code that computes on them.
 
-        >>> data.columns().names
-        ['x', 'name']
+            >>> data.columns().names
+            ['x', 'name']
+
+        Raises:
+            SchemaError: as :meth:`check_consistency`.
         """
         self.check_consistency()
         tensors: dict[str, torch.Tensor] = {}
@@ -221,13 +231,16 @@ class DataProto:
         return () if self.batch is None else ((str(name), value) for name, value in self.batch.items())
 
     def check_consistency(self) -> None:
-        """Raise :class:`SchemaError` unless this is a batch: one batch dimension, and every column as many rows.
+        """Check that this is a batch: one batch dimension, and every column with as many rows.
 
-        >>> broken = data.select()
-        >>> broken.non_tensor_batch["name"] = np.array(["a"], dtype=object)
-        >>> broken.check_consistency()
-        Traceback (most recent call last):
-        asyncrl.errors.SchemaError: column 'name' has 1 rows, the batch has 3
+            >>> broken = data.select()
+            >>> broken.non_tensor_batch["name"] = np.array(["a"], dtype=object)
+            >>> broken.check_consistency()
+            Traceback (most recent call last):
+            asyncrl.errors.SchemaError: column 'name' has 1 rows, the batch has 3
+
+        Raises:
+            SchemaError: it is none, naming the column.
         """
         rows: int | None = None
         names: set[str] = set()
@@ -404,22 +417,29 @@ class DataProto:
         return self.with_rows(self.columns().take(row_index(idxs, len(self))))
 
     def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> None:
-        """Replace the rows of *this* batch by the rows ``indices``.
+        """Replace the rows of *this* batch by the rows ``indices``, as :meth:`select_idxs` takes them.
 
-        >>> sorted_down = data.select()
-        >>> sorted_down.reorder(torch.tensor([2, 1, 0]))
-        >>> sorted_down.batch["x"].tolist()
-        [3, 2, 1]
+            >>> sorted_down = data.select()
+            >>> sorted_down.reorder(torch.tensor([2, 1, 0]))
+            >>> sorted_down.batch["x"].tolist()
+            [3, 2, 1]
+
+        Raises:
+            TypeError: neither integers nor booleans.
+            IndexError: out of range, or a mask of another length; the batch is as it was.
         """
         self._become(self.columns().take(row_index(indices, len(self))))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b.
+        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b. Columns ``[B * n, ...]``, copied.
 
-        >>> data.repeat(2).non_tensor_batch["name"].tolist()
-        ['a', 'a', 'b', 'b', 'c', 'c']
-        >>> data.repeat(2, interleave=False).non_tensor_batch["name"].tolist()
-        ['a', 'b', 'c', 'a', 'b', 'c']
+            >>> data.repeat(2).non_tensor_batch["name"].tolist()
+            ['a', 'a', 'b', 'b', 'c', 'c']
+            >>> data.repeat(2, interleave=False).non_tensor_batch["name"].tolist()
+            ['a', 'b', 'c', 'a', 'b', 'c']
+
+        Raises:
+            SchemaError: ``repeat_times`` is negative.
         """
         if repeat_times < 0:
             raise SchemaError(f"repeat_times must not be negative, got {repeat_times}")
@@ -428,10 +448,13 @@ class DataProto:
         return self.with_rows(self.columns().take(index))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> DataProto:
-        """Row i ``repeat_times[i]`` times, copies of a row side by side.
+        """Row i ``repeat_times[i]`` times, copies of a row side by side; ``repeat_times`` are integers ``[B]``.
 
-        >>> data.sample_level_repeat([0, 2, 1]).batch["x"].tolist()
-        [2, 2, 3]
+            >>> data.sample_level_repeat([0, 2, 1]).batch["x"].tolist()
+            [2, 2, 3]
+
+        Raises:
+            SchemaError: they are not one integer >= 0 for each row.
         """
         times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if times.shape != (len(self),) or (times.size > 0 and (times.dtype.kind not in "iu" or times.min() < 0)):
@@ -466,8 +489,11 @@ class DataProto:
     def split(self, split_size: int) -> list[DataProto]:
         """Batches of ``split_size`` rows, the last one perhaps smaller, as views. No rows, no batches.
 
-        >>> [part.batch["x"].tolist() for part in data.split(2)]
-        [[1, 2], [3]]
+            >>> [part.batch["x"].tolist() for part in data.split(2)]
+            [[1, 2], [3]]
+
+        Raises:
+            SchemaError: ``split_size`` is below 1.
         """
         if split_size < 1:
             raise SchemaError(f"split_size must be at least 1, got {split_size}")
@@ -529,12 +555,12 @@ class DataProto:
             self._become(Columns.concat([columns, columns.take(np.full(padding_size, row))]))
 
     def is_padding_enabled(self) -> bool:
-        """Whether :meth:`chunk` may cut unequal chunks.
+        """Whether :meth:`chunk` may cut unequal chunks: this batch, or (:class:`DataProtoConfig`) any batch.
 
         >>> [len(part) for part in DataProto(data.batch, auto_padding=True).chunk(2)]
         [2, 1]
         """
-        return self.auto_padding
+        return self.auto_padding or DataProtoConfig.auto_padding
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
         """Cut the second dimension of ``split_keys`` into ``n_split`` rows each; repeat the rows of other columns.
@@ -743,6 +769,7 @@ class DataProto:
 
         Raises:
             CodecError: the file is truncated, changed in any bit, of another format, or no batch.
+            OSError: it cannot be read.
         """
         from asyncrl.data.disk import load
 

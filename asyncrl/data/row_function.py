@@ -66,7 +66,7 @@ class RowFunction:
             takes_batch=has_batch,
             gives=result.schema.any_rows(),
             gives_meta_info=dict(result.meta_info),
-            gives_auto_padding=result.is_padding_enabled(),
+            gives_auto_padding=result.auto_padding,
             gives_batch=result.batch is not None,
         )
 

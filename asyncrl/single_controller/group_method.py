@@ -16,7 +16,11 @@ __all__ = ["GroupMethod", "declared_rows"]
 
 
 class GroupMethod(Protocol):
-    """A registered method of the workers, as a method of their group."""
+    """A registered method of the workers, as a method of their group.
+
+    >>> group.greet("hi").result()
+    ['hi, from 0 of 2', 'hi, from 1 of 2']
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A future of the result; a stream, if the method yields; the result itself, if it is ``blocking``."""
@@ -25,6 +29,9 @@ class GroupMethod(Protocol):
         self, *, blocking: bool | None = None, deadline_s: float | None = None, retries: int | Retry | None = None
     ) -> GroupMethod:
         """The same for calls with these options; None leaves what was registered.
+
+            >>> group.greet.options(deadline_s=10.0, blocking=True)("hi")[1]
+            'hi, from 1 of 2'
 
         Raises:
             DispatchError: they do not suit the method.

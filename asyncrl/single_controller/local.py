@@ -48,6 +48,10 @@ class LocalWorkerGroup(WorkerGroup):
 
     Plain methods of a rank run in a thread of that rank, ``async def`` methods on the controller loop.
 
+        >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), world_size=2) as greeters:
+        ...     greeters.greet("hi").result()
+        ['hi, from 0 of 2', 'hi, from 1 of 2']
+
     Args:
         cls_with_init: class and arguments.
         world_size: number of workers.
@@ -56,6 +60,10 @@ class LocalWorkerGroup(WorkerGroup):
             the only way to wait, and by default plain methods run on the loop too.
         inline: run plain methods on the loop, without threads. Default: only with ``loop="current"``.
         restart: what to do when a worker is killed (:meth:`kill`); None leaves it dead.
+
+    Raises:
+        DispatchError: a registered method has the name of one that groups have of their own, or is split over a mesh
+            and its class is no :class:`Worker`.
     """
 
     def __init__(
@@ -105,6 +113,13 @@ class LocalWorkerGroup(WorkerGroup):
         """Let the worker of a rank be dead from now on, as if it had a process that got SIGKILL: for tests.
 
         What a plain method is doing in its thread goes on there; nobody hears of it any more.
+
+            >>> mortals = LocalWorkerGroup(ClassWithInitArgs(Greeter), world_size=2)
+            >>> mortals.ready().result()
+            >>> mortals.kill(1)
+            >>> mortals.greet("hi").exception()
+            WorkerDiedError('the worker of rank 1 of Greeter was killed during greet')
+            >>> mortals.shutdown()
         """
         self._loop.call(self._end_life, rank)
 

@@ -29,6 +29,9 @@ class MeshDispatch:
 
     All else is copied. The results of the collecting ranks are batches, joined in the order of the dp ranks; what other
     ranks return is not looked at.
+
+        >>> MeshDispatch("actor").mesh_name
+        'actor'
     """
 
     mesh_name: str

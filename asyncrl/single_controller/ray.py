@@ -68,6 +68,10 @@ class RayWorkerGroup(WorkerGroup):
 
     The constructor checks the pool against the cluster and returns; placing and constructing go on meanwhile.
 
+        >>> with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Greeter)) as greeters:  # after ray.init()
+        ...     greeters.greet("hi").result()
+        ['hi, from 0 of 2', 'hi, from 1 of 2']
+
     Args:
         resource_pool: the seats.
         ray_cls_with_init: class, arguments, options.
@@ -80,6 +84,7 @@ class RayWorkerGroup(WorkerGroup):
         ResourceError: the cluster can never hold the pool, a worker asks for more than its seat has, the name of a
             detached group is missing or taken, or Ray is not initialised. Resources that others use are waited for; if
             they do not become free, :meth:`ready` fails.
+        DispatchError: as :class:`LocalWorkerGroup`.
     """
 
     def __init__(
@@ -110,6 +115,16 @@ class RayWorkerGroup(WorkerGroup):
         The program that called it before, if it still runs, is refused from now on: the calls that its workers have
         begun go on, all others fail with :class:`GroupClosedError`.
 
+            >>> pool = RayResourcePool([1], detached=True)
+            >>> made = RayWorkerGroup(pool, RayClassWithInitArgs(Greeter), name="kept", detached=True)
+            >>> made.ready().result()
+            >>> found = RayWorkerGroup.attach("kept")  # in another program, too
+            >>> found.greet("hi").result()
+            ['hi, from 0 of 1']
+            >>> found.detach()  # it goes on
+            >>> RayWorkerGroup.end_detached("kept")
+            1
+
         Args:
             name: of the group.
             ray_cls_with_init: class, arguments and options; those that the group was made with if None.
@@ -135,11 +150,20 @@ class RayWorkerGroup(WorkerGroup):
 
     @staticmethod
     def end_detached(name: str) -> int:
-        """Kill the workers of a detached group, or what is left of them, and free their seats; how many there were."""
+        """Kill the workers of a detached group, or what is left of them, and free their seats; how many there were.
+
+        >>> RayWorkerGroup.end_detached("nobody")
+        0
+        """
         return end(name)
 
     def detach(self) -> None:
         """Leave a detached group to itself. What its workers are doing goes on; calls of this program fail.
+
+            >>> with RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Greeter)) as greeters:
+            ...     greeters.detach()  # it was not made for that  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            asyncrl.errors.ResourceError: Greeter ends with this program: ...
 
         Raises:
             ResourceError: the group was not made with ``detached=True``.

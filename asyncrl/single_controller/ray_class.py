@@ -19,6 +19,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
     Options (:meth:`options`): ``num_cpus``, ``num_gpus``, ``resources`` (of one worker; the pool's share if not given),
     ``runtime_env`` and ``env_vars`` (environment variables set before the class is loaded).
+
+        >>> RayClassWithInitArgs(Greeter).options(num_cpus=0.5).actor_options
+        {'num_cpus': 0.5}
+
+    Raises:
+        ResourceError: ``ray.remote`` gave the class options that workers cannot have.
     """
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -31,13 +37,29 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.actor_options = _checked_options(options)
 
     def options(self, **options: Any) -> RayClassWithInitArgs:
-        """The same with these options added."""
+        """The same with these options added.
+
+            >>> RayClassWithInitArgs(Greeter).options(env_vars={"LANG": "C"}).actor_options
+            {'env_vars': {'LANG': 'C'}}
+
+        Raises:
+            ResourceError: an option that workers cannot have.
+        """
         again = RayClassWithInitArgs(self.cls, *self.args, **self.kwargs)
         again.actor_options = {**self.actor_options, **_checked_options(options)}
         return again
 
     def update_options(self, options: Mapping[str, Any]) -> None:
-        """Add options in place, under verl's name."""
+        """Add options in place, under verl's name.
+
+            >>> init = RayClassWithInitArgs(Greeter)
+            >>> init.update_options({"num_gpus": 0.5})
+            >>> init.actor_options
+            {'num_gpus': 0.5}
+
+        Raises:
+            ResourceError: an option that workers cannot have.
+        """
         self.actor_options = self.options(**options).actor_options
 
 

@@ -15,7 +15,14 @@ from typing import Any, Self
 
 from asyncrl.errors import ResourceError
 
-__all__ = ["RayCluster"]
+__all__ = ["RayCluster", "node_address"]
+
+
+def node_address() -> str:
+    """The address of this node in the cluster that this process is in; of this machine for itself, if in none."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"
 
 
 class RayCluster:

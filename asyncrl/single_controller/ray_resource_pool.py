@@ -26,6 +26,7 @@ from asyncrl.single_controller.resource_pool import (
 )
 
 __all__ = [
+    "PlacementGroup",
     "RayResourcePool",
     "Seat",
     "SubRayResourcePool",
@@ -106,11 +107,20 @@ class RayResourcePool(ResourcePool):
 
     @property
     def use_gpu(self) -> bool:
-        """Whether a seat has GPUs."""
+        """Whether a seat has GPUs.
+
+        >>> RayResourcePool([1], gpus_per_worker=0.5).use_gpu
+        True
+        """
         return self.gpus_per_worker > 0
 
     def add_node(self, process_count: int) -> None:
         """One more placement group, with ``process_count`` workers.
+
+            >>> pool = RayResourcePool([2])
+            >>> pool.add_node(3)
+            >>> pool.world_size
+            5
 
         Raises:
             ResourceError: the placement groups are made already, or ``process_count`` is below 1.
@@ -120,7 +130,11 @@ class RayResourcePool(ResourcePool):
         super().add_node(process_count)
 
     def bundle(self) -> dict[str, float]:
-        """Resources of one seat."""
+        """Resources of one seat.
+
+        >>> RayResourcePool([4], cpus_per_worker=2.0).bundle()
+        {'CPU': 2.0}
+        """
         shared = {"CPU": self.cpus_per_worker, **self.resources_per_worker}
         whole = {name: amount * self.max_colocate_count for name, amount in shared.items()}
         if self.accelerator_type is not None:
@@ -128,17 +142,32 @@ class RayResourcePool(ResourcePool):
         return {name: amount for name, amount in {**whole, "GPU": self.gpus_per_worker}.items() if amount}
 
     def check(self) -> None:
-        """Raise :class:`ResourceError` if the cluster could not hold the pool even with nothing else on it."""
+        """Check that the cluster could hold the pool if nothing else were on it.
+
+            >>> RayResourcePool([1]).check()
+
+        Raises:
+            ResourceError: it could not, or the pool has no seats.
+        """
         if not self.process_on_nodes:
             raise ResourceError(f"{self!r} has no place for a worker")
         check_room(self.places(), self.strategy, cluster_nodes())
 
     def places(self) -> list[list[dict[str, float]]]:
-        """The bundles of each placement group."""
+        """The bundles of each placement group.
+
+        >>> RayResourcePool([2, 1]).places()
+        [[{'CPU': 1.0}, {'CPU': 1.0}], [{'CPU': 1.0}]]
+        """
         return [[self.bundle()] * count for count in self.process_on_nodes]
 
     def acquire(self) -> list[PlacementGroup]:
         """The placement groups, for one more worker group. They may still be pending.
+
+            >>> pool = RayResourcePool([1])
+            >>> len(pool.acquire())
+            1
+            >>> pool.release()
 
         Raises:
             ResourceError: as many groups as may share a seat are there already.
@@ -146,13 +175,24 @@ class RayResourcePool(ResourcePool):
         return self._acquire(range(self.world_size))
 
     def release(self) -> None:
-        """One worker group less; with the last one the placement groups go."""
+        """One worker group less; with the last one the placement groups go.
+
+        >>> pool = RayResourcePool([1])
+        >>> _ = pool.acquire()
+        >>> pool.release()
+        """
         self._release(range(self.world_size))
 
     def seats(self) -> list[Seat]:
         """Where each rank goes. Call it between :meth:`acquire` and :meth:`release`, once the groups are placed.
 
         Asks the cluster, and so blocks for some milliseconds, if there are several placement groups.
+
+            >>> pool = RayResourcePool([2])
+            >>> _ = pool.acquire()
+            >>> [seat.bundle_index for seat in pool.seats()]
+            [0, 1]
+            >>> pool.release()
         """
         pairs = list(zip(self._groups, self.process_on_nodes, strict=True))
         if len(pairs) > 1:
@@ -166,6 +206,11 @@ class RayResourcePool(ResourcePool):
 
         They are kept until the program ends, whatever worker groups do.
 
+            >>> (group,) = RayResourcePool([2]).get_placement_groups()
+            >>> group.bundle_count
+            2
+            >>> remove_placement_group(group)
+
         Raises:
             ResourceError: they could not be placed within ``placement_timeout_s``.
         """
@@ -176,7 +221,13 @@ class RayResourcePool(ResourcePool):
         return groups
 
     def no_room(self) -> ResourceError:
-        """What to say when the placement groups were not placed in time."""
+        """What to say when the placement groups were not placed in time.
+
+        >>> print(RayResourcePool([1], placement_timeout_s=5).no_room())  # doctest: +ELLIPSIS
+        the cluster did not free the resources of RayResourcePool([1]) within 5 s
+        asked for: 1 CPU
+        ...
+        """
         return ResourceError(
             f"the cluster did not free the resources of {self!r} within {self.placement_timeout_s:g} s\n"
             + describe(self.places(), cluster_nodes())
@@ -221,7 +272,11 @@ class RayResourcePool(ResourcePool):
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Some seats of other pools, on the same placement groups: made by the two functions below."""
+    """Some seats of other pools, on the same placement groups: made by the two functions below.
+
+    >>> split_resource_pool(RayResourcePool([4]), [1, 3])
+    [SubRayResourcePool([1]), SubRayResourcePool([3])]
+    """
 
     def __init__(self, parts: Sequence[tuple[RayResourcePool, range]]) -> None:
         first = parts[0][0]
@@ -241,7 +296,11 @@ class SubRayResourcePool(RayResourcePool):
 
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
-        """Its seats in each placement group in which it has any."""
+        """Its seats in each placement group in which it has any.
+
+        >>> [part.process_on_nodes for part in split_resource_pool(RayResourcePool([2, 2]), [1, 3])]
+        [(1,), (1, 2)]
+        """
         counts: list[int] = []
         for pool, seats in self._of:
             start = 0
@@ -253,33 +312,73 @@ class SubRayResourcePool(RayResourcePool):
 
     @property
     def world_size(self) -> int:
-        """Its seats."""
+        """Its seats.
+
+        >>> [part.world_size for part in split_resource_pool(RayResourcePool([2, 2]), [1, 3])]
+        [1, 3]
+        """
         return sum(len(seats) for _, seats in self._of)
 
     @property
     def store(self) -> list[int]:
-        """``process_on_nodes``, under verl's name."""
+        """``process_on_nodes``, under verl's name.
+
+        >>> split_resource_pool(RayResourcePool([2, 2]), [1, 3])[1].store
+        [1, 2]
+        """
         return list(self.process_on_nodes)
 
     def local_world_size_list(self) -> list[int]:
-        """For each worker, the workers of its place."""
+        """For each worker, the workers of its place.
+
+        >>> split_resource_pool(RayResourcePool([2, 2]), [1, 3])[1].local_world_size_list()
+        [1, 2, 2]
+        """
         return [count for count in self.process_on_nodes for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each worker, its number in its place."""
+        """For each worker, its number in its place.
+
+        >>> split_resource_pool(RayResourcePool([2, 2]), [1, 3])[1].local_rank_list()
+        [0, 0, 1]
+        """
         return [number for count in self.process_on_nodes for number in range(count)]
 
     def add_node(self, process_count: int) -> None:
-        """Not here: the seats are those of other pools."""
+        """Not here: the seats are those of other pools.
+
+            >>> half, _ = split_resource_pool(RayResourcePool([2]), 1)
+            >>> half.add_node(1)  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            asyncrl.errors.ResourceError: SubRayResourcePool([1]) is made of seats of other pools: ...
+
+        Raises:
+            ResourceError: always.
+        """
         raise ResourceError(f"{self!r} is made of seats of other pools: add places to those, before it is made")
 
     def check(self) -> None:
-        """Raise :class:`ResourceError` if the cluster could not hold the pools whose seats these are."""
+        """Check that the cluster could hold the pools whose seats these are.
+
+            >>> split_resource_pool(RayResourcePool([2]), 1)[0].check()
+
+        Raises:
+            ResourceError: it could not.
+        """
         for pool in self._pools():
             pool.check()
 
     def acquire(self) -> list[PlacementGroup]:
-        """The placement groups of the pools whose seats these are, for one more worker group."""
+        """The placement groups of the pools whose seats these are, for one more worker group.
+
+            >>> half, _ = split_resource_pool(RayResourcePool([2]), 1)
+            >>> len(half.acquire())
+            1
+            >>> half.release()
+
+        Raises:
+            ResourceError: as many groups as may share one of these seats are there already; nothing is taken then.
+        """
         acquired: list[tuple[RayResourcePool, range]] = []
         groups: dict[int, PlacementGroup] = {}
         try:
@@ -293,16 +392,36 @@ class SubRayResourcePool(RayResourcePool):
         return list(groups.values())
 
     def release(self) -> None:
-        """One worker group less on these seats."""
+        """One worker group less on these seats.
+
+        >>> half, _ = split_resource_pool(RayResourcePool([2]), 1)
+        >>> _ = half.acquire()
+        >>> half.release()
+        """
         for pool, seats in self._of:
             pool._release(seats)  # noqa: SLF001  of this class
 
     def seats(self) -> list[Seat]:
-        """Where each rank goes; see :meth:`RayResourcePool.seats`."""
+        """Where each rank goes; see :meth:`RayResourcePool.seats`.
+
+        >>> _, half = split_resource_pool(RayResourcePool([2]), 1)
+        >>> _ = half.acquire()
+        >>> [seat.bundle_index for seat in half.seats()]
+        [1]
+        >>> half.release()
+        """
         return [seat for pool, numbers in self._of for seat in pool.seats()[numbers.start : numbers.stop]]
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The placement groups in which it has seats, placed."""
+        """The placement groups in which it has seats, placed.
+
+            >>> half, _ = split_resource_pool(RayResourcePool([2]), 1)
+            >>> (group,) = half.get_placement_groups()
+            >>> remove_placement_group(group)
+
+        Raises:
+            ResourceError: as :meth:`RayResourcePool.get_placement_groups`.
+        """
         return [group for pool in self._pools() for group in pool.get_placement_groups()]
 
     def _parts(self) -> list[tuple[RayResourcePool, range]]:

@@ -42,6 +42,11 @@ class ResourcePool:
     def add_node(self, process_count: int) -> None:
         """One more place, with ``process_count`` workers.
 
+            >>> pool = ResourcePool([2])
+            >>> pool.add_node(3)
+            >>> pool.process_on_nodes
+            (2, 3)
+
         Raises:
             ResourceError: ``process_count`` is below 1.
         """
@@ -51,17 +56,29 @@ class ResourcePool:
 
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
-        """Workers in each place."""
+        """Workers in each place.
+
+        >>> ResourcePool([2, 3]).process_on_nodes
+        (2, 3)
+        """
         return tuple(self._store)
 
     @property
     def world_size(self) -> int:
-        """Workers in total."""
+        """Workers in total.
+
+        >>> ResourcePool([2, 3]).world_size
+        5
+        """
         return sum(self._store)
 
     @property
     def store(self) -> list[int]:
-        """``process_on_nodes``, under verl's name."""
+        """``process_on_nodes``, under verl's name.
+
+        >>> ResourcePool([2, 3]).store
+        [2, 3]
+        """
         return list(self._store)
 
     def __call__(self) -> list[int]:
@@ -69,11 +86,19 @@ class ResourcePool:
         return self.store
 
     def local_world_size_list(self) -> list[int]:
-        """For each worker, the workers of its place."""
+        """For each worker, the workers of its place.
+
+        >>> ResourcePool([2, 3]).local_world_size_list()
+        [2, 2, 3, 3, 3]
+        """
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each worker, its number in its place."""
+        """For each worker, its number in its place.
+
+        >>> ResourcePool([2, 3]).local_rank_list()
+        [0, 1, 0, 1, 2]
+        """
         return [number for count in self._store for number in range(count)]
 
     def __repr__(self) -> str:

@@ -18,15 +18,13 @@ __all__ = ["ResourcePoolManager"]
 class ResourcePoolManager:
     """The pools of a run on a Ray cluster, checked together before anything starts.
 
-    ::
-
-        manager = ResourcePoolManager(
-            {"training": [8, 8], "generation": [8]},
-            {Role.Actor: "training", Role.Critic: "training", Role.Rollout: "generation"},
-            use_gpu=True,
-        )
-        manager.create_resource_pool()
-        actor = RayWorkerGroup(manager.get_resource_pool(Role.Actor), RayClassWithInitArgs(Actor))
+        >>> manager = ResourcePoolManager(
+        ...     {"training": [1, 1], "generation": [1]},
+        ...     {Role.Actor: "training", Role.Critic: "training", Role.Rollout: "generation"},
+        ... )
+        >>> manager.create_resource_pool()  # after ray.init()
+        >>> manager.get_resource_pool(Role.Actor).max_colocate_count
+        2
 
     Args:
         resource_pool_spec: by the pool's name, the workers in each of its placement groups.
@@ -75,6 +73,11 @@ class ResourcePoolManager:
     def create_resource_pool(self) -> None:
         """Make the pools, once the cluster is known to be able to hold all of them. They take nothing until used.
 
+            >>> manager = ResourcePoolManager({"all": [1]}, {Role.Actor: "all"}, use_gpu=True)
+            >>> manager.create_resource_pool()  # no node here has a GPU  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            asyncrl.errors.ResourceError: the cluster cannot hold the 1 pools together: ...
+
         Raises:
             ResourceError: Ray is not initialised, or the cluster could not hold the pools even with nothing else on it:
                 in total, or because no node has room for a seat or a placement group. The message shows what each pool
@@ -113,6 +116,11 @@ class ResourcePoolManager:
     def get_resource_pool(self, role: Hashable) -> RayResourcePool:
         """The pool of a role.
 
+            >>> manager = ResourcePoolManager({"all": [2]}, {Role.Actor: "all"})
+            >>> manager.create_resource_pool()
+            >>> manager.get_resource_pool(Role.Actor)
+            RayResourcePool([2])
+
         Raises:
             ResourceError: the role has none, or the pools are not made yet.
         """
@@ -123,7 +131,11 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> float:
-        """GPUs of all pools together."""
+        """GPUs of all pools together.
+
+        >>> ResourcePoolManager({"training": [8, 8], "generation": [8]}, {}, use_gpu=True).get_n_gpus()
+        24.0
+        """
         return self._gpus_per_worker * sum(sum(counts) for counts in self.resource_pool_spec.values())
 
     def __repr__(self) -> str:

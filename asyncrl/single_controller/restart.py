@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 class Restart:
     """The restart policy of a group.
 
+        >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), restart=Restart(backoff_s=0.0)) as greeters:
+        ...     greeters.kill(0)
+        ...     greeters.greet("hi").result()  # by a new worker
+        ['hi, from 0 of 1']
+
     Attributes:
         max_restarts: how often in the life of the group, whatever ranks it takes each time.
         scope: ``"group"`` makes all workers again when one dies: what workers with collectives need, whose
@@ -45,6 +50,9 @@ class Restart:
             each other.
         backoff_s: pause before; doubled each time.
         prepare: a method without arguments that new workers run before any call, such as verl's ``"init_model"``.
+
+    Raises:
+        DispatchError: ``max_restarts`` is below 1, ``backoff_s`` negative, or there is no such scope.
     """
 
     max_restarts: int = 3

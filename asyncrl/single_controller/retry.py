@@ -28,6 +28,9 @@ class Retry:
 
         >>> [Retry(times=4, backoff_s=1.0, max_backoff_s=3.0).pause_s(number) for number in range(4)]
         [1.0, 2.0, 3.0, 3.0]
+
+    Raises:
+        DispatchError: ``times`` is below 1, or ``backoff_s`` negative or above ``max_backoff_s``.
     """
 
     times: int = 3
@@ -39,7 +42,11 @@ class Retry:
             raise DispatchError(f"a retry needs times >= 1 and 0 <= backoff_s <= max_backoff_s, got {self}")
 
     def pause_s(self, number: int) -> float:
-        """Before repetition ``number``, counted from 0."""
+        """Seconds before repetition ``number``, counted from 0.
+
+        >>> Retry(backoff_s=0.5).pause_s(2)
+        2.0
+        """
         return min(self.backoff_s * 2.0**number, self.max_backoff_s)
 
 

@@ -32,6 +32,9 @@ class Role(Enum):
     def from_string(cls, name: str) -> Role:
         """The role of a short name.
 
+            >>> Role.from_string("critic")
+            <Role.Critic: 'critic'>
+
         Raises:
             ConfigError: there is none of that name.
         """

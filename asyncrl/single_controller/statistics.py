@@ -12,6 +12,9 @@ __all__ = ["GroupStatistics", "Tally"]
 class GroupStatistics:
     """Of one group; the roles in its workers have their own.
 
+        >>> group.statistics().outstanding
+        (0, 0)
+
     Attributes:
         done, failed, cancelled: calls and streams that are over. A call past its deadline has failed.
         waiting: made, but not sent: what they wait for is not there yet.

@@ -38,7 +38,11 @@ AHEAD = 8
 
 @dataclass(frozen=True, slots=True)
 class StreamItem(Generic[T]):
-    """What one rank yielded."""
+    """What one rank yielded.
+
+    >>> StreamItem(rank=0, value="hi").value
+    'hi'
+    """
 
     rank: int
     value: T
@@ -171,9 +175,9 @@ class Stream(Generic[T]):
     Items of ``Execute.RANK_ZERO`` methods are the values; of others, :class:`StreamItem`: those of one rank in their
     order, those of different ranks as they come.
 
-        >>> async with trainer.losses(batch) as losses:  # doctest: +SKIP
-        ...     async for item in losses:
-        ...         print(item.rank, item.value)
+        >>> with group.count(2) as numbers:  # `async with` and `async for` in a coroutine
+        ...     sorted((item.rank, item.value) for item in numbers)
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
 
     Raises, after the items that had come before:
         AsyncRLError: what a rank failed with, as calls do.
@@ -185,6 +189,11 @@ class Stream(Generic[T]):
 
     @property
     def label(self) -> str:
+        """Group and method.
+
+        >>> group.count(2).label
+        'Greeter.count'
+        """
         return self._streaming.outcome.label
 
     def __aiter__(self) -> Self:
@@ -221,11 +230,20 @@ class Stream(Generic[T]):
         return cast("T", item.value if self._streaming.alone else item)
 
     def close(self) -> None:
-        """Leave: the generators are closed in the workers. From any thread; again is nothing."""
+        """Leave: the generators are closed in the workers. From any thread; again is nothing.
+
+        >>> numbers = group.count(1000)
+        >>> next(numbers).value
+        0
+        >>> numbers.close()
+        """
         self._streaming.leave()
 
     async def aclose(self) -> None:
-        """:meth:`close`, for ``contextlib.aclosing`` and its like."""
+        """:meth:`close`, for ``contextlib.aclosing`` and its like.
+
+        >>> asyncio.run(group.count(1000).aclose())
+        """
         self.close()
 
     def __enter__(self) -> Self:

@@ -105,19 +105,36 @@ class Worker:
 
     @property
     def fused_worker_dict(self) -> Mapping[str, Any]:
-        """:attr:`colocated`, under verl's name."""
+        """:attr:`colocated`, under verl's name.
+
+        >>> Worker().fused_worker_dict
+        {}
+        """
         return self.colocated
 
     def get_fused_worker_by_name(self, worker_name: str) -> Any:
-        """The worker of role ``worker_name`` in this process, or None."""
+        """The worker of role ``worker_name`` in this process, or None.
+
+        >>> Worker().get_fused_worker_by_name("critic") is None
+        True
+        """
         return self.colocated.get(worker_name)
 
-    def get_master_addr_port(self) -> tuple[str, int]:
-        """Where rank 0 may listen."""
-        return self.master_addr, self.master_port
+    def get_master_addr_port(self) -> tuple[str, str]:
+        """Where rank 0 may listen, as the environment variables say it.
+
+        >>> address, port = Worker().get_master_addr_port()
+        >>> port.isdigit()
+        True
+        """
+        return self.master_addr, str(self.master_port)
 
     def get_cuda_visible_devices(self) -> str:
-        """The GPUs that this process sees, or ``not set``."""
+        """The GPUs that this process sees, or ``not set``.
+
+        >>> Worker().get_cuda_visible_devices()
+        'not set'
+        """
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
@@ -133,15 +150,39 @@ class Worker:
         self._meshes[mesh_name] = MeshPlace(int(dp_rank), bool(is_collect))
 
     def query_dispatch_info(self, mesh_name: str) -> int:
-        """This worker's dp rank in a mesh."""
+        """This worker's dp rank in a mesh.
+
+            >>> worker = Worker()
+            >>> worker._register_dispatch_collect_info("actor", dp_rank=1, is_collect=True)
+            >>> worker.query_dispatch_info("actor")
+            1
+
+        Raises:
+            DispatchError: it is not in the mesh.
+        """
         return self._place_in(mesh_name).dp_rank
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this worker's results are taken in a mesh."""
+        """Whether this worker's results are taken in a mesh.
+
+            >>> worker = Worker()
+            >>> worker._register_dispatch_collect_info("actor", dp_rank=1, is_collect=False)
+            >>> worker.query_collect_info("actor")
+            False
+
+        Raises:
+            DispatchError: it is not in the mesh.
+        """
         return self._place_in(mesh_name).is_collect
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """This worker's dp rank in every mesh, and whether its results are taken there."""
+        """This worker's dp rank in every mesh, and whether its results are taken there.
+
+        >>> worker = Worker()
+        >>> worker._register_dispatch_collect_info("actor", dp_rank=1, is_collect=True)
+        >>> worker.get_dispatch_collect()
+        {'dispatch_dp_rank': {'actor': 1}, 'collect_dp_rank': {'actor': True}}
+        """
         return {
             "dispatch_dp_rank": {name: place.dp_rank for name, place in self._meshes.items()},
             "collect_dp_rank": {name: place.is_collect for name, place in self._meshes.items()},
@@ -152,8 +193,14 @@ class Worker:
     ) -> None:
         """Take the place that a worker inside this one has in its only mesh: ``**inner.get_dispatch_collect()``.
 
+            >>> inner, outer = Worker(), Worker()
+            >>> inner._register_dispatch_collect_info("actor", dp_rank=1, is_collect=True)
+            >>> outer.set_dispatch_collect("reference", **inner.get_dispatch_collect())
+            >>> outer.query_dispatch_info("reference")
+            1
+
         Raises:
-            DispatchError: it has several places, or none.
+            DispatchError: it has several places, or none; or this worker has one in the mesh already.
         """
         places = {(dispatch_dp_rank.get(name), collect_dp_rank.get(name)) for name in dispatch_dp_rank}
         if len(places) != 1:

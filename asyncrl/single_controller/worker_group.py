@@ -85,6 +85,13 @@ class WorkerGroup(ABC):
         ...         group.execute_rank_zero("greet", "hi").result(),
         ...     )
         (['hi, from 0 of 2', 'hi, from 1 of 2'], 'hi, from 1 of 2', 'hi, from 0 of 2')
+
+    The examples of the methods are about such a group.
+
+    Raises:
+        DispatchError: a registered method has the name of one that groups have of their own, or is split over a mesh
+            and its class is no :class:`Worker`.
+        GroupClosedError: a method is called after :meth:`shutdown`.
     """
 
     def __init__(
@@ -187,6 +194,8 @@ class WorkerGroup(ABC):
 
         If one cannot be, this fails, and with it every call made before or later; the workers are gone then. While
         workers are made again after a death (:class:`Restart`), it is not done.
+
+            >>> group.ready().result()
         """
         return self._ready
 
@@ -214,11 +223,22 @@ class WorkerGroup(ABC):
             raise
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """:meth:`aclose`, blocking this thread."""
+        """:meth:`aclose`, blocking this thread.
+
+            >>> greeters = LocalWorkerGroup(ClassWithInitArgs(Greeter))
+            >>> greeters.shutdown()
+
+        Raises:
+            DeadlineError: as :meth:`aclose`.
+            WorkerError: likewise.
+        """
         self._close(timeout_s).result()
 
     async def aclose(self, timeout_s: float = 10.0) -> None:
         """End running calls, let the workers close themselves for at most ``timeout_s``, then end them. Idempotent.
+
+            >>> greeters = LocalWorkerGroup(ClassWithInitArgs(Greeter))
+            >>> asyncio.run(greeters.aclose(timeout_s=5.0))
 
         Raises:
             DeadlineError: a worker did not close itself in time. The group is gone all the same.
@@ -270,7 +290,11 @@ class WorkerGroup(ABC):
         await self.aclose()
 
     def statistics(self) -> GroupStatistics:
-        """What its calls are doing and have done."""
+        """What its calls are doing and have done.
+
+        >>> group.statistics().deaths
+        0
+        """
         tally, lives = self._tally, self._home._lives  # noqa: SLF001  of this class
         under_way = list(self._under_way)
         sent = [each for each in under_way if each.is_sent]
@@ -297,7 +321,14 @@ class WorkerGroup(ABC):
         return f"<{type(self).__name__} {self.name}: {self.world_size} x {self.cls_with_init.cls.__name__}, {state}>"
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """A group for each of these roles, on the workers of this one, made by ``create_colocated_worker_cls``."""
+        """A group for each of these roles, on the workers of this one, made by ``create_colocated_worker_cls``.
+
+            >>> colocated.spawn({"left"})["left"].greet("hi").result()
+            ['hi, from 0 of 1']
+
+        Raises:
+            DispatchError: the group has no such role.
+        """
         from asyncrl.single_controller.colocation import spawn
 
         return spawn(self, prefix_set)
@@ -305,29 +336,59 @@ class WorkerGroup(ABC):
     # ----------------------------------------------------------------------------------------------------------- calls
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """Call a method, registered or not, on every rank with the same arguments."""
+        """Call a method, registered or not, on every rank with the same arguments.
+
+            >>> group.execute_all("get_cuda_visible_devices").result()
+            ['not set', 'not set']
+
+        Raises:
+            GroupClosedError: the group was shut down.
+        """
         registration = Registration(name=method_name, dispatch_mode=Dispatch.ONE_TO_ALL)
         return self._execute(registration, Arguments(args, kwargs))
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method, registered or not, on rank 0."""
+        """Call a method, registered or not, on rank 0.
+
+            >>> group.execute_rank_zero("get_cuda_visible_devices").result()
+            'not set'
+
+        Raises:
+            GroupClosedError: the group was shut down.
+        """
         registration = Registration(name=method_name, dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
         return self._execute(registration, Arguments(args, kwargs))
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """:meth:`execute_all`, under verl's name."""
+        """:meth:`execute_all`, under verl's name.
+
+        >>> group.execute_all_async("greet", "hi").result()[1]
+        'hi, from 1 of 2'
+        """
         return self.execute_all(method_name, *args, **kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """:meth:`execute_all`, waiting for the values."""
+        """:meth:`execute_all`, waiting for the values.
+
+        >>> group.execute_all_sync("greet", "hi")[1]
+        'hi, from 1 of 2'
+        """
         return self.execute_all(method_name, *args, **kwargs).result()
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """:meth:`execute_rank_zero`, under verl's name."""
+        """:meth:`execute_rank_zero`, under verl's name.
+
+        >>> group.execute_rank_zero_async("greet", "hi").result()
+        'hi, from 0 of 2'
+        """
         return self.execute_rank_zero(method_name, *args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`execute_rank_zero`, waiting for the value."""
+        """:meth:`execute_rank_zero`, waiting for the value.
+
+        >>> group.execute_rank_zero_sync("greet", "hi")
+        'hi, from 0 of 2'
+        """
         return self.execute_rank_zero(method_name, *args, **kwargs).result()
 
     def _bind(self, registration: Registration) -> None:

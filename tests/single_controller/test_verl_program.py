@@ -219,6 +219,7 @@ def test_calls_in_every_way() -> None:
     group = RayWorkerGroup(pool, made, name_prefix="basic", worker_env={"MINE": "1"})
     assert group.worker_names == ["basic[0]", "basic[1]"]
     assert group.execute_all_sync("hidden", y=3) == [3, 4]
+    assert group.execute_all_sync("env_keys")[0][:2] == ["WORLD_SIZE", "RANK"]
     assert group.execute_all_async("hidden", y=4).result() == [4, 5]
     assert group.execute_all_sync("hidden", [10, 20]) == [10, 21]
     assert group.execute_rank_zero_sync("hidden", 5) == 5

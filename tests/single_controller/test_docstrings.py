@@ -1,0 +1,285 @@
+"""Everything public says what it is and what it raises, with an example, and the examples run."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import asyncrl
+import asyncrl.data
+import asyncrl.errors
+import asyncrl.single_controller
+import asyncrl.verl
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.data.future import Future
+from asyncrl.serve.serving import serve
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Role, Worker, create_colocated_worker_cls, register
+from asyncrl.single_controller.local import LocalWorkerGroup
+
+PACKAGES = (asyncrl.data, asyncrl.single_controller, asyncrl.verl)
+MODULES = sorted(
+    f"{package.__name__}.{module.name}" for package in PACKAGES for module in pkgutil.iter_modules(package.__path__)
+)
+NEED_RAY = (
+    "asyncrl.single_controller.ray",
+    "asyncrl.single_controller.ray_resource_pool",
+    "asyncrl.single_controller.resource_pool_manager",
+    "asyncrl.verl.resource_pool",
+    "asyncrl.verl.worker_group",
+)
+START_ACTORS = ("asyncrl.single_controller.ray", "asyncrl.verl.worker_group")
+PUBLIC = (
+    "asyncrl",
+    "asyncrl.data",
+    "asyncrl.single_controller",
+    "asyncrl.single_controller.colocation",
+    "asyncrl.single_controller.dispatch_functions",
+    "asyncrl.single_controller.local",
+    "asyncrl.single_controller.ray",
+    "asyncrl.verl",
+)
+
+
+# ----------------------------------------------------------------------------------------------------- the examples run
+
+
+class Greeter(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def greet(self, name: str) -> str:
+        return f"{name}, from {self.rank} of {self.world_size}"
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto) -> DataProto:
+        assert batch.batch is not None
+        return batch.with_columns(x=batch.batch["x"] * 2)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count(self, end: int) -> Iterator[int]:
+        yield from range(end)
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[dict[str, Any]]:
+    """What the examples take for granted: the batch of DataProto's own example, and a group like WorkerGroup's."""
+    data = DataProto.from_dict(
+        tensors={"x": torch.tensor([1, 2, 3])}, non_tensors={"name": ["a", "b", "c"]}, meta_info={"step": 7}
+    )
+    init = ClassWithInitArgs(Greeter)
+    with (
+        LocalWorkerGroup(init, world_size=2) as group,
+        LocalWorkerGroup(create_colocated_worker_cls({"left": init, "right": init})) as colocated,
+    ):
+        yield {
+            "ClassWithInitArgs": ClassWithInitArgs,
+            "DataProto": DataProto,
+            "DataProtoFuture": DataProtoFuture,
+            "Dispatch": Dispatch,
+            "Future": Future,
+            "Greeter": Greeter,
+            "LocalWorkerGroup": LocalWorkerGroup,
+            "Role": Role,
+            "asyncio": asyncio,
+            "colocated": colocated,
+            "data": data,
+            "future": DataProtoFuture.of(data),
+            "group": group,
+            "np": np,
+            "threading": threading,
+            "torch": torch,
+        }
+
+
+def by_value() -> ModuleType:
+    """Ray, whose workers cannot import this module."""
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return ray
+
+
+@pytest.fixture
+def workers(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A group like that of verl's RayWorkerGroup."""
+    request.getfixturevalue("ray_cluster")
+    by_value()
+    init = asyncrl.verl.create_colocated_worker_cls({"actor": asyncrl.verl.RayClassWithInitArgs(asyncrl.verl.Worker)})
+    pool = asyncrl.verl.RayResourcePool([2], use_gpu=False)
+    with asyncrl.verl.RayWorkerGroup(pool, init, name_prefix="workers") as made:
+        yield made
+
+
+def cases() -> Iterator[Any]:
+    for name in [*MODULES, "asyncrl.verl", "asyncrl.serve.serving"]:
+        marks = [pytest.mark.ray] if name in NEED_RAY else []
+        yield pytest.param(name, marks=[*marks, pytest.mark.slow] if name in START_ACTORS else marks)
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_examples_run(
+    name: str, names: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if name in NEED_RAY:
+        request.getfixturevalue("ray_cluster")
+        names = {**names, "ray": by_value()}
+    if name == "asyncrl.verl.worker_group":
+        names = {**names, "workers": request.getfixturevalue("workers")}
+    module = importlib.import_module(name)
+    own = {**names, **vars(asyncrl.verl)} if name.startswith("asyncrl.verl") else names
+    results = doctest.testmod(module, extraglobs={**own, **vars(module)})
+    assert results.failed == 0
+
+
+# ----------------------------------------------------------------------------------------------- everything has them
+
+
+def public(module: ModuleType) -> dict[str, Any]:
+    """Classes and functions that a module offers, and the public methods and properties of those classes."""
+    found: dict[str, Any] = {}
+    for name in module.__all__:
+        member = getattr(module, name)
+        if inspect.isclass(member) or inspect.isfunction(member):
+            found[name] = member
+        if inspect.isclass(member) and not issubclass(member, Enum):
+            for attribute in dir(member):
+                value = inspect.getattr_static(member, attribute)
+                value = value if isinstance(value, property) else function_of(value)
+                ours = str(getattr(function_of(value), "__module__", "")).startswith("asyncrl.")
+                if not attribute.startswith("_") and ours:
+                    found[f"{name}.{attribute}"] = value
+    return found
+
+
+def function_of(member: Any) -> Any:
+    if isinstance(member, property):
+        return member.fget
+    return member.__func__ if isinstance(member, staticmethod | classmethod) else member
+
+
+def everything() -> Iterator[Any]:
+    """Each once, under the first of its names."""
+    seen: set[int] = set()
+    for module_name in PUBLIC:
+        for name, member in public(importlib.import_module(module_name)).items():
+            if id(member) not in seen:
+                seen.add(id(member))
+                yield pytest.param(member, id=f"{module_name}.{name}")
+    yield pytest.param(serve, id="asyncrl.serve")  # the package that is this function, too
+
+
+@pytest.mark.parametrize("member", list(everything()))
+def test_everything_public_has_an_example_and_tells_what_it_raises(member: Any) -> None:
+    doc = inspect.getdoc(member) or ""
+    examples = doctest.DocTestParser().get_examples(doc)
+    assert [each for each in examples if not each.options.get(doctest.SKIP)], "has no example that runs"
+    told = told_in(doc)
+    untold = {error.__name__ for error in raised_by(member) if not any(issubclass(error, each) for each in told)}
+    assert untold == set(), "raises what its docstring does not tell"
+
+
+def told_in(doc: str) -> list[type[BaseException]]:
+    """The classes in its section "Raises"."""
+    section = re.search(r"^Raises[^\n]*:\n((?:[ ]+[^\n]*\n?|\n)*)", doc, re.MULTILINE)
+    names = re.findall(r"^ +([\w.]+):", section[1], re.MULTILINE) if section else []
+    return [error for name in names if (error := error_called(name.rpartition(".")[2])) is not None]
+
+
+def error_called(name: str) -> type[BaseException] | None:
+    for place in (asyncrl.errors, importlib.import_module("builtins"), importlib.import_module("concurrent.futures")):
+        found = getattr(place, name, None)
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return found
+    return None
+
+
+UNTOLD = {
+    "AssertionError",  # a defect of ours
+    "AttributeError",  # of __getattr__
+    "NotImplementedError",
+    "StopIteration",
+    "StopAsyncIteration",
+}
+
+
+def raised_by(member: Any) -> set[type[BaseException]]:
+    """What its own code raises by name: its body, and the private functions of its module or class that it calls."""
+    if inspect.isclass(member):
+        if issubclass(member, Enum):
+            return set()
+        made_by = [vars(member)[name] for name in ("__new__", "__init__", "__post_init__") if name in vars(member)]
+        written = [each for each in made_by if function_of(each).__code__.co_filename != "<string>"]  # not by dataclass
+        return set().union(*(raised_by(each) for each in written)) if written else set()
+    function = inspect.unwrap(function_of(member))
+    found: set[type[BaseException]] = set()
+    visited: set[Callable[..., Any]] = set()
+    waiting = [function]
+    while waiting:
+        current = waiting.pop()
+        if current in visited:
+            continue
+        visited.add(current)
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(current)))):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                called = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                name = (
+                    called.id
+                    if isinstance(called, ast.Name)
+                    else called.attr
+                    if isinstance(called, ast.Attribute)
+                    else ""
+                )
+                maker = helper(current, called)
+                if maker is not None:  # `raise self.no_room()`
+                    name = str(inspect.signature(maker).return_annotation)
+                error = error_called(name)
+                if error is not None and name not in UNTOLD:
+                    found.add(error)
+            elif isinstance(node, ast.Call):
+                callee = helper(current, node.func)
+                if callee is not None and callee.__name__.startswith("_"):
+                    waiting.append(callee)
+    return found
+
+
+def helper(caller: Callable[..., Any], called: ast.expr) -> Callable[..., Any] | None:
+    """The function of the caller's module or class that an expression in its code names."""
+    found: Any = None
+    if isinstance(called, ast.Name):
+        found = vars(inspect.getmodule(caller)).get(called.id)
+    elif (
+        isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id in ("self", "cls")
+    ):
+        owner: Any = inspect.getmodule(caller)
+        for part in caller.__qualname__.split(".")[:-1]:
+            owner = getattr(owner, part, None)
+        found = getattr(owner, called.attr, None)
+    return found if inspect.isfunction(found) and found.__module__ == caller.__module__ else None
+
+
+def test_what_a_function_raises_is_read_from_its_code() -> None:
+    assert raised_by(DataProto.chunk) == {asyncrl.errors.SchemaError}
+    assert raised_by(DataProto.save_to_disk) == set()
+    # by way of private helpers
+    assert raised_by(Worker.query_dispatch_info) == {asyncrl.errors.DispatchError}
+    assert raised_by(ClassWithInitArgs) == set()
+    assert told_in("Does.\n\nRaises:\n    SchemaError: why,\n        in two lines.\n    OSError: too.\n") == [
+        asyncrl.errors.SchemaError,
+        OSError,
+    ]
+    assert told_in("Raise SchemaError unless it fits.") == []

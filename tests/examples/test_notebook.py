@@ -45,4 +45,7 @@ def test_it_shows_what_it_says(printed: list[str]) -> None:
     assert "'image/png'" in everything
     assert "WorkerError - " in everything
     assert "ValueError" in everything
+    assert "([[(1, 900), (3, 300)], [(2, 500), (0, 100)]],)" in everything
+    assert "actor.generate did not finish within 0.01 s" in everything
+    assert "True <DataProtoFuture actor.generate: cancelled>" in everything
     assert "[3, 3]" in printed[-1]

@@ -204,7 +204,7 @@ def config_of(campaign: Campaign, folder: Path, number: int) -> str:
                 "num_cpus": 0.1,
                 "lr": 1e-2,
             },
-            "buffer": {"kind": "buffers.remote:RemoteReplayBuffer" if has_buffer_worker(number) else "replay"},
+            "buffer": {"kind": "remote" if has_buffer_worker(number) else "replay"},
             "eval": {"tasks": 0},
             "checkpoint": {"every": 2, "keep": 2},
             "telemetry": {"progress": "plain"},

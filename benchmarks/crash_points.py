@@ -232,9 +232,11 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
     )
     journal = Journal(ledger)
     found = journal.recovered
-    # What the death of a process leaves is whole; that of the machine takes what was to outlive only a process.
-    if found.notes and not (torn and fsync == "checkpoint"):
-        raise AssertionError(f"damage that cannot be: {found.notes}")
+    # What the death of a process leaves is whole; that of the machine takes what was to outlive only a process. (After
+    # two deaths there may be rows of weights that a step made which nobody takes again: they are sampled anew.)
+    damage = [note for note in found.notes if "cannot be made again" not in note]
+    if damage and not (torn and fsync == "checkpoint"):
+        raise AssertionError(f"damage that cannot be: {damage}")
     done = resumed.step if resumed is not None else 0
     held, again = still_outstanding(resumed, found, total_groups=(STEPS - done) * GROUPS)
     tokens = sum(group.summary.tokens for group in found.groups.values())

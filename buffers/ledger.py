@@ -51,7 +51,7 @@ from asyncrl.ledger import (
 )
 from asyncrl.rollout.record import RowRecord, decode_rows, read_trajectory
 from asyncrl.rollout.trajectory import trajectories_to_batch
-from buffers.ledger_file import Connect, Contents, Witness, open_file, read, read_rows, set_aside
+from buffers.ledger_file import Connect, Contents, Witness, discard, open_file, read, read_rows, set_aside
 from buffers.ledger_schema import digest, encode_event
 from buffers.ledger_state import LedgerState, PromptState
 from buffers.ledger_writer import Entry, LedgerWriter, Rows
@@ -169,12 +169,13 @@ class SQLiteLedger:
         if self._writer.position.sequence < wanted:
             self._writer.hurry()
             await self._until(lambda: self._writer.position.sequence >= wanted)
+        position = self._writer.position  # what comes while files are brought to the disk may not be on it
         if self._fsync == "checkpoint":
             wal = self._path.with_name(self._path.name + "-wal")
             for path in (wal, self._path):
                 if path.exists():
                     await asyncio.to_thread(self._files.sync, path)
-        return self._writer.position
+        return position
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that a commit brings about."""
@@ -245,8 +246,11 @@ class SQLiteLedger:
     # ------------------------------------------------------------------------------------------------------- recovery
 
     def _salvaged(self, base: LedgerBase) -> tuple[Contents, tuple[str, ...]]:
-        """What can be trusted; a damaged file is set aside and its good part copied into a new one."""
+        """What can be trusted; a damaged file is set aside, and its good part, copied before, takes its place."""
         path = self._path
+        salvaged = path.with_name(path.name + ".salvaged")  # complete, if there is one: a process died putting it here
+        if salvaged.exists():
+            self._put_in_place(salvaged)
         if not path.exists():
             self._witness.create()
             lost = base.position.sequence > 0
@@ -256,31 +260,33 @@ class SQLiteLedger:
         if not contents.problems and keeps:
             return contents, ()
         problems = contents.problems or ("the checkpoint does not belong to it",)
-        draft = path.with_name(path.name + ".salvage")
-        draft.unlink(missing_ok=True)
-        aside = set_aside(path, files=self._files)
-        self._witness.create()
         if keeps:
-            self._copy(aside, draft, contents)
-            self._files.rename(draft, path)
-            self._witness.write(contents.end)
+            draft = path.with_name(path.name + ".salvage")
+            discard(draft)  # one that was not finished
+            self._copy(path, draft, contents)
+            self._files.rename(draft, salvaged)
+        aside = self._put_in_place(salvaged) if keeps else set_aside(path, files=self._files)
         what = f"its first {len(contents.events)} events count" if keeps else "the checkpoint alone counts"
         note = f"the ledger was damaged ({'; '.join(problems)}): {what}; the damaged file is {aside.name}"
+        if not keeps:
+            self._witness.create()
         return (contents if keeps else Contents((), (), ())), (note,)
+
+    def _put_in_place(self, salvaged: Path) -> Path:
+        """Set aside what is there, and give the salvaged file its name; returns where the damaged one is."""
+        aside = set_aside(self._path, files=self._files)
+        self._files.rename(salvaged, self._path)
+        self._witness.create()
+        self._witness.write(read(self._path, witness=self._witness, connect=self._connect).end)
+        return aside
 
     def _copy(self, damaged: Path, draft: Path, contents: Contents) -> None:
         """The good events and the rows that can be read, into a new file."""
         witness = Witness(draft, files=self._files)
         witness.create()
-        writer = LedgerWriter(
-            open_file(draft, connect=self._connect, fsync=self._fsync),
-            witness,
-            position=LedgerPosition(),
-            commit_latency_s=1.0,
-            queue_bytes=_WAL_BYTES,
-            on_commit=lambda: None,
-            threaded=False,
-        )
+        pace: dict[str, Any] = {"commit_latency_s": 1.0, "queue_bytes": _WAL_BYTES, "threaded": False}
+        file = open_file(draft, connect=self._connect, fsync=self._fsync)
+        writer = LedgerWriter(file, witness, position=LedgerPosition(), on_commit=lambda: None, **pace)
         with closing(writer), closing(self._connect(damaged, isolation_level=None)) as source:
             for event in contents.events:
                 rows = None

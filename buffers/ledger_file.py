@@ -25,11 +25,13 @@ from asyncrl.ledger import LedgerEvent, LedgerPosition
 from asyncrl.rollout.record import RowRecord, write_records
 from buffers.ledger_schema import FORMAT, SCHEMA, chain, decode_event, digest
 
-__all__ = ["Connect", "Contents", "Witness", "open_file", "read", "read_rows", "set_aside"]
+__all__ = ["Connect", "Contents", "Witness", "discard", "open_file", "read", "read_rows", "set_aside"]
 
 Connect = Callable[..., sqlite3.Connection]
 """``sqlite3.connect``, or what stands in for it."""
 
+_SUFFIXES = ("-wal", "-shm", "-witness", "")
+"""Of a ledger's files; the ledger itself last: until then it is still the ledger."""
 _SLOT = struct.Struct("<QqQ")
 _ROW_COLUMNS = ", ".join(RowRecord.__struct_fields__)
 
@@ -193,8 +195,14 @@ def set_aside(path: Path, *, files: DurableFiles) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
-    for suffix in ("-wal", "-shm", "-witness", ""):  # the ledger itself last: until then it is still the ledger
+    for suffix in _SUFFIXES:
         part = path.with_name(path.name + suffix)
         if part.exists():
             files.rename(part, aside.with_name(aside.name + suffix))
     return aside
+
+
+def discard(path: Path) -> None:
+    """Remove what there is of a ledger that nobody relies on."""
+    for suffix in _SUFFIXES:
+        path.with_name(path.name + suffix).unlink(missing_ok=True)

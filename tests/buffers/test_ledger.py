@@ -272,6 +272,57 @@ def test_a_changed_event_is_found_and_those_before_it_count(tmp_path: Path, dama
     assert first.position.sequence > 12
 
 
+async def test_a_position_that_is_durable_is_on_the_disk(tmp_path: Path):
+    """A prompt that is issued while the files are brought to the disk is not among what was promised."""
+    ledger: SQLiteLedger
+
+    def issue_another(moment: str, path: Path) -> None:
+        if moment == "synced" and path.name.endswith("-wal"):
+            ledger.append(Issued(1))
+
+    files = DurableFiles(issue_another)
+    with SQLiteLedger(tmp_path / "ledger.sqlite", threaded=False, fsync="checkpoint", files=files) as ledger:
+        ledger.append(Issued(0))
+        assert (await ledger.durable()).sequence == 1
+        assert ledger.position.sequence == 2
+
+
+class Died(Exception):
+    pass
+
+
+def test_a_process_that_dies_while_it_salvages_loses_nothing_of_what_is_good(tmp_path: Path):
+    made = tmp_path / "made"
+    made.mkdir()
+    first, _ = tell_a_run(made / "ledger.sqlite")
+    with sqlite3.connect(made / "ledger.sqlite") as other:
+        other.execute("DELETE FROM events WHERE sequence = 20")
+    points = 0
+    while True:
+        points += 1
+        path = tmp_path / f"{points}" / "ledger.sqlite"
+        shutil.copytree(made, path.parent)
+        left = points
+
+        def reached(*_: object) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise Died
+
+        try:
+            SQLiteLedger(path, resume=first, threaded=False, files=DurableFiles(reached)).close()
+        except Died:
+            pass
+        else:
+            break
+        with SQLiteLedger(path, resume=first, threaded=False) as ledger:
+            found = ledger.recovered
+        assert found is not None
+        assert list(found.groups) == [2, 3], f"died at point {points}"
+    assert points > 20
+
+
 class Hasty(DurableFiles):
     """Waits for no disk: nothing here outlives this process."""
 

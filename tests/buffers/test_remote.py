@@ -16,7 +16,7 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError, WorkerDiedError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, PlacedReplayBuffer, ReplayBuffer
 from asyncrl.parts import make_part
-from asyncrl.single_controller import ClassWithInitArgs
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 from buffers.remote import BufferWorker, RemoteReplayBuffer
 from buffers.replay import AsyncReplayBuffer
@@ -282,6 +282,12 @@ async def test_the_death_of_its_worker_ends_every_wait():
     await buffer.aclose()
 
 
+class Maker(Worker):
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def make(self) -> DataProto:
+        return DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)})
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store():
@@ -299,14 +305,18 @@ async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store()
         assert worker is BufferWorker
         await group.ready()
         await buffer.attach(group)
-        large = DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)})
-        rows = DataProtoFuture.from_plan(group._store(large), "large")
+        makers = RayWorkerGroup(
+            resource_pool=RayResourcePool([1], cpus_per_worker=0), ray_cls_with_init=ClassWithInitArgs(Maker)
+        )
+        rows = makers.make()
+        await rows.header()
         await buffer.admit(0)
         buffer.put(summary(0), rows)
         del rows
         (taken,) = await buffer.select(1, weight_version=0, timeout_s=30.0)
         (block,) = (await taken.rows.plan()).blocks()
         assert isinstance(block, RayBlock)
-        assert (await taken.rows) == large
+        assert torch.equal((await taken.rows).batch["x"], torch.arange(200_000).reshape(2, -1))
         await buffer.aclose()
         await group.aclose()
+        await makers.aclose()

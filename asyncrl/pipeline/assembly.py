@@ -144,10 +144,12 @@ class Assembly:
         groups: list[WorkerGroup] = []
         replicas: dict[str, WorkerGroup] = {}
         of_replica: dict[str, _Request] = {}
+        # A stack of their own: those that are made later, too, are closed after the pool that makes them.
+        living = await self._stack.enter_async_context(AsyncExitStack())
         for request in requests:
             group = make_group(request)
             groups.append(group)
-            self._stack.push_async_callback(group.aclose)
+            living.push_async_callback(group.aclose)
             if request.role == "rollout":
                 replicas[request.name], of_replica[request.name] = group, request
             else:
@@ -163,7 +165,7 @@ class Assembly:
             with contextlib.suppress(InfrastructureError):  # it is dead: closing it only gives its seats back
                 await replicas[name].aclose()
             group = replicas[name] = make_group(of_replica[name])
-            self._stack.push_async_callback(group.aclose)
+            living.push_async_callback(group.aclose)
             await group.ready()
             return group
 

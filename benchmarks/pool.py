@@ -9,6 +9,10 @@ itself. Requests of 1 to 200 tokens come from ``--clients`` clients without a pa
 times, one after another, pauses in between; every ``--kill-every`` seconds a serving replica is sent SIGKILL. The run
 ends when the swaps are done and the seconds have passed.
 
+Tokens are counted by the engines where they are sampled, in a file each that outlives them: what they sampled and no
+client got was sampled twice. A replica that was killed has to come back with the version that was current at the kill,
+or a newer one.
+
 Re-routing is measured from the kill to the first token that a request of the dead replica gets on another. Its floor is
 the mean time between two chunks of one request.
 """
@@ -31,6 +35,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pool_engines import sampled_tokens  # beside this file
 
 from asyncrl.errors import WeightError
 from asyncrl.interfaces import GenerationRequest, SamplingParams, WeightTransport
@@ -74,6 +80,9 @@ class Fire:
     kills: int = 0
     killed_at: dict[str, float] = field(default_factory=dict)
     pauses: Counter[str] = field(default_factory=Counter)
+    away: dict[str, tuple[int, int]] = field(default_factory=dict)
+    came_back: int = 0
+    came_back_stale: int = 0
 
     async def client(self, name: int, says: Callable[[int], int]) -> None:
         turn = 0
@@ -121,8 +130,19 @@ class Fire:
             if isinstance(engine, RemoteEngine) and engine.pid is not None:
                 now = time.perf_counter()
                 self.killed_at |= {attempt.request_id.partition("~")[0]: now for attempt in replica.attempts}
+                self.away[replica.name] = (replica.health.engine, self.pool.weight_version)
                 os.kill(engine.pid, signal.SIGKILL)
                 self.kills += 1
+
+    async def watch(self, every_s: float = 0.02) -> None:
+        while self.running:
+            for status in self.pool.replicas():
+                life, version = self.away.get(status.name, (1 << 30, 0))
+                if status.serving and status.restarts > life:
+                    del self.away[status.name]
+                    self.came_back += 1
+                    self.came_back_stale += status.weight_version is None or status.weight_version < version
+            await asyncio.sleep(every_s)
 
     async def swap(self, publish: Callable[[int], Any], swaps: int) -> None:
         for version in range(1, swaps + 1):
@@ -190,12 +210,14 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
         namespace = f"benchmark-{os.getpid()}"
         transport = SharedMemoryTransport(namespace=namespace, max_versions=4)
         spec = TransportSpec(name="shared_memory", namespace=namespace)
-        made: dict[str, Any] = {"engine": "transformers", "options": {"device": "cpu"}, "threads": 1}
+        made: dict[str, Any] = {"engine": "benchmarks.pool_engines:CountedTransformers", "threads": 1}
+        made["options"] = {"device": "cpu", "count_in": str(folder)}
     else:
         weights, says = lambda _version: {}, lambda label: label
         transport = EmptyTransport()
         spec = TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="none")
-        made = {"engine": "asyncrl.testing:TelltaleEngine", "options": {"token_s": 0.001}}
+        made = {"engine": "benchmarks.pool_engines:CountedTelltale"}
+        made["options"] = {"token_s": 0.001, "count_in": str(folder)}
     options = PoolOptions(
         supervision=Supervision(health=HealthPolicy(restart_s=0.2, max_restart_s=5.0), probe_every_s=2.0),
         weights_s=60.0,
@@ -221,6 +243,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
             for name in range(given.clients):
                 group.create_task(fire.client(name, says))
             killing = group.create_task(fire.kill(given.kill_every))
+            group.create_task(fire.watch())
             await fire.swap(publish, given.swaps)
             await asyncio.sleep(max(0.0, given.seconds - (time.perf_counter() - begin)))
             fire.running = False
@@ -228,21 +251,25 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
         lasted_s = time.perf_counter() - begin
         told = pool.statistics()
     transport.close()
-    return figures(fire, told, lasted_s)
+    return figures(fire, told, lasted_s, sampled=sampled_tokens(folder))
 
 
-def figures(fire: Fire, told: Any, lasted_s: float) -> list[Figure]:
+def figures(fire: Fire, told: Any, lasted_s: float, *, sampled: int) -> list[Figure]:
     def plain(name: str, value: float, unit: str, goal: str = "", holds: bool = True) -> Figure:
         return Figure(name, value, unit, 0.0, 0.0, goal, holds)
 
     gap_s = statistics.fmean(fire.gaps_s)
     reroute_s = quantile(fire.rerouted_s, 0.99)
-    kills_held = told.restarts >= fire.kills - len(told.replicas)
+    twice = sampled - fire.tokens
+    kills_held = fire.came_back >= fire.kills - len(told.replicas) and not fire.came_back_stale
     return [
         plain("wrong labels, lost and doubled tokens", fire.wrong, "tokens", "0", fire.wrong == 0),
         plain("errors seen by clients", fire.errors.total(), "requests", "0", not fire.errors),
         plain("replicas killed", fire.kills, "kills"),
-        plain("engines made again", told.restarts, "engines", "each that was killed", kills_held),
+        plain("came back", fire.came_back, "engines", "all but the last, with the version of the kill", kills_held),
+        plain("came back with older weights", fire.came_back_stale, "engines", "0", not fire.came_back_stale),
+        plain("tokens sampled that no client got", twice, "tokens"),
+        plain("of all", twice / max(sampled, 1), "", "<= 0.01, and none missing", 0 <= twice <= 0.01 * sampled),
         plain("requests moved", told.migrations, "requests"),
         plain("re-routing, median", quantile(fire.rerouted_s, 0.5), "s"),
         Figure("re-routing, p99", reroute_s, "s", gap_s, reroute_s / gap_s, "<= 2 s", not reroute_s > 2.0),

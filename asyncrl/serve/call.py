@@ -17,6 +17,7 @@ from asyncrl.rollout.prompts import derive_seed
 from asyncrl.serve.admission import Admission
 from asyncrl.serve.capture import GroupedSink
 from asyncrl.serve.failure import Refusal
+from asyncrl.serve.joining import Joining
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.meters import Meters
 from asyncrl.serve.model_text import ModelText
@@ -49,6 +50,7 @@ class Face:
         meters: what happened.
         weights: how new weights come in; None refuses them.
         new_replica: makes the engine of a replica that an operator adds; None refuses that.
+        joining: makes replicas on other machines; None refuses that.
         running: choices of the requests under way, by request id.
         ready: whether requests would be served.
     """
@@ -65,6 +67,7 @@ class Face:
     meters: Meters
     weights: WeightDoor | None = None
     new_replica: Callable[[], Any] | None = None  # Any: a RolloutEngine, whatever its class
+    joining: Joining | None = None
     running: dict[str, int] = field(default_factory=dict)
     ready: bool = False
 

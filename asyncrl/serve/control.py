@@ -72,9 +72,10 @@ class AbortAnswer(Struct, kw_only=True):
 
 
 class ReplicaRequest(Struct, kw_only=True):
-    """Which replica."""
+    """Which replica; to add one on a node of the Ray cluster, a resource that the node offers."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9_.-]+$")]
+    resource: Annotated[str, Meta(max_length=64, pattern="^[A-Za-z0-9_.:-]*$")] = ""
 
 
 class ReplicaList(Struct, kw_only=True):
@@ -91,6 +92,8 @@ class PoolReport(Struct, kw_only=True):
     under_way: int
     sessions: int
     sampled_tokens: int
+    ray_address: str = ""
+    """Of the cluster whose machines may add replicas; empty if there is none."""
 
 
 class WeightsRequest(Struct, kw_only=True):
@@ -165,6 +168,7 @@ async def pool_report(call: Call) -> web.StreamResponse:
             under_way=face.admission.under_way,
             sessions=len(face.sessions),
             sampled_tokens=face.meters.sampled_tokens,
+            ray_address="" if face.joining is None else face.joining.address,
         )
     )
 
@@ -203,12 +207,17 @@ async def replicas(call: Call) -> web.StreamResponse:
 
 async def add_replica(call: Call) -> web.StreamResponse:
     """Start another replica of the served model; it serves once it holds the current weights."""
-    name = call.body_as(ReplicaRequest).name
-    if call.face.new_replica is None:
+    asked = call.body_as(ReplicaRequest)
+    name, factory = asked.name, call.face.new_replica
+    if asked.resource:
+        if call.face.joining is None:
+            raise Refusal(501, "this server is not connected to a Ray cluster: start it with --ray")
+        factory = call.face.joining.at(name, asked.resource)
+    if factory is None:
         raise Refusal(501, "this server cannot make replicas")
     if any(replica.name == name for replica in call.face.pool.replicas()):
         raise Refusal(409, f"there is a replica {name!r} already")
-    await call.face.pool.add(name, call.face.new_replica)
+    await call.face.pool.add(name, factory)
     return call.answer(ReplicaList(replicas=list(call.face.pool.replicas())), status=201)
 
 

@@ -30,13 +30,17 @@ from asyncrl.interfaces import (
     ReplayBuffer,
     RolloutEngine,
     SamplingParams,
+    WeightTransport,
 )
-from asyncrl.parts import load_part, make_part, part_names
+from asyncrl.parts import make_part
+from asyncrl.rollout.engine_worker import EngineSpec
+from asyncrl.rollout.model_source import is_made, made_model
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.serve.admission import Admission
 from asyncrl.serve.call import Face
 from asyncrl.serve.capture import BufferSink, FolderSink, GroupedSink
 from asyncrl.serve.choice import Choice
+from asyncrl.serve.joining import Joining
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.meters import Meters
 from asyncrl.serve.model_text import ModelText, context_tokens
@@ -47,7 +51,6 @@ from asyncrl.weights.transport import TransportSpec
 
 __all__ = ["ServedModel", "ServingOptions", "serve"]
 
-_SOURCES = "asyncrl.model_sources"
 _ENGINES = "asyncrl.rollout_engines"
 
 
@@ -68,6 +71,8 @@ class ServingOptions:
         limits: what a request may ask for.
         capture: folder, or replay buffer, that rewarded sessions go to; None keeps none.
         transport: entry point of the weight transport; None takes no new weights.
+        ray: Ray cluster whose nodes may bring further replicas (``HOST:PORT``, ``auto``), or ``local`` to start one on
+            this machine; None for none.
     """
 
     engine: str = "transformers"
@@ -81,6 +86,7 @@ class ServingOptions:
     limits: Limits = field(default_factory=Limits)
     capture: Path | ReplayBuffer | None = None
     transport: str | None = "shared_memory"
+    ray: str | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -128,6 +134,7 @@ class ServedModel:
         if spec is not None:
             transport = spec.make()
             stack.callback(transport.close)
+        joining = await self._joining(stack, transport)
         make = self._engine_factory(folder, spec)
         count = options.replicas
         self._tell(f"loading {count} {'replica' if count == 1 else 'replicas'} of it on {options.engine}")
@@ -152,6 +159,7 @@ class ServedModel:
             meters=Meters(time.monotonic),
             weights=WeightDoor(pool, transport) if transport is not None else None,
             new_replica=make,
+            joining=joining,
         )
         self._server = Server(self.face, options.binding)
         await self._server.start()
@@ -165,14 +173,35 @@ class ServedModel:
 
     async def _model_folder(self, stack: AsyncExitStack) -> str:
         """The folder or hub id that engines load; ``SOURCE:NAME`` is made into a folder by that model source."""
-        source, colon, name = self._model.partition(":")
-        if not colon or source not in part_names(_SOURCES):
+        if not is_made(self._model):
             return self._model
-        self._tell(f"making a model folder of {name}")
+        self._tell(f"making a model folder of {self._model.partition(':')[2]}")
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-model-"))
-        make = load_part(_SOURCES, source, path="model")
-        await asyncio.to_thread(make, Path(made) / "model", seed=0, demonstrations=None, source=name)
-        return str(Path(made) / "model")
+        return await asyncio.to_thread(made_model, self._model, Path(made))
+
+    async def _joining(self, stack: AsyncExitStack, transport: WeightTransport | None) -> Joining | None:
+        """How machines of a Ray cluster bring replicas; connects to the cluster."""
+        options = self._options
+        if options.ray is None:
+            return None
+        from asyncrl.single_controller.ray_cluster import RayCluster
+
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-ray-")))
+        cluster = RayCluster(address=None if options.ray == "local" else options.ray, log_folder=logs)
+        self._tell("starting a Ray cluster" if options.ray == "local" else f"connecting to Ray at {options.ray}")
+        await asyncio.to_thread(cluster.__enter__)
+        stack.callback(cluster.__exit__)
+        there = TransportSpec(name=options.transport or "shared_memory", namespace=f"joined-{secrets.token_hex(4)}")
+        given: dict[str, Any] = {"transport": there}
+        if options.python is not None:
+            given["python"] = options.python
+        spec = EngineSpec(
+            engine=options.host_engine,
+            model=self._model,
+            options={"engine": options.engine, "options": dict(options.engine_options)},
+            given=given,
+        )
+        return Joining(address=cluster.address, spec=spec, transport=transport)
 
     def _dtype(self) -> str:
         """Of the weights: as asked for, or what the engine takes without being asked."""

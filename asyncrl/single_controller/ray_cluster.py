@@ -71,6 +71,13 @@ class RayCluster:
         self._link_logs(Path(str(context.address_info.get("session_dir") or "")))
         return self
 
+    @property
+    def address(self) -> str:
+        """Where other machines join it: HOST:PORT."""
+        import ray
+
+        return str(ray.get_runtime_context().gcs_address)
+
     def __exit__(self, *_: object) -> None:
         if self._owns:
             import ray

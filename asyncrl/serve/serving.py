@@ -32,7 +32,7 @@ from asyncrl.interfaces import (
     SamplingParams,
     WeightTransport,
 )
-from asyncrl.parts import make_part
+from asyncrl.parts import load_part, make_part
 from asyncrl.rollout.engine_worker import EngineSpec
 from asyncrl.rollout.model_source import is_made, made_model
 from asyncrl.rollout.replica_pool import ReplicaPool

@@ -12,7 +12,7 @@ from asyncrl.errors import AsyncRLError, EngineError
 from engines.loading import one_at_a_time
 from engines.rollout.embedded.decoder import Decoder
 
-__all__ = ["LoadedModel", "load"]
+__all__ = ["LoadedModel", "end_ids", "load", "load_tokenizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def load(model_path: str, *, dtype: torch.dtype, device: str, max_model_tokens: 
         model = model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise EngineError(f"cannot load {model_path} on {device}: {type(error).__name__}: {error}") from error
-    tokenizer = _tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path)
     decoder = Decoder(model, max_model_tokens=max_model_tokens)
     with torch.inference_mode():
         try:
@@ -55,12 +55,12 @@ def load(model_path: str, *, dtype: torch.dtype, device: str, max_model_tokens: 
             raise EngineError(
                 f"{type(model).__name__} cannot be served by the transformers engine: {type(error).__name__}: {error}"
             ) from error
-    stop = set(_ids(getattr(model.generation_config, "eos_token_id", None)))
-    stop.update(_ids(getattr(tokenizer, "eos_token_id", None)))
+    stop = set(end_ids(getattr(model.generation_config, "eos_token_id", None)))
+    stop.update(end_ids(getattr(tokenizer, "eos_token_id", None)))
     return LoadedModel(decoder=decoder, tokenizer=tokenizer, stop_token_ids=frozenset(stop))
 
 
-def _tokenizer(model_path: str) -> Any:
+def load_tokenizer(model_path: str) -> Any:
     """The folder's tokenizer; None if it has none, which only requests with stop strings will mind."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
@@ -70,7 +70,8 @@ def _tokenizer(model_path: str) -> Any:
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
+def end_ids(value: int | list[int] | None) -> list[int]:
+    """An ``eos_token_id``, as configurations write it."""
     if value is None:
         return []
     return [value] if isinstance(value, int) else list(value)

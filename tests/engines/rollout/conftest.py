@@ -111,6 +111,29 @@ def plain_log_probs() -> Callable[..., list[float]]:
 
 
 @pytest.fixture(scope="session")
+def mixed_log_probs() -> Callable[..., list[float]]:
+    """Replay with transformers' own cache: each token's keys and values under the weights that read it.
+
+    With the cache kept, a sampled token is read by the step that samples the next one, so by that one's version.
+    """
+
+    def compute(models: Any, request: GenerationRequest, got: Generation) -> list[float]:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        log_probs = []
+        pending = list(request.prompt_token_ids)
+        for token, version in zip(got.token_ids, got.weight_versions, strict=True):
+            with torch.no_grad():
+                out = models[version](input_ids=torch.tensor([pending]), past_key_values=cache, use_cache=True)
+            log_probs.append(float(out.logits[0, -1].double().log_softmax(-1)[token]))
+            pending = [token]
+        return log_probs
+
+    return compute
+
+
+@pytest.fixture(scope="session")
 def truncated_log_prob() -> Callable[[Sequence[float], int, SamplingParams], float]:
     return log_prob_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,6 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_parameters()}
 
 
-def mixed_log_probs(models: Sequence[Any], request: GenerationRequest, got: Generation) -> list[float]:
-    """Replay with transformers' own cache: each token's keys and values under the weights that read it.
-
-    With the cache kept, a sampled token is read by the step that samples the next one, so by that one's version.
-    """
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    log_probs = []
-    pending = list(request.prompt_token_ids)
-    for token, version in zip(got.token_ids, got.weight_versions, strict=True):
-        with torch.no_grad():
-            out = models[version](input_ids=torch.tensor([pending]), past_key_values=cache, use_cache=True)
-        log_probs.append(float(out.logits[0, -1].double().log_softmax(-1)[token]))
-        pending = [token]
-    return log_probs
-
-
 async def reaches(engine: TransformersEngine, tokens: int) -> None:
     while engine.statistics().tokens_generated < tokens:
         await engine._call(lambda: None)  # the next boundary between two steps
@@ -74,6 +56,7 @@ async def test_both_sides_of_the_cut_are_exact(
     collect: Collect,
     request_of: RequestOf,
     plain_log_probs: Any,
+    mixed_log_probs: Any,
     kv_cache: KVCachePolicy,
     kind: str,
     tied: bool,

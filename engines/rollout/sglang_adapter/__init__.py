@@ -1,0 +1,1 @@
+"""What the rollout engine on SGLang is made of."""

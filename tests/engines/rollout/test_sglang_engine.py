@@ -1,0 +1,441 @@
+"""SGLang as a rollout engine: exact log-probs, versions told by its scheduler, pauses, swaps, aborts, its end.
+
+One SGLang is started for most of the tests, and is given one version after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from asyncrl.errors import EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
+from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, SeparateEngine
+from asyncrl.rollout.pool_options import PoolOptions
+from asyncrl.rollout.replica import Supervision
+from asyncrl.rollout.replica_health import HealthPolicy
+from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.weights.transport import TransportSpec
+from engines.rollout.remote_engine import RemoteEngine
+from engines.weights.shared_memory import SharedMemoryTransport
+
+Collect = Callable[..., Any]
+RequestOf = Callable[..., GenerationRequest]
+FolderOf = Callable[..., Path]
+
+PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON") or str(Path(__file__).parents[3] / ".venv-sglang/bin/python")
+ENGINE = "engines.rollout.sglang_engine:SGLangEngine"
+VOCABULARY = 67
+WAIT_S = 60.0
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        shutil.which(PYTHON) is None,
+        reason=f"no SGLang at {PYTHON}: asyncrl engine install sglang --cpu, or name one in ASYNCRL_SGLANG_PYTHON",
+    ),
+]
+
+
+@dataclass
+class Served:
+    """An SGLang, and where its weights come from."""
+
+    engine: RemoteEngine
+    transport: SharedMemoryTransport
+    folder: Path
+    versions: Iterator[int]
+
+    async def prepare(self, tensors: dict[str, torch.Tensor]) -> int:
+        version = next(self.versions)
+        manifest = await asyncio.to_thread(self.transport.publish, tensors.items(), version=version)
+        await self.engine.fetch_weights(manifest)
+        self.transport.release(version)
+        return version
+
+    async def swap(self, tensors: dict[str, torch.Tensor], kv_cache: KVCachePolicy = "keep") -> int:
+        version = await self.prepare(tensors)
+        await self.engine.commit_weights(version, kv_cache=kv_cache)
+        assert self.engine.weight_version == version
+        return version
+
+    async def reaches(self, tokens: int) -> None:
+        """Wait until so many tokens more have been sampled."""
+        begin = (await self.engine.refresh()).tokens_generated
+        async with asyncio.timeout(WAIT_S):
+            while (await self.engine.refresh()).tokens_generated < begin + tokens:
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def hosting(folder: Path, **options: Any) -> AsyncIterator[RemoteEngine]:
+    engine = RemoteEngine(
+        str(folder),
+        engine=ENGINE,
+        python=PYTHON,
+        threads=1,
+        options={"device": "cpu", "max_running_requests": 12, "kv_cache_tokens": 4096},
+        **options,
+    )
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def served(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    shared = str(tmp_path_factory.mktemp("weights"))
+    transport = SharedMemoryTransport(namespace="sglang", max_versions=3, directory=shared)
+    spec = TransportSpec(name="shared_memory", namespace="sglang", options={"directory": shared})
+    async with hosting(folder_of(), transport=spec) as engine:
+        yield Served(engine, transport, folder_of(), count(1))
+    transport.close()
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.named_parameters()}
+
+
+def prompts(dice: random.Random, number: int, longest: int = 30) -> list[list[int]]:
+    return [[dice.randrange(VOCABULARY) for _ in range(dice.randint(1, longest))] for _ in range(number)]
+
+
+def jointly_cut(model: Any, request: GenerationRequest, tokens: tuple[int, ...]) -> list[float]:
+    """SGLang takes top-k and top-p of one distribution: a token stays if both leave it there."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].double()
+    log_probs = []
+    for row, token in zip(logits[len(prompt) - 1 : -1] / sampling.temperature, tokens, strict=True):
+        ranked = row.softmax(-1).sort(descending=True)
+        kept = (ranked.values.cumsum(-1) - ranked.values <= sampling.top_p) & (
+            torch.arange(VOCABULARY) < sampling.top_k
+        )
+        (place,) = (ranked.indices == token).nonzero().flatten().tolist()
+        assert kept[place]
+        log_probs.append(float((ranked.values[place] / ranked.values[kept].sum()).log()))
+    return log_probs
+
+
+async def test_log_probs_are_those_of_the_distribution_sampled_from(
+    served: Served, folder_of: FolderOf, request_of: RequestOf, collect: Collect, plain_log_probs: Any
+) -> None:
+    model = load(folder_of())
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+        {"top_k": 5},
+        {"temperature": 1.3, "top_p": 0.6, "top_k": 20},
+    ]
+    requests = [
+        request_of(f"{name}.{number}", prompt, 40, **way)
+        for name, way in enumerate(ways)
+        for number, prompt in enumerate(prompts(random.Random(name), 4))
+    ]
+    done: list[Generation] = await asyncio.gather(*(collect(served.engine, one) for one in requests))
+    worst = 0.0
+    for one, got in zip(requests, done, strict=True):
+        assert len(got.token_ids) == 40
+        assert set(got.weight_versions) == {0}
+        expected = plain_log_probs(model, one, got.token_ids)
+        if one.sampling.top_k and one.sampling.top_p < 1.0:
+            expected = jointly_cut(model, one, got.token_ids)
+        worst = max(worst, *(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)))
+    assert worst <= 1e-4
+    print(f"largest difference to transformers: {worst:.2e}")
+
+
+async def test_a_request_that_was_begun_elsewhere_and_one_that_stops(
+    served: Served, folder_of: FolderOf, request_of: RequestOf, collect: Collect, plain_log_probs: Any
+) -> None:
+    greedy = request_of("greedy", [3, 1, 4, 1, 5], 30, temperature=0.0)
+    whole: Generation = await collect(served.engine, greedy)
+    moved = GenerationRequest(
+        request_id="moved",
+        prompt_token_ids=greedy.prompt_token_ids + whole.token_ids[:11],
+        sampling=greedy.sampling,
+        continued_tokens=11,
+    )
+    rest: Generation = await collect(served.engine, moved)
+    assert rest.token_ids == whole.token_ids[11:]
+    complete = GenerationRequest(
+        request_id="complete",
+        prompt_token_ids=greedy.prompt_token_ids + whole.token_ids,
+        sampling=greedy.sampling,
+        continued_tokens=30,
+    )
+    nothing: Generation = await collect(served.engine, complete)
+    assert (nothing.token_ids, nothing.finish_reason) == ((), "length")
+    stop = whole.token_ids[6]
+    stopped: Generation = await collect(
+        served.engine, request_of("stops", [3, 1, 4, 1, 5], 30, temperature=0.0, stop_token_ids=(stop,))
+    )
+    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+async def test_what_cannot_be_served_is_said(served: Served, request_of: RequestOf, collect: Collect) -> None:
+    for wrong, message in (
+        (request_of("a", [], 5), "empty prompt"),
+        (request_of("b", [VOCABULARY], 5), "vocabulary is 0..66"),
+        (request_of("c", [1] * 256, 5), "no room"),
+        (request_of("d", [1], 5, stop=("x",)), "no tokenizer"),
+        (request_of("e", [1], 5, grammar="start: /a+/"), "asks for a grammar"),
+        (request_of("f", [1], 5, top_log_probs=3), "asks for the likeliest"),
+    ):
+        with pytest.raises(InvalidDataError, match=message):
+            await collect(served.engine, wrong)
+    got: Generation = await collect(served.engine, request_of("long", [1] * 100, 1000))
+    assert got.finish_reason == "length"
+    assert 100 + len(got.token_ids) >= 250
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+async def test_both_sides_of_each_cut_are_exact(
+    served: Served,
+    folder_of: FolderOf,
+    request_of: RequestOf,
+    collect: Collect,
+    plain_log_probs: Any,
+    mixed_log_probs: Any,
+    kv_cache: KVCachePolicy,
+) -> None:
+    models: dict[int, Any] = {}
+    models[await served.swap(tensors_of(load(folder_of())))] = load(folder_of())
+    # All begin with the same tokens: what one has computed serves the next, but never across versions.
+    begin = [(7 * n) % VOCABULARY for n in range(40)]
+    requests = [request_of(n, begin + prompt, 60) for n, prompt in enumerate(prompts(random.Random(3), 30))]
+    tasks = [asyncio.ensure_future(collect(served.engine, one)) for one in requests]
+    for seed in (1, 2):
+        await served.reaches(400)
+        other = load(folder_of(seed=seed))
+        models[await served.swap(tensors_of(other), kv_cache)] = other
+    done: list[Generation] = await asyncio.gather(*tasks)
+    assert {version for got in done for version in got.weight_versions} == set(models)
+    assert sum(len(got.spans) > 1 for got in done) >= 12
+    worst = 0.0
+    for one, got in zip(requests, done, strict=True):
+        assert len(got.token_ids) == 60
+        if kv_cache == "keep":
+            expected = mixed_log_probs(models, one, got)
+        else:
+            by_version = {version: plain_log_probs(model, one, got.token_ids) for version, model in models.items()}
+            expected = [by_version[version][n] for n, version in enumerate(got.weight_versions)]
+        worst = max(worst, *(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)))
+    assert worst <= 1e-4
+
+
+async def test_nothing_computed_under_older_weights_serves_a_later_request(
+    served: Served, folder_of: FolderOf, request_of: RequestOf, collect: Collect, plain_log_probs: Any
+) -> None:
+    """Keep, so that no cache is emptied; the prompts are the same, so that the older entries would fit."""
+    prompt = [(11 * n) % VOCABULARY for n in range(120)]
+    for seed in (0, 1, 2, 0):
+        model = load(folder_of(seed=seed))
+        version = await served.swap(tensors_of(model))
+        for number in range(3):
+            one = request_of(f"{version}.{number}", prompt, 20)
+            got: Generation = await collect(served.engine, one)
+            assert set(got.weight_versions) == {version}
+            expected = plain_log_probs(model, one, got.token_ids)
+            assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+
+
+async def test_pauses(served: Served, request_of: RequestOf, collect: Collect) -> None:
+    engine = served.engine
+    kept = asyncio.ensure_future(collect(engine, request_of("kept", [1, 2, 3], 120)))
+    ended = asyncio.ensure_future(collect(engine, request_of("ended", [4, 5], 120)))
+    await served.reaches(20)
+    await engine.pause("keep")
+    later = asyncio.ensure_future(collect(engine, request_of("later", [6], 5)))
+    frozen = (await engine.refresh()).tokens_generated
+    answer = await engine.health(5.0)
+    assert (answer.healthy, "paused" in answer.error) == (False, True)
+    assert await engine.abort("ended")
+    assert not await engine.abort("nobody")
+    got: Generation = await ended
+    assert got.finish_reason == "abort"
+    assert (await engine.refresh()).tokens_generated == frozen
+    assert (await engine.refresh()).paused
+    await engine.resume()
+    done: tuple[Generation, Generation] = await asyncio.gather(kept, later)
+    assert [(len(one.token_ids), one.finish_reason) for one in done] == [(120, "length"), (5, "length")]
+    assert (await engine.health(WAIT_S)).healthy
+
+    running = [asyncio.ensure_future(collect(engine, request_of(f"drain {n}", [n + 1], 40))) for n in range(4)]
+    await served.reaches(8)
+    await engine.pause("drain")
+    assert all(task.done() or len(task.get_stack()) for task in running)
+    waiting = asyncio.ensure_future(collect(engine, request_of("after the drain", [9], 5)))
+    drained: list[Generation] = await asyncio.gather(*running)
+    assert [one.finish_reason for one in drained] == ["length"] * 4
+    assert not waiting.done()
+    await engine.resume()
+    assert (await waiting).finish_reason == "length"
+
+    running = [asyncio.ensure_future(collect(engine, request_of(f"abort {n}", [n + 1], 200))) for n in range(4)]
+    await served.reaches(8)
+    await engine.pause("abort")
+    aborted: list[Generation] = await asyncio.gather(*running)
+    assert [one.finish_reason for one in aborted] == ["abort"] * 4
+    await engine.resume()
+    assert (await collect(engine, request_of("at last", [1], 3))).finish_reason == "length"
+
+
+async def test_weights_that_do_not_fit_leave_the_old_ones(
+    served: Served, folder_of: FolderOf, request_of: RequestOf, collect: Collect, plain_log_probs: Any
+) -> None:
+    model = load(folder_of(seed=1))
+    held = await served.swap(tensors_of(model))
+    wrong = tensors_of(model)
+    wrong["model.norm.weight"] = torch.ones(5)
+    with pytest.raises(WeightMismatchError, match=r"model\.norm\.weight.*shape"):
+        await served.prepare(wrong)
+    del wrong["model.norm.weight"]
+    with pytest.raises(WeightMismatchError, match=r"missing names model\.norm\.weight"):
+        await served.prepare(wrong)
+    version = await served.prepare(tensors_of(load(folder_of(seed=2))))
+    with pytest.raises(WeightVersionError, match=f"version {version} is prepared"):
+        await served.engine.commit_weights(version + 1)
+    one = request_of("old", [1, 2, 3], 20)
+    got: Generation = await collect(served.engine, one)
+    assert set(got.weight_versions) == {held}
+    expected = plain_log_probs(model, one, got.token_ids)
+    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+
+
+async def test_leaving_a_stream_frees_its_place(served: Served, request_of: RequestOf) -> None:
+    stream = served.engine.generate(request_of("left", [1, 2], 200))
+    assert (await anext(stream)).token_ids
+    await stream.aclose()
+    async with asyncio.timeout(WAIT_S):
+        while (await served.engine.refresh()).running:
+            await asyncio.sleep(0.01)
+    assert served.engine.statistics().kv_cache_capacity_tokens == 4096
+
+
+async def test_every_token_is_the_version_that_made_it(
+    served: Served, telltale: tuple[Path, Callable[[int], Any]], request_of: RequestOf, collect: Collect
+) -> None:
+    """Swaps under load, both cache policies and all pauses mixed."""
+    _, weights = telltale
+    dice = random.Random(8)
+    await served.swap(weights((next(served.versions) + 1) % VOCABULARY))
+    swaps, running, ends, tokens = 200, True, Counter[str](), 0
+
+    async def client(name: int) -> None:
+        nonlocal tokens
+        turn = 0
+        while running:
+            turn += 1
+            limit = dice.randint(1, 60)
+            got = await collect(served.engine, request_of(f"{name}.{turn}", [1] * dice.randint(1, 30), limit))
+            assert got.token_ids == tuple(version % VOCABULARY for version in got.weight_versions)
+            assert list(got.weight_versions) == sorted(got.weight_versions)
+            assert got.finish_reason == "abort" or len(got.token_ids) == limit
+            ends[got.finish_reason] += 1
+            tokens += len(got.token_ids)
+
+    async with asyncio.TaskGroup() as group:
+        for name in range(16):
+            group.create_task(client(name))
+        for number in range(swaps):
+            version = next(served.versions)
+            manifest = served.transport.publish(weights(version % VOCABULARY).items(), version=version)
+            await served.engine.fetch_weights(manifest)
+            served.transport.release(version)
+            if number % 10 == 0:
+                await served.engine.pause(dice.choice(["keep", "drain", "abort"]))
+            await served.engine.commit_weights(version, kv_cache=dice.choice(["keep", "recompute"]))
+            if number % 10 == 0:
+                await served.engine.resume()
+        running = False
+    assert tokens > 10 * swaps
+    print(f"{swaps} swaps, {tokens} tokens, {ends}")
+
+
+async def test_nothing_listens_and_nothing_outlives_a_kill(served: Served, request_of: RequestOf) -> None:
+    assert isinstance(served.engine, SeparateEngine)
+    assert served.engine.pid is not None
+    host = psutil.Process(served.engine.pid)
+    family = [host, *host.children(recursive=True)]
+    assert len(family) >= 2
+    for process in family:
+        for connection in process.net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), f"{process.name()} listens at {connection.laddr}"
+                with pytest.raises((OSError, asyncio.IncompleteReadError, TimeoutError)):
+                    await _asks_for_a_page(connection.laddr.port)
+    stream = served.engine.generate(request_of("last", [1], 200))
+    assert (await anext(stream)).token_ids
+    host.kill()
+    with pytest.raises(EngineError, match="SIGKILL"):
+        async for _ in stream:
+            pass
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=20)
+    assert not alive, [process.cmdline() for process in alive]
+
+
+async def _asks_for_a_page(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(2):
+            assert not (await reader.readexactly(5)).startswith(b"HTTP/")
+            raise OSError("it is not HTTP")
+    finally:
+        writer.close()
+
+
+async def test_requests_of_a_killed_sglang_go_on_elsewhere(
+    folder_of: FolderOf, request_of: RequestOf, collect: Collect
+) -> None:
+    options = PoolOptions(
+        supervision=Supervision(health=HealthPolicy(restart_s=0.1, max_restart_s=1.0), start_s=300.0), wait_s=300.0
+    )
+
+    def make() -> RemoteEngine:
+        given = {"device": "cpu", "kv_cache_tokens": 4096}
+        return RemoteEngine(str(folder_of()), engine=ENGINE, python=PYTHON, threads=1, options=given)
+
+    async with ReplicaPool({"a": make, "b": make}, options=options) as pool:
+        requests = [request_of(n, [n + 1, 2, 3], 150, temperature=0.0) for n in range(8)]
+        alone = [await collect(pool, one) for one in requests]
+        running = [asyncio.ensure_future(collect(pool, one)) for one in requests]
+        begin = pool.statistics().tokens
+        async with asyncio.timeout(WAIT_S):
+            while pool.statistics().tokens < begin + 200:
+                await asyncio.sleep(0.005)
+        engine = pool._replicas["a"].engine
+        assert isinstance(engine, RemoteEngine)
+        assert engine.pid is not None
+        psutil.Process(engine.pid).kill()
+        done: list[Generation] = await asyncio.gather(*running)
+        assert [got.token_ids for got in done] == [got.token_ids for got in alone]
+        assert pool.statistics().migrations >= 1
+        assert pool.statistics().failed == 0

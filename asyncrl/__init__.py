@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.data import DataProto as DataProto
     from asyncrl.data import DataProtoFuture as DataProtoFuture
+    from asyncrl.pipeline.recording import Recording as Recording
     from asyncrl.serve.serving import serve as serve
     from asyncrl.single_controller import ClassWithInitArgs as ClassWithInitArgs
     from asyncrl.single_controller import Dispatch as Dispatch
@@ -28,6 +29,7 @@ _HOMES = {
     "ClassWithInitArgs": "asyncrl.single_controller",
     "Dispatch": "asyncrl.single_controller",
     "Execute": "asyncrl.single_controller",
+    "Recording": "asyncrl.pipeline.recording",
     "ResourcePool": "asyncrl.single_controller",
     "Worker": "asyncrl.single_controller",
     "WorkerGroup": "asyncrl.single_controller",
@@ -40,6 +42,7 @@ __all__ = [
     "DataProtoFuture",
     "Dispatch",
     "Execute",
+    "Recording",
     "ResourcePool",
     "Worker",
     "WorkerGroup",

@@ -25,7 +25,8 @@
     │   └── RewardError             ... inside a reward function
     ├── DispatchError               a call that cannot be split over the ranks of a group
     ├── CheckpointError             a checkpoint is missing, damaged or of another run
-    └── LedgerError                 a run's ledger cannot be written or is of another kind
+    ├── LedgerError                 a run's ledger cannot be written or is of another kind
+    └── RecordingError              a recorded run lacks what was asked of it
 
 Where several ranks of a call fail, each for itself, they are one :class:`RankErrors`: an ExceptionGroup that is also of
 the nearest class that all of them are of, so that an ``except`` that catches each of them catches it.
@@ -58,6 +59,7 @@ __all__ = [
     "InfrastructureError",
     "InvalidDataError",
     "OverloadedError",
+    "RecordingError",
     "RequestAbortedError",
     "ResourceError",
     "RewardError",
@@ -306,6 +308,18 @@ class CheckpointError(AsyncRLError):
 
 class LedgerError(AsyncRLError):
     """The ledger of a run cannot be opened, written or read."""
+
+
+class RecordingError(AsyncRLError):
+    """A recorded run lacks what was asked of it. The message has everything that is missing.
+
+    Attributes:
+        lacks: what is missing, one sentence each.
+    """
+
+    def __init__(self, message: str, *, lacks: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.lacks = lacks
 
 
 class RankErrors(ExceptionGroup[Exception], AsyncRLError):

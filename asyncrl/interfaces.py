@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.data import DataProto, DataProtoFuture
-    from asyncrl.ledger import LedgerEvent, LedgerPosition, LedgerStatistics, Recovered
+    from asyncrl.ledger import Began, LedgerEvent, LedgerPosition, LedgerStatistics, RecordedGroup, Recovered
     from asyncrl.weights.manifest import WeightManifest
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "GroupSummary",
     "KVCachePolicy",
     "Ledger",
+    "LedgerArchive",
     "Message",
     "PauseMode",
     "PromptFitting",
@@ -715,6 +716,15 @@ class Ledger(Protocol):
     they were appended. At every instant, and after every recovery: issued = consumed + dropped + failed + live.
     """
 
+    @classmethod
+    def archive(cls, path: Path) -> LedgerArchive:
+        """Open a ledger's file to read only; its run may still be writing it. Blocks.
+
+        Raises:
+            LedgerError: there is no ledger of this kind.
+        """
+        ...
+
     @property
     def recovered(self) -> Recovered | None:
         """What a resumed ledger found; None of one that began here."""
@@ -755,6 +765,51 @@ class Ledger(Protocol):
     async def aclose(self) -> None:
         """Write what is left and close the file. Idempotent."""
         ...
+
+
+class LedgerArchive(Protocol):
+    """A ledger for those who only read it: what its run was trained on, and by which processes."""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """Damage, in words; what comes before it can be trusted."""
+        ...
+
+    @property
+    def first_step(self) -> int:
+        """Step after which it begins; 0 unless an earlier ledger was lost."""
+        ...
+
+    @property
+    def batches(self) -> Mapping[int, Sequence[int]]:
+        """Prompts by the step that trained on them, in order; what a resumption undid is not among them."""
+        ...
+
+    @property
+    def lives(self) -> Sequence[Began]:
+        """Processes that trained; each counts from its step to that of the next."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[int, str]:
+        """Fingerprints of the weights that were published, by version."""
+        ...
+
+    def group(self, slot: int) -> RecordedGroup | None:
+        """The rows of a completed prompt; None if they were not kept, or are not what was written. Blocks."""
+        ...
+
+    def missing_rows(self) -> Sequence[int]:
+        """Prompts that a step trained on, and whose rows are not there. Blocks."""
+        ...
+
+    def query(
+        self, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
+    ) -> DataProto:
+        """As :meth:`Ledger.query`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Tracker(Protocol):

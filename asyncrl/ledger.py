@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Aborted",
     "AttemptFailed",
+    "Began",
     "Committed",
     "Completed",
     "Consumed",
@@ -31,6 +32,7 @@ __all__ = [
     "LedgerPosition",
     "LedgerStatistics",
     "Lost",
+    "Published",
     "Rebased",
     "RecordedGroup",
     "Recovered",
@@ -168,6 +170,29 @@ class Rebased(msgspec.Struct, frozen=True, tag="rebased", kw_only=True):
     dropped_tokens: dict[str, int] = {}
 
 
+class Began(msgspec.Struct, frozen=True, tag="began", kw_only=True):
+    """A process trains from ``step`` on: what its updates are a function of, beside the rows.
+
+    Attributes:
+        step: training steps done before; 0 where the run begins.
+        config: the resolved configuration, as TOML.
+        model: folder or hub id that the policy was built from, relative to the run's folder if it lies there.
+        weights: fingerprint of the weights it trains from (:mod:`asyncrl.weights.fingerprint`).
+    """
+
+    step: int
+    config: str
+    model: str
+    weights: str
+
+
+class Published(msgspec.Struct, frozen=True, tag="published", kw_only=True):
+    """A step has made the weights of ``version``, with this fingerprint."""
+
+    version: int
+    weights: str
+
+
 LedgerEvent: TypeAlias = (
     Issued
     | Dispatched
@@ -184,6 +209,8 @@ LedgerEvent: TypeAlias = (
     | Resumed
     | Lost
     | Rebased
+    | Began
+    | Published
 )
 
 

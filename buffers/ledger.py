@@ -17,25 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import msgspec
-import numpy as np
-import torch
 
 from asyncrl.data import DataProto
 from asyncrl.durable import DurableFiles
 from asyncrl.errors import InvalidDataError, LedgerError
-from asyncrl.interfaces import GroupSummary
+from asyncrl.interfaces import LedgerArchive
 from asyncrl.ledger import (
     Completed,
-    Consumed,
-    Dropped,
-    GivenUp,
     Issued,
     LedgerBase,
     LedgerEvent,
@@ -46,12 +40,11 @@ from asyncrl.ledger import (
     RecordedGroup,
     Recovered,
     Resumed,
-    Reused,
-    Rewarded,
 )
-from asyncrl.rollout.record import RowRecord, decode_rows, read_trajectory
-from asyncrl.rollout.trajectory import trajectories_to_batch
+from buffers.ledger_archive import SQLiteLedgerArchive
 from buffers.ledger_file import Connect, Contents, Witness, discard, open_file, read, read_rows, set_aside
+from buffers.ledger_past import Past
+from buffers.ledger_query import query
 from buffers.ledger_schema import digest, encode_event
 from buffers.ledger_state import LedgerState, PromptState
 from buffers.ledger_writer import Entry, LedgerWriter, Rows
@@ -127,6 +120,11 @@ class SQLiteLedger:
             except BaseException:
                 self._writer.close()
                 raise
+
+    @classmethod
+    def archive(cls, path: Path) -> LedgerArchive:
+        """As :meth:`asyncrl.interfaces.Ledger.archive`."""
+        return SQLiteLedgerArchive(path)
 
     # -------------------------------------------------------------------------------------------------------- writing
 
@@ -300,15 +298,15 @@ class SQLiteLedger:
         state = self._state.replay(contents.events)
         if not contents.events and base.next_slot:
             self._rebase(base)
-        past = _Past(contents.events)
-        batches = {step: batch for step, batch in past.batches().items() if step > base.step}
+        past = Past(contents.events)
+        batches = {step: batch for step, batch in past.batches.items() if step > base.step}
         self.append(Resumed(base.step))
         completed = {slot for slot, where in state.live().items() if where is PromptState.COMPLETED}
         used = {slot for batch in batches.values() for slot in batch}
         groups: dict[int, RecordedGroup] = {}
         for slot in sorted(completed | used):
             uses = int(slot not in completed)
-            if (group := self._group(past.completed[slot], past.rewards.get(slot), uses=uses)) is not None:
+            if (group := past.group(slot, connection=self._connection, uses=uses)) is not None:
                 groups[slot] = group
         # A batch is taken again whole or not at all, and only if all before it are: their weights made its rows.
         whole: dict[int, tuple[int, ...]] = {}
@@ -331,7 +329,7 @@ class SQLiteLedger:
             waiting=waiting,
             batches=whole,
             groups=groups,
-            dropped_tokens=past.dropped_tokens() or base.dropped_tokens,
+            dropped_tokens=past.dropped_tokens or base.dropped_tokens,
             notes=notes,
         )
 
@@ -349,101 +347,3 @@ class SQLiteLedger:
             ),
             *(Issued(slot) for slot in live),
         )
-
-    def _group(self, completed: Completed, rewards: tuple[float, ...] | None, *, uses: int) -> RecordedGroup | None:
-        """A completed group as it was, or None if its rows cannot be read."""
-        if not completed.digest:
-            return None
-        content = read_rows(self._connection, slot=completed.slot, attempt=completed.attempt, expected=completed.digest)
-        if content is None:
-            return None
-        rows = decode_rows(content, slot=completed.slot)
-        fields = dict(rows.meta_info["summary"])
-        if rewards is not None:
-            fields["rewards"] = rewards
-        return RecordedGroup(summary=GroupSummary(**fields), rows=rows, rewarded=rewards is not None, uses=uses)
-
-
-class _Past:
-    """What recorded events say of completed prompts and of batches."""
-
-    def __init__(self, events: tuple[LedgerEvent, ...]) -> None:
-        self._events = events
-        self.completed: dict[int, Completed] = {}
-        self.rewards: dict[int, tuple[float, ...]] = {}
-        for event in events:
-            if isinstance(event, Completed):
-                self.completed[event.slot] = event
-                self.rewards.pop(event.slot, None)
-            elif isinstance(event, Rewarded):
-                self.rewards[event.slot] = event.rewards
-
-    def batches(self) -> dict[int, tuple[int, ...]]:
-        """By step, what it trained on, in order; without steps that were undone."""
-        places: dict[int, dict[int, int]] = {}
-        for event in self._events:
-            if isinstance(event, Consumed | Reused):
-                places.setdefault(event.step, {})[event.position] = event.slot
-            elif isinstance(event, Resumed):
-                places = {step: batch for step, batch in places.items() if step <= event.step}
-        return {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
-
-    def dropped_tokens(self) -> dict[str, int]:
-        """Tokens given up, by reason."""
-        tokens: Counter[str] = Counter()
-        for event in self._events:
-            if isinstance(event, Rebased):
-                tokens.update(event.dropped_tokens)
-            elif isinstance(event, Completed):
-                tokens["environment_failed"] += event.wasted
-            elif isinstance(event, Dropped):
-                tokens[event.reason] += event.tokens
-            elif isinstance(event, GivenUp):
-                tokens[event.failure] += event.tokens
-        return {reason: count for reason, count in tokens.items() if count}
-
-
-def query(
-    path: Path, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
-) -> DataProto:
-    """Recorded trajectories as a batch: the trajectory columns of :mod:`asyncrl.interfaces`.
-
-    Further columns: ``attempt``, ``step`` (that trained on it, or -1) and ``position`` [B] int64, ``state`` (str). Rows
-    come in the order of prompt and row. The file may be another process's that is writing it.
-
-    Args:
-        path: a ledger's file.
-        where: an SQL condition on the view ``rows`` (``buffers/ledger_schema.py``), with ``:name`` for parameters.
-        parameters: by name.
-        limit: rows at most.
-
-    Raises:
-        LedgerError: there is no such file, or the condition is none.
-
-    >>> query(run / "ledger.sqlite", "reward > :least AND step = 3", {"least": 0.5})  # doctest: +SKIP
-    """
-    fields = RowRecord.__struct_fields__
-    condition = f"WHERE {where}" if where else ""
-    text = (
-        f"SELECT {', '.join(fields)}, slot, attempt, step, position, state FROM rows {condition} "  # noqa: S608
-        f"ORDER BY slot, row LIMIT {-1 if limit is None else int(limit)}"
-    )
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            lines = connection.execute(text, dict(parameters or {})).fetchall()
-    except sqlite3.Error as error:
-        raise LedgerError(f"{path} cannot be asked for {where!r}: {error}") from error
-    if not lines:
-        return DataProto()
-    records = [RowRecord(**dict(zip(fields, line[: len(fields)], strict=True))) for line in lines]
-    batch = trajectories_to_batch([read_trajectory(record) for record in records], slot=0).select(meta_info_keys=[])
-    extra = list(zip(*(line[len(fields) :] for line in lines), strict=True))
-    slots, attempts, steps, positions, states = extra
-    numbers = {"slot": slots, "attempt": attempts, "step": steps, "position": positions}
-    columns = {
-        name: torch.tensor([-1 if value is None else value for value in values], dtype=torch.int64)
-        for name, values in numbers.items()
-    }
-    columns["row"] = torch.tensor([record.row for record in records], dtype=torch.int64)
-    batch.pop(["slot", "row"])
-    return batch.union(DataProto.from_dict(tensors=columns, non_tensors={"state": np.array(states)}))

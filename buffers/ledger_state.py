@@ -42,6 +42,7 @@ from asyncrl.errors import InvalidDataError
 from asyncrl.ledger import (
     Aborted,
     AttemptFailed,
+    Began,
     Committed,
     Completed,
     Consumed,
@@ -52,6 +53,7 @@ from asyncrl.ledger import (
     LedgerEvent,
     LedgerStatistics,
     Lost,
+    Published,
     Rebased,
     Resumed,
     Reused,
@@ -172,6 +174,8 @@ class LedgerState:
                 return self._lose(event)
             case Rebased():
                 return self._rebase(event)
+            case Began() | Published():  # of weights, not of prompts: for whoever replays
+                return True
 
     def replay(self, events: Iterable[LedgerEvent]) -> LedgerState:
         """Apply recorded events in order; returns this state."""

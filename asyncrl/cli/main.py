@@ -21,6 +21,7 @@ from .engine import add_engine_options, engine_command
 from .failure import BAD_USAGE, INTERRUPTED, TERMINATED, tell_failure
 from .output import quiet_pipe, tolerate_any_encoding
 from .pool import add_pool_options, pool_command
+from .replay import add_replay_options, replay_command
 from .serving import add_serve_options, serve_command
 from .simulation import add_plan_options
 
@@ -90,6 +91,8 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
 
                 planned = simulation.plan_command if namespace.command == "plan" else simulation.simulate_command
                 return planned(namespace, settings)
+            if namespace.command == "replay":
+                return replay_command(namespace)
             if namespace.command == "why":
                 from .why import why_command
 
@@ -173,6 +176,9 @@ def command_line() -> CommandLine:
     options["simulate"] += [simulate.add_argument("--json", action="store_true", help="print the forecast as JSON")]
     plan = add("plan", "search split and max_staleness for a planned run", settings=True)
     options["plan"] += add_plan_options(plan)
+
+    replay = add("replay", "train again on what a recorded run was trained on, without rollouts", settings=False)
+    add_replay_options(replay)
 
     why = add("why", "say what a live run waits for", settings=False)
     why.add_argument("run", type=Path, metavar="RUN", help="folder of a run")

@@ -24,15 +24,17 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure
 from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
-from asyncrl.pipeline.canary import check_first_step
-from asyncrl.pipeline.certificate import Certificate, certify, check_summary
+from asyncrl.pipeline.certificate import Certificate, check_summary
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate, part_means
 from asyncrl.pipeline.journal import Journal
+from asyncrl.pipeline.learner import Learner
+from asyncrl.pipeline.reference import Score
 from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 from asyncrl.telemetry.timeline import Timeline
+from asyncrl.weights.fingerprint import manifest_fingerprint
 
 __all__ = ["Driver", "Observer", "StepRecord", "TrainingPlan"]
 
@@ -105,13 +107,6 @@ class Trainer(Protocol):
     def release(self, version: int) -> Any: ...
 
 
-TRAINED_COLUMNS = ("input_ids", "loss_mask", "behaviour_log_probs", "weight_versions")
-"""What an update reads of a row; nothing else of it is sent to the trainer. Advantages are added here."""
-
-Score = Callable[[DataProtoFuture], DataProtoFuture]
-"""A stage between rollout and buffer: rows in, further columns of the same rows out."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Driver:
     """Runs a plan on parts that were put together elsewhere (:mod:`asyncrl.pipeline.assembly`).
@@ -146,6 +141,7 @@ class Driver:
     evaluate_first: bool = False
     staleness: Counter[int] = field(default_factory=Counter)
     outstanding: set[int] = field(default_factory=set)
+    _learner: Learner = field(init=False)
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _done: bool = False
     _failures_in_a_row: int = 0
@@ -153,6 +149,18 @@ class Driver:
     _published: set[int] = field(default_factory=set)
     _dropped_rows: int = 0
     _dropped_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._learner = Learner(
+            trainer=self.trainer,
+            advantage=self.plan.advantage,
+            policy=self.policy,
+            max_staleness=self.law.max_staleness,
+            optimizer_steps=self.plan.optimizer_steps,
+            referred=self.reference is not None,
+            penalty=self.penalty,
+            mismatch_limit=self.plan.mismatch_limit,
+        )
 
     async def run(self) -> None:
         """Train until ``plan.steps`` is reached.
@@ -333,7 +341,7 @@ class Driver:
 
     async def _select(self, step: int) -> Sequence[SelectedGroup]:
         """The next batch; one without a token that is young enough is given up for groups sampled from now on."""
-        oldest = self._oldest_version(step)
+        oldest = self._learner.oldest_version(step)
         if (batch := self.journal.recovered.batches.get(step)) is not None:
             return await self.buffer.select(len(batch), weight_version=step - 1, slots=batch)
         while True:
@@ -344,49 +352,17 @@ class Driver:
             for group in groups:
                 self.buffer.drop(group.summary.slot, "stale")
 
-    def _oldest_version(self, step: int) -> int | None:
-        return self.policy.oldest_version(step - 1, max_staleness=self.law.max_staleness)
-
     async def _update(self, step: int, groups: Sequence[SelectedGroup]) -> StepRecord:
-        """One batch: concatenate the groups' rows where they lie, add advantages, update."""
-        summaries = [group.summary for group in groups]
-        certificate = certify(
-            summaries,
-            trainer_version=step - 1,
-            oldest_version=self._oldest_version(step),
-            dropped_rows=self._dropped_rows,
-            dropped_tokens=self._dropped_tokens,
-        )
+        """One batch: train on it, and settle what became of its groups."""
+        thrown_away = {"dropped_rows": self._dropped_rows, "dropped_tokens": self._dropped_tokens}
         self._dropped_rows = self._dropped_tokens = 0
-        rewards = [reward for summary in summaries for reward in summary.rewards]
-        owners = [summary.slot for summary in summaries for _ in summary.rewards]
-        lengths = [length for summary in summaries for length in summary.lengths]
-        returns = rewards if self.penalty is None else self.penalty.rewards(summaries)
-        advantages = self.plan.advantage(
-            {"rewards": torch.tensor(returns), "groups": torch.tensor(owners), "lengths": torch.tensor(lengths)}
-        )
-        columns = [*TRAINED_COLUMNS, *(["reference_log_probs"] if self.reference is not None else [])]
-        oldest = self._oldest_version(step) if certificate.masked_tokens else None
-        batch = DataProtoFuture.concat(
-            [group.rows.select(columns, non_tensor_batch_keys=[], meta_info_keys=[]) for group in groups]
-        )
-        batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
-        (metrics, *_others) = await self.trainer.update(batch, oldest)
-        # After a resume there may be rows that went on over new weights, with keys and values of the old ones.
-        fresh = certificate.maximum == 0 and not certificate.masked_tokens
-        if step == self.law.first_version + 1 and self.plan.mismatch_limit is not None and fresh:
-            check_first_step(metrics, limit=self.plan.mismatch_limit, one_step=self.plan.optimizer_steps == 1)
-        if self.penalty is not None:
-            metrics = metrics | self.penalty.stepped(summaries)
-        slots = [summary.slot for summary in summaries]
+        first = step == self.law.first_version + 1
+        learned = await self._learner.learn(step, groups, first=first, **thrown_away)
+        certificate, again = learned.certificate, learned.again
+        slots = [group.summary.slot for group in groups]
         self.journal.consumed(step, groups)
         self.buffer.release(slots)
-        again = certify(
-            [group.summary for group in groups if group.uses],
-            trainer_version=step - 1,
-            oldest_version=self._oldest_version(step),
-        )
-        self.accounts.train(int(metrics["tokens_trained"]) - again.tokens, again=again.tokens)
+        self.accounts.train(int(learned.metrics["tokens_trained"]) - again.tokens, again=again.tokens)
         self.accounts.drop("masked", certificate.masked_tokens - again.masked_tokens)
         self.outstanding.difference_update(slots)
         self.staleness.update(certificate.histogram)
@@ -395,13 +371,13 @@ class Driver:
         return StepRecord(
             step=step,
             weight_version=step,
-            metrics=metrics,
+            metrics=learned.metrics,
             certificate=certificate,
-            rewards=tuple(rewards),
-            lengths=tuple(lengths),
+            rewards=learned.rewards,
+            lengths=learned.lengths,
             buffer_ready=statistics.ready,
             buffer_pending=statistics.pending,
-            reward_parts=part_means(summary.reward_parts for summary in summaries),
+            reward_parts=part_means(group.summary.reward_parts for group in groups),
         )
 
     async def _publish(self, version: int, manifest: Awaitable[Any]) -> None:
@@ -409,6 +385,7 @@ class Driver:
         with self.timeline.span("publish", f"version {version}"):
             (from_rank_zero, *_others) = await manifest
             self._published.add(version)
+            self.journal.published(version, weights=manifest_fingerprint(from_rank_zero))
             await self.pool.publish(from_rank_zero)
             for old in sorted(self._published - self.pool.needed_versions):
                 self._published.discard(old)

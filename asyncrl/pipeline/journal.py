@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from asyncrl.interfaces import DroppedGroup, Ledger, SelectedGroup
 from asyncrl.ledger import (
+    Began,
     Committed,
     Completed,
     Consumed,
@@ -13,6 +14,7 @@ from asyncrl.ledger import (
     Dropped,
     GivenUp,
     Issued,
+    Published,
     Recovered,
     Reused,
     Rewarded,
@@ -37,6 +39,16 @@ class Journal:
         """What a resumed run finds; empty for one that begins."""
         found = self.ledger.recovered if self.ledger is not None else None
         return found if found is not None else _NOTHING
+
+    def began(self, step: int, *, config: str, model: str, weights: str) -> None:
+        """A process trains from ``step`` on, under this configuration (:class:`asyncrl.ledger.Began`)."""
+        if self.ledger is not None:
+            self.ledger.append(Began(step=step, config=config, model=model, weights=weights))
+
+    def published(self, version: int, *, weights: str) -> None:
+        """A step has made these weights."""
+        if self.ledger is not None:
+            self.ledger.append(Published(version=version, weights=weights))
 
     def issued(self, slot: int) -> None:
         """The law gave out a number, for the first time or, to a resumed run, again."""

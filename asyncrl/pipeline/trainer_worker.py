@@ -14,6 +14,7 @@ from asyncrl.parts import make_part
 from asyncrl.pipeline.ages import with_ages
 from asyncrl.pipeline.masking import mask_older
 from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.weights.fingerprint import fingerprint_of
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
 
@@ -123,6 +124,11 @@ class TrainerWorker(Worker):
         for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
             del tensor
         return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fingerprint(self) -> str:
+        """What the current weights are (:mod:`asyncrl.weights.fingerprint`)."""
+        return fingerprint_of(self._held().named_tensors())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def release(self, version: int) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.agents.chat import load_renderer
 from asyncrl.config import Config, check_algorithm
@@ -31,10 +31,11 @@ from asyncrl.pipeline.assembly import (
     warm_start_options,
 )
 from asyncrl.pipeline.canary import MISMATCH_LIMITS
-from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
-from asyncrl.pipeline.driver import Driver, Score, TrainingPlan
+from asyncrl.pipeline.checkpoint import Checkpoints, read_driver_state
+from asyncrl.pipeline.driver import Driver, TrainingPlan
 from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.recorder import Recorder
+from asyncrl.pipeline.reference import make_penalty, make_reference
 from asyncrl.pipeline.resumption import (
     admission_law,
     driver_state,
@@ -42,7 +43,6 @@ from asyncrl.pipeline.resumption import (
     resumed_accounts,
     still_outstanding,
 )
-from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.warm_start import demonstrations, file_conversations, supervise
 from asyncrl.pipeline.watch import Watch
 from asyncrl.rollout.metering import metered_tokens
@@ -103,6 +103,7 @@ class TrainingRun:
                 origin = str(self._warm_start_folder) if resumed else await self.warm_start(origin)
             model = str(self._checkpoint / "model") if self._checkpoint is not None else origin
             driver = await self._serve(model, origin=origin)
+            await self._begin(origin, step=driver.law.version)
             if config.checkpoint.every and self._resumed is None:
                 await self._save(driver, 0)  # from here on, whatever is killed can be resumed
             if config.eval.tasks and config.eval.first and driver.law.version == 0 and 0 not in self._scored:
@@ -248,11 +249,20 @@ class TrainingRun:
             accounts=resumed_accounts(self._resumed, found=found, generated=self._generated_before),
             staleness=Counter(self._resumed.staleness if self._resumed is not None else {}),
             reward=reward.score if reward is not None else None,
-            reference=_reference(config, reference) if reference is not None else None,
-            penalty=_penalty(config, self._resumed),
+            reference=make_reference(config, reference) if reference is not None else None,
+            penalty=make_penalty(config, self._resumed.kl_coefficient if self._resumed is not None else None),
             save_checkpoint=self._save,
             policy=config.staleness_policy,
         )
+
+    async def _begin(self, origin: str, *, step: int) -> None:
+        """Tell the ledger what the updates to come are a function of, beside the rows."""
+        if self._journal.ledger is not None:
+            (weights, *_others) = await self._assembly.trainer.fingerprint()
+            model = Path(origin)
+            inside = model.is_relative_to(self._run.path)
+            name = model.relative_to(self._run.path).as_posix() if inside else origin
+            self._journal.began(step, config=self._config.to_toml(), model=name, weights=weights)
 
     def _watch(self, driver: Driver) -> Watch:
         """Says what the run waits for, to ``asyncrl why`` and to itself."""
@@ -351,19 +361,6 @@ def _plan(config: Config) -> TrainingPlan:
         checkpoint_every=config.checkpoint.every,
         sample_trajectories=config.telemetry.trajectories_per_step,
     )
-
-
-def _reference(config: Config, group: Any) -> Score:
-    algorithm = config.algorithm
-    if algorithm.kl_placement == "loss":
-        return cast("Score", group.reference_log_probs)
-    return lambda rows: group.reference_log_probs(rows, algorithm.kl_estimator)
-
-
-def _penalty(config: Config, resumed: DriverState | None) -> RewardPenalty | None:
-    coefficient = resumed.kl_coefficient if resumed is not None else None
-    controller = config.algorithm.controller(coefficient)
-    return RewardPenalty(controller) if controller is not None else None
 
 
 def _mismatch_limit(config: Config) -> float | None:

@@ -1,0 +1,203 @@
+"""Recorded asynchronous runs, trained again: do they reach the same weights, bit for bit?
+
+    python benchmarks/replay.py --runs 100 [--jobs 2] [--seed 0] [--json]
+
+Each run is a tiny model in a world with slow steps, of which rollouts, updates and publications overlap; its seed draws
+staleness bound and policy, loss, minibatches, a reference, a reward function, LoRA, and whether it is stopped on the way
+and resumed. Every step of the replay is held to the fingerprint that the run recorded of its weights. A run that overlaps
+by less than 60 % counts as one that was not tried, and one whose weights never changed as one that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+LEAST_OVERLAP = 0.6
+STEPS = 8
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))  # worlds:DigitsFactory
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    seed: int
+    what: str
+    overlap: float
+    stale_share: float
+    equal: bool
+    changed: bool
+    first_difference: int | None
+    recorded_s: float
+    replayed_s: float
+
+
+def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
+    """The configuration drawn for a seed, and whether its run is stopped and resumed."""
+    dice = random.Random(seed)
+    bound = dice.choice([1, 2, 4, 8])
+    algorithm = dice.choice(
+        [
+            {"loss": "dapo"},
+            {"loss": "gspo"},
+            {"loss": "cispo"},
+            {"loss": "dapo", "kl_coefficient": 0.1},
+            {"loss": "dapo", "kl_coefficient": 0.1, "kl_placement": "reward"},
+        ]
+    )
+    trainer: dict[str, Any] = {"groups_per_step": 4, "group_size": 4, "lr": 3e-3, "epochs": 4}
+    trainer |= dice.choice([{}, {"minibatches": 2, "epochs": 2}, {"lora": {"rank": 4}, "lr": 1e-2}])
+    reward = dice.choice([{}, {}, {"source": "function", "options": {"function": "worlds:length_score"}}])
+    tables: dict[str, Any] = {
+        "name": "recorded",
+        "steps": STEPS,
+        "max_staleness": bound,
+        "seed": seed,
+        "runs": str(runs),
+        "cluster": {"backend": "local"},
+        "model": {
+            "source": "scratch",
+            "options": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 2, "max_position": 128},
+        },
+        "env": {"name": "worlds:DigitsFactory", "latency_s": dice.choice([0.02, 0.05, 0.1])},
+        "rollout": {"max_new_tokens": 8, "max_tokens": 96},
+        "trainer": trainer,
+        "algorithm": algorithm,
+        "staleness": {"policy": dice.choice(["mask", "mask", "wait", "drop", "correct"])},
+        "reward": reward,
+        "eval": {"tasks": 0},
+        "checkpoint": {"every": 3},
+        "telemetry": {"progress": "none"},
+    }
+    return tables, dice.random() < 0.3
+
+
+def measure(seed: int) -> Outcome:
+    """Record one run and train it again."""
+    import torch
+
+    from asyncrl.config import Config
+    from asyncrl.pipeline.driver import Driver
+    from asyncrl.pipeline.recording import Recording
+    from asyncrl.pipeline.run import train
+
+    torch.set_num_threads(1)
+
+    class Stopped(Exception):
+        pass
+
+    update = Driver._update
+
+    async def stopping(self: Driver, step: int, groups: Any) -> Any:
+        if step == STEPS - 2:
+            raise Stopped
+        return await update(self, step, groups)
+
+    folder = Path(tempfile.mkdtemp(prefix="replay-"))
+    try:
+        tables, hurt = config_of(seed, folder)
+        config = Config.from_mapping(tables)
+        started = time.perf_counter()
+        if hurt:
+            Driver._update = stopping  # type: ignore[method-assign]
+            try:
+                train(config)
+            except Stopped:
+                pass
+            finally:
+                Driver._update = update  # type: ignore[method-assign]
+            (run,) = folder.glob("recorded-2*")
+            summary = train(config, resume=run)
+        else:
+            summary = train(config)
+            (run,) = folder.glob("recorded-2*")
+        recorded_s = time.perf_counter() - started
+        started = time.perf_counter()
+        with Recording(run) as recording:
+            first = recording.life(1).weights
+            changed = len({first, *recording.weights.values()}) == STEPS + 1
+            replayed = recording.replay(runs=folder)
+        ages = summary["staleness"]["histogram"]
+        law = f"{config.staleness_policy.name} {config.max_staleness}"
+        parts = [law, config.algorithm.loss, config.algorithm.kl_placement if config.algorithm.kl_coefficient else ""]
+        parts += ["lora" if config.trainer.lora else "", "rewarded" if tables["reward"] else "", "resumed" * hurt]
+        return Outcome(
+            seed=seed,
+            what=", ".join(part for part in parts if part),
+            overlap=summary["overlap_share"],
+            stale_share=1 - ages.get("0", 0) / max(sum(ages.values()), 1),
+            equal=replayed.equal,
+            changed=changed,
+            first_difference=replayed.first_difference,
+            recorded_s=recorded_s,
+            replayed_s=time.perf_counter() - started,
+        )
+    finally:
+        shutil.rmtree(folder)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments.add_argument("--runs", type=int, default=10, help="recorded runs")
+    arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    arguments.add_argument("--seed", type=int, default=0, help="of the first run")
+    options = arguments.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    outcomes: list[Outcome] = []
+    seeds = range(options.seed, options.seed + options.runs)
+    with get_context("spawn").Pool(min(options.jobs, options.runs)) as pool:
+        for outcome in pool.imap_unordered(measure, seeds):
+            outcomes.append(outcome)
+            if not options.json:
+                verdict = "equal" if outcome.equal else f"DIFFERS from step {outcome.first_difference}"
+                print(
+                    f"seed {outcome.seed:3d}  overlap {outcome.overlap:.2f}  stale tokens {outcome.stale_share:.2f}  "
+                    f"recorded {outcome.recorded_s:5.1f} s  replayed {outcome.replayed_s:5.1f} s  {verdict}"
+                    f"{'' if outcome.changed else ', BUT NOTHING WAS LEARNED'}  ({outcome.what})",
+                    flush=True,
+                )
+    tried = [outcome for outcome in outcomes if outcome.overlap >= LEAST_OVERLAP]
+    equal = sum(outcome.equal and outcome.changed for outcome in tried)
+    figures = [
+        {
+            "name": "runs replayed bit for bit",
+            "value": equal,
+            "unit": f"of {len(tried)} with overlap >= {LEAST_OVERLAP:.0%}",
+            "floor": len(tried),
+            "ratio": equal / len(tried) if tried else None,
+            "goal": f"all of {options.runs}",
+            "holds": equal == len(tried) == options.runs,
+        },
+        {
+            "name": "least overlap",
+            "value": round(min(outcome.overlap for outcome in outcomes), 3),
+            "unit": "share",
+            "floor": None,
+            "ratio": None,
+            "goal": f"at least {LEAST_OVERLAP}",
+            "holds": len(tried) == len(outcomes),
+        },
+    ]
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    if options.json:
+        print(json.dumps({"machine": machine, "figures": figures}))
+        return
+    for figure in figures:
+        verdict = "holds" if figure["holds"] else "DOES NOT HOLD"
+        print(f"{figure['name']}: {figure['value']} {figure['unit']}; goal {figure['goal']}: {verdict}")
+
+
+if __name__ == "__main__":
+    main()

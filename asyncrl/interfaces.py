@@ -468,7 +468,11 @@ class Step:
 
 
 class Environment(Protocol):
-    """One world for one episode at a time. Asynchronous; whoever runs it sets the deadlines."""
+    """One world for one episode at a time. Asynchronous; whoever runs it sets the deadlines.
+
+    A run that was killed shows the turns it has recorded to a new environment, and goes on from there if that answers
+    as before. One that must not be shown them has an attribute ``replayable = False``: its episodes begin anew.
+    """
 
     @property
     def tools(self) -> Sequence[Tool]:

@@ -7,7 +7,7 @@ three, so one that comes late or twice is recognised.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -35,6 +35,7 @@ __all__ = [
     "Published",
     "Rebased",
     "RecordedGroup",
+    "RecordedTurns",
     "Recovered",
     "Resumed",
     "Reused",
@@ -59,13 +60,17 @@ class Dispatched(msgspec.Struct, frozen=True, tag="dispatched", kw_only=True):
 
 
 class TurnAppended(msgspec.Struct, frozen=True, tag="turn", kw_only=True):
-    """One rollout has sampled ``tokens`` more, up to the end of its turn number ``turn``."""
+    """One rollout has sampled ``tokens`` more, up to the end of its turn number ``turn``.
+
+    ``digest`` is that of the turn as recorded, 0 where none was given.
+    """
 
     slot: int
     row: int
     attempt: int
     turn: int
     tokens: int
+    digest: int = 0
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed", kw_only=True):
@@ -296,6 +301,19 @@ class RecordedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTurns:
+    """Turns of a group that was under way.
+
+    Attributes:
+        content: as :func:`asyncrl.rollout.turns.encode_turns` gives it: for each row the chain that counts.
+        tokens: sampled tokens in it.
+    """
+
+    content: bytes
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """What a resumed run finds.
 
@@ -305,6 +323,7 @@ class Recovered:
         batches: by step after the checkpoint: the prompts it had consumed, in order. They are consumed again so.
         groups: by slot, every prompt that is completed, and those of ``batches`` that were used before.
         dropped_tokens: tokens given up so far, by reason.
+        turns: by slot, what rows of ``waiting`` prompts have sampled already.
         notes: damage that was found, and what was done about it, in words; empty as a rule.
     """
 
@@ -313,4 +332,5 @@ class Recovered:
     batches: Mapping[int, tuple[int, ...]]
     groups: Mapping[int, RecordedGroup]
     dropped_tokens: Mapping[str, int]
+    turns: Mapping[int, RecordedTurns] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -2,10 +2,10 @@
 
     python benchmarks/replay.py --runs 100 [--jobs 2] [--seed 0] [--json]
 
-Each run is a tiny model in a world with slow steps, of which rollouts, updates and publications overlap; its seed draws
-staleness bound and policy, loss, minibatches, a reference, a reward function, LoRA, and whether it is stopped on the way
-and resumed. Every step of the replay is held to the fingerprint that the run recorded of its weights. A run that overlaps
-by less than 60 % counts as one that was not tried, and one whose weights never changed as one that failed.
+Each run is a tiny model in a world with slow steps, of which rollouts, updates and publications overlap; its seed
+draws staleness bound and policy, loss, minibatches, a reference, a reward function, LoRA, and whether it is stopped on
+the way and resumed. Each step of the replay is held to the fingerprint that the run recorded of its weights. A run that
+overlaps by less than 60 % counts as one that was not tried, and one whose weights never changed as one that failed.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ from asyncrl.errors import InvalidDataError, LedgerError
 from asyncrl.interfaces import LedgerArchive
 from asyncrl.ledger import (
     Completed,
+    Dropped,
+    GivenUp,
     Issued,
     LedgerBase,
     LedgerEvent,
@@ -40,6 +42,7 @@ from asyncrl.ledger import (
     RecordedGroup,
     Recovered,
     Resumed,
+    TurnAppended,
 )
 from buffers.ledger_archive import SQLiteLedgerArchive
 from buffers.ledger_file import Connect, Contents, Witness, discard, open_file, read, read_rows, set_aside
@@ -47,7 +50,7 @@ from buffers.ledger_past import Past
 from buffers.ledger_query import query
 from buffers.ledger_schema import digest, encode_event
 from buffers.ledger_state import LedgerState, PromptState
-from buffers.ledger_writer import Entry, LedgerWriter, Rows
+from buffers.ledger_writer import Entry, LedgerWriter, Rows, Unfinished
 
 __all__ = ["SQLiteLedger", "query"]
 
@@ -132,9 +135,10 @@ class SQLiteLedger:
         """Let ``event`` happen; it is on the disk a little later. Never waits.
 
         Args:
-            event: what happened. The ``digest`` of :class:`Completed` is filled in from ``rows``.
+            event: what happened. Its ``digest`` is filled in from ``rows``.
             more: what happened with it: a crash leaves all of these events or none.
-            rows: of a completed group, by :func:`asyncrl.rollout.record.encode_rows`.
+            rows: of a completed group, by :func:`asyncrl.rollout.record.encode_rows`; or of a turn, by
+                :func:`asyncrl.rollout.turns.encode_turns`.
 
         Returns:
             False if it came late or twice: then its result must not be used.
@@ -144,15 +148,18 @@ class SQLiteLedger:
             LedgerError: the ledger cannot be written.
         """
         self._writer.check()
-        attached: Rows | None = None
+        attached: Rows | Unfinished | None = None
         if rows is not None:
-            if not isinstance(event, Completed):
-                raise InvalidDataError(f"rows come with a completed group, not with {type(event).__name__}")
+            if isinstance(event, Completed):
+                attached = Rows(event.slot, event.attempt, rows)
+            elif isinstance(event, TurnAppended):
+                attached = Unfinished(event.slot, event.attempt, event.row, event.turn, rows)
+            else:
+                raise InvalidDataError(f"rows come with a completed group or a turn, not with {type(event).__name__}")
             event = msgspec.structs.replace(event, digest=digest(rows))
-            attached = Rows(event.slot, event.attempt, rows)
         # What came late or twice is not written down: nobody who reads the file must find out that it did not count.
-        entries = [Entry(encode_event(event), attached)] if self._state.apply(event) else []
-        entries += [Entry(encode_event(other)) for other in more if self._state.apply(other)]
+        entries = [_entry(event, attached)] if self._state.apply(event) else []
+        entries += [_entry(other) for other in more if self._state.apply(other)]
         if entries:
             self._writer.submit(*entries)
         return len(entries) == 1 + len(more)
@@ -329,6 +336,7 @@ class SQLiteLedger:
             waiting=waiting,
             batches=whole,
             groups=groups,
+            turns=past.unfinished(waiting, newest_version=newest, connection=self._connection),
             dropped_tokens=past.dropped_tokens or base.dropped_tokens,
             notes=notes,
         )
@@ -347,3 +355,9 @@ class SQLiteLedger:
             ),
             *(Issued(slot) for slot in live),
         )
+
+
+def _entry(event: LedgerEvent, attached: Rows | Unfinished | None = None) -> Entry:
+    """With its end, a prompt's turns are needed no more: its rows have them, or nobody will train on it."""
+    settles = event.slot if isinstance(event, Completed | Dropped | GivenUp) else None
+    return Entry(encode_event(event), attached, settles)

@@ -25,7 +25,7 @@ from asyncrl.ledger import LedgerEvent, LedgerPosition
 from asyncrl.rollout.record import RowRecord, write_records
 from buffers.ledger_schema import FORMAT, SCHEMA, chain, decode_event, digest
 
-__all__ = ["Connect", "Contents", "Witness", "discard", "open_file", "read", "read_rows", "set_aside"]
+__all__ = ["Connect", "Contents", "Witness", "discard", "open_file", "read", "read_rows", "read_turn", "set_aside"]
 
 Connect = Callable[..., sqlite3.Connection]
 """``sqlite3.connect``, or what stands in for it."""
@@ -188,6 +188,16 @@ def read_rows(connection: sqlite3.Connection, *, slot: int, attempt: int, expect
     except (sqlite3.DatabaseError, UnicodeError, TypeError, OverflowError):
         return None
     return rows if digest(rows) == expected else None
+
+
+def read_turn(connection: sqlite3.Connection, key: tuple[int, int, int, int], *, expected: int) -> bytes | None:
+    """A turn of an unfinished prompt (slot, attempt, row, turn) as it was handed over; None if it is not that."""
+    where = "slot = ? AND attempt = ? AND row = ? AND turn = ?"
+    try:
+        line = connection.execute(f"SELECT body FROM unfinished WHERE {where}", key).fetchone()  # noqa: S608
+    except sqlite3.DatabaseError:
+        return None
+    return line[0] if line is not None and digest(line[0]) == expected else None
 
 
 def set_aside(path: Path, *, files: DurableFiles) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable
+from itertools import takewhile
 
 from asyncrl.interfaces import GroupSummary
 from asyncrl.ledger import (
@@ -17,12 +18,15 @@ from asyncrl.ledger import (
     Published,
     Rebased,
     RecordedGroup,
+    RecordedTurns,
     Resumed,
     Reused,
     Rewarded,
+    TurnAppended,
 )
 from asyncrl.rollout.record import decode_rows
-from buffers.ledger_file import read_rows
+from asyncrl.rollout.turns import TurnRecord, decode_turns, encode_turns, last_chains
+from buffers.ledger_file import read_rows, read_turn
 
 __all__ = ["Past"]
 
@@ -46,11 +50,16 @@ class Past:
         self.lives: tuple[Began, ...] = ()
         self.weights: dict[int, str] = {}
         self.first_step = 0
+        self._turns: dict[int, list[TurnAppended]] = {}
         dropped: Counter[str] = Counter()
         places: dict[int, dict[int, int]] = {}
         for event in events:
             match event:
+                case TurnAppended():
+                    if event.digest:
+                        self._turns.setdefault(event.slot, []).append(event)
                 case Completed():
+                    self._turns.pop(event.slot, None)
                     self.completed[event.slot] = event
                     self.rewards.pop(event.slot, None)
                     dropped["environment_failed"] += event.wasted
@@ -76,6 +85,26 @@ class Past:
                     pass
         self.batches = {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
         self.dropped_tokens = {reason: count for reason, count in dropped.items() if count}
+
+    def unfinished(
+        self, slots: Iterable[int], *, newest_version: int, connection: sqlite3.Connection
+    ) -> dict[int, RecordedTurns]:
+        """What rows of prompts under way have sampled, as far as it can be read, up to this version."""
+        found: dict[int, RecordedTurns] = {}
+        for slot in slots:
+            turns: list[TurnRecord] = []
+            for told in self._turns.get(slot, ()):
+                key = (slot, told.attempt, told.row, told.turn)
+                content = read_turn(connection, key, expected=told.digest)
+                turns += decode_turns(content) if content is not None else []
+            chains = [
+                list(takewhile(lambda turn: turn.newest_version <= newest_version, chain))
+                for chain in last_chains(turns).values()
+            ]
+            kept = [turn for chain in chains for turn in chain]
+            if kept:
+                found[slot] = RecordedTurns(content=encode_turns(kept), tokens=sum(turn.tokens for turn in kept))
+        return found
 
     def group(self, slot: int, *, connection: sqlite3.Connection, uses: int = 0) -> RecordedGroup | None:
         """A completed group as it was, or None if its rows cannot be read."""

@@ -9,6 +9,8 @@
                   the checksum of the event before: a line that is changed, lost or moved breaks the chain.
 ``trajectories``  the rows of completed attempts (columns: :class:`asyncrl.rollout.record.RowRecord`); the ``digest`` in
                   the ``completed`` event is the XXH3-64 of all rows of the group, encoded.
+``unfinished``    turns of prompts under way (``body``: :class:`asyncrl.rollout.turns.TurnRecord`), for as long as they
+                  are; the ``digest`` in the ``turn`` event is the XXH3-64 of the body.
 ``prompts``       view: the state of each prompt now, and where and when it was used.
 ``rows``          view: ``trajectories`` of the attempts that won, beside the state of their prompt.
 ``turns``         view: one line for each sampled turn of ``rows``.
@@ -25,7 +27,7 @@ from asyncrl.ledger import LedgerEvent
 
 __all__ = ["FORMAT", "SCHEMA", "chain", "decode_event", "digest", "encode_event", "signed"]
 
-FORMAT = 1
+FORMAT = 2
 """``PRAGMA user_version`` of a file with these tables."""
 
 SCHEMA = """
@@ -54,6 +56,15 @@ CREATE TABLE trajectories (
   input_ids BLOB NOT NULL,
   log_probs BLOB NOT NULL,
   PRIMARY KEY (slot, attempt, row)
+) STRICT;
+
+CREATE TABLE unfinished (
+  slot INTEGER NOT NULL,
+  attempt INTEGER NOT NULL,
+  row INTEGER NOT NULL,
+  turn INTEGER NOT NULL,
+  body BLOB NOT NULL,
+  PRIMARY KEY (slot, attempt, row, turn)
 ) STRICT;
 
 CREATE VIEW batches AS

@@ -19,13 +19,15 @@ from asyncrl.rollout.record import RowRecord, read_records
 from buffers.ledger_file import Witness
 from buffers.ledger_schema import chain
 
-__all__ = ["Entry", "LedgerWriter", "Rows"]
+__all__ = ["Entry", "LedgerWriter", "Rows", "Unfinished"]
 
 _EVENT = "INSERT INTO events (sequence, body, checksum) VALUES (?, ?, ?)"
 _ROW = (
     f"INSERT INTO trajectories (slot, attempt, {', '.join(RowRecord.__struct_fields__)}) "  # noqa: S608
     f"VALUES (?, ?{', ?' * len(RowRecord.__struct_fields__)})"
 )
+_TURN = "INSERT OR REPLACE INTO unfinished (slot, attempt, row, turn, body) VALUES (?, ?, ?, ?, ?)"
+_FORGET = "DELETE FROM unfinished WHERE slot = ?"
 _CLOSE_TIMEOUT_S = 60.0
 
 
@@ -39,15 +41,27 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A turn of a prompt under way."""
+
+    slot: int
+    attempt: int
+    row: int
+    turn: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """An event's ``body``, and the rows that come with it."""
+    """An event's ``body``, the rows or the turn that come with it, and whose turns are needed no more."""
 
     body: str
-    rows: Rows | None = None
+    attached: Rows | Unfinished | None = None
+    settles: int | None = None
 
     @property
     def size_bytes(self) -> int:
-        return len(self.body) + (len(self.rows.content) if self.rows is not None else 0)
+        return len(self.body) + (len(self.attached.content) if self.attached is not None else 0)
 
 
 class LedgerWriter:
@@ -185,21 +199,34 @@ class LedgerWriter:
         sequence, checksum = self._position.sequence, self._position.checksum
         events: list[tuple[int, str, int]] = []
         rows: list[tuple[object, ...]] = []
+        turns: dict[int, list[tuple[object, ...]]] = {}
+        settled: list[tuple[int]] = []
         for entry in entries:
             sequence += 1
             checksum = chain(checksum, sequence, entry.body)
             events.append((sequence, entry.body, checksum))
-            if entry.rows is not None:
-                key = (entry.rows.slot, entry.rows.attempt)
+            attached = entry.attached
+            if isinstance(attached, Rows):
+                key = (attached.slot, attached.attempt)
                 rows += [
                     (*key, *(getattr(record, name) for name in RowRecord.__struct_fields__))
-                    for record in read_records(entry.rows.content)
+                    for record in read_records(attached.content)
                 ]
+            elif attached is not None:
+                line = (attached.slot, attached.attempt, attached.row, attached.turn, attached.content)
+                turns.setdefault(attached.slot, []).append(line)
+            if entry.settles is not None:
+                turns.pop(entry.settles, None)  # told and settled within one commit: never written
+                settled.append((entry.settles,))
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
             if rows:
                 connection.executemany(_ROW, rows)
+            if turns:
+                connection.executemany(_TURN, [line for lines in turns.values() for line in lines])
+            if settled:
+                connection.executemany(_FORGET, settled)
             connection.executemany(_EVENT, events)
             connection.commit()
         except BaseException:

@@ -34,10 +34,15 @@ from asyncrl.interfaces import (
 )
 from asyncrl.rollout.prompts import derive_seed
 from asyncrl.rollout.trajectory import EpisodeEnd, Trajectory, Turn
+from asyncrl.rollout.turns import RowTurns, TurnRecord
 
-__all__ = ["run_episode"]
+__all__ = ["Diverged", "run_episode"]
 
 _T = TypeVar("_T")
+
+
+class Diverged(Exception):
+    """Recorded turns do not belong to what the environment says now: the episode must be begun again without them."""
 
 
 async def run_episode(
@@ -53,6 +58,8 @@ async def run_episode(
     request_prefix: str,
     seed: int,
     latency_s: float = 0.0,
+    turns: RowTurns | None = None,
+    recorded: Sequence[TurnRecord] = (),
 ) -> Trajectory:
     """Play ``task`` to its end; the environment is closed whatever happens.
 
@@ -72,8 +79,11 @@ async def run_episode(
         request_prefix: turn n is the engine's request ``{request_prefix}-{n}``.
         seed: of the episode.
         latency_s: added to each step of the environment: a simulated slow tool.
+        turns: told of every sampled turn.
+        recorded: turns that the episode begins with instead of sampling them. The environment is shown them anew.
 
     Raises:
+        Diverged: with ``recorded`` turns: what led to one of them is not what leads to it now.
         EnvironmentFailure: the environment raised (the cause), or returned what its contract does not know (no
             messages, a reward that is no finite number), with ``tokens_generated``.
         EnvironmentDeadlineError: a call of it took longer than ``deadline_s``, with ``tokens_generated``.
@@ -87,7 +97,15 @@ async def run_episode(
     try:
         try:
             reason = await _play(
-                engine, environment, renderer, episode, limits, request_prefix=request_prefix, seed=seed
+                engine,
+                environment,
+                renderer,
+                episode,
+                limits,
+                request_prefix=request_prefix,
+                seed=seed,
+                turns=turns,
+                recorded=recorded,
             )
         except BaseException as error:
             try:
@@ -122,6 +140,8 @@ async def _play(
     *,
     request_prefix: str,
     seed: int,
+    turns: RowTurns | None,
+    recorded: Sequence[TurnRecord],
 ) -> EpisodeEnd:
     """The turns, written down in ``episode``; returns why they ended."""
     messages = _messages(
@@ -143,7 +163,12 @@ async def _play(
         request = GenerationRequest(
             request_id=f"{request_prefix}-{number}", prompt_token_ids=tuple(episode.token_ids), sampling=sampling
         )
-        generation = await _generate(engine, request, tokens_before=episode.sampled_tokens)
+        if number < len(recorded):
+            generation = _recorded(recorded[number], heard=episode.last_heard, limit=sampling.max_new_tokens)
+        else:
+            generation = await _generate(engine, request, tokens_before=episode.sampled_tokens)
+        if turns is not None:
+            turns.sampled(episode.last_heard, generation)
         reply = renderer.parse(generation.token_ids)
         episode.said(generation, reply)
         if generation.finish_reason == "length" and episode.length >= limits.max_tokens:
@@ -170,6 +195,7 @@ class _Episode:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.token_ids: list[int] = []
+        self.last_heard: tuple[int, ...] = ()
         self.sampled_tokens = 0
         self._mask: list[bool] = []
         self._log_probs: list[float] = []
@@ -183,6 +209,7 @@ class _Episode:
         return len(self.token_ids)
 
     def heard(self, token_ids: Sequence[int]) -> None:
+        self.last_heard = tuple(token_ids)
         self.token_ids += token_ids
         self._mask += [False] * len(token_ids)
         self._log_probs += [0.0] * len(token_ids)
@@ -214,6 +241,15 @@ class _Episode:
             finish_reason=reason,
             info=self._info,
         )
+
+
+def _recorded(turn: TurnRecord, *, heard: tuple[int, ...], limit: int) -> Generation:
+    """A turn that was sampled in an earlier life, if it is still the answer to what was ``heard``."""
+    if turn.heard_ids() != heard:
+        raise Diverged("the environment answered differently")
+    if turn.tokens > limit:
+        raise Diverged("a turn is longer than it may be now")
+    return turn.generation()
 
 
 async def _generate(engine: TokenGenerator, request: GenerationRequest, *, tokens_before: int) -> Generation:

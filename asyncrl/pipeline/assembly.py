@@ -352,6 +352,7 @@ def _rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path |
         environment_options=_environment_options(config),
         chat=chat_options(config),
         meter_folder=meter_folder.absolute() if meter_folder is not None else None,
+        gather_s=config.ledger.commit_latency_s,
         transport=transport,
         sampling=SamplingParams(
             max_new_tokens=rollout.max_new_tokens,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,6 +121,8 @@ class Driver:
         policy: what becomes of groups that take longer than the bound allows.
         staleness: tokens trained on, by staleness.
         outstanding: slots issued, neither trained on nor dropped yet.
+        continued: trajectories, and tokens in them, that went on from what an earlier life had recorded.
+        restarted: those that were begun again instead, by reason.
     """
 
     plan: TrainingPlan
@@ -141,7 +143,10 @@ class Driver:
     evaluate_first: bool = False
     staleness: Counter[int] = field(default_factory=Counter)
     outstanding: set[int] = field(default_factory=set)
+    continued: Counter[str] = field(default_factory=Counter)
+    restarted: Counter[str] = field(default_factory=Counter)
     _learner: Learner = field(init=False)
+    _unfinished: dict[int, int] = field(init=False)
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _done: bool = False
     _failures_in_a_row: int = 0
@@ -151,6 +156,7 @@ class Driver:
     _dropped_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self._unfinished = {slot: turns.tokens for slot, turns in self.journal.recovered.turns.items()}
         self._learner = Learner(
             trainer=self.trainer,
             advantage=self.plan.advantage,
@@ -181,7 +187,7 @@ class Driver:
 
         ``in_flight`` is what episodes that still run have sampled; groups in the buffer are added to it.
         """
-        in_flight += self.buffer.statistics().ready_tokens
+        in_flight += self.buffer.statistics().ready_tokens + sum(self._unfinished.values())
         return self.accounts.balance(generated=generated, in_flight=in_flight)
 
     def explain(self) -> list[str]:
@@ -227,6 +233,7 @@ class Driver:
             self._failures_in_a_row += 1
             if self._failures_in_a_row > 2 * self.plan.groups_per_step:
                 raise
+            self._take_over(slot, {})
             self.buffer.drop(slot, "environment_failed", tokens=failure.tokens_generated)
             return
         self._failures_in_a_row = 0
@@ -235,30 +242,48 @@ class Driver:
     async def _roll_out(self, slot: int) -> tuple[DataProtoFuture, GroupSummary]:
         plan = self.plan
         sample = slot % plan.groups_per_step < plan.sample_trajectories
-        prompts = prompt_rows(
-            [self.environments.task(slot, split="train")] * plan.group_size,
-            slot=slot,
-            seeds=[derive_seed(plan.seed, "train", slot, row) for row in range(plan.group_size)],
-            purpose="train",
-            sample=sample,
-            record=self.journal.ledger is not None,
-        )
-        attempt = await self.journal.dispatched(slot, version=self.law.version)
+        recorded = self.journal.recovered.turns.get(slot)
+        attempt: int | None = None
+
+        async def prompts() -> DataProto:
+            """Each time they are sent, another attempt."""
+            nonlocal attempt
+            attempt = await self.journal.dispatched(slot, version=self.law.version)
+            return prompt_rows(
+                [self.environments.task(slot, split="train")] * plan.group_size,
+                slot=slot,
+                seeds=[derive_seed(plan.seed, "train", slot, row) for row in range(plan.group_size)],
+                purpose="train",
+                sample=sample,
+                record=attempt is not None,
+                attempt=attempt,
+                turns=recorded.content if recorded is not None else b"",
+            )
+
+        first = await prompts()
         with self.timeline.span("rollout", f"group {slot}"):
-            rows = await self.pool.rollout(prompts)
+            rows = await self.pool.rollout(first, again=prompts)
             header = await rows.header()
         meta = header.meta_info
         summary = GroupSummary(**meta["summary"])
         check_summary(summary, slot=slot, rows=plan.group_size)
         self.journal.completed(
-            slot, attempt=attempt, tokens=summary.tokens, wasted=meta["wasted_tokens"], rows=meta.get("record")
+            slot, attempt=attempt or 0, tokens=summary.tokens, wasted=meta["wasted_tokens"], rows=meta.get("record")
         )
         rows = rows.select(meta_info_keys=["summary"])
+        self._take_over(slot, meta.get("continued", {}))
         self.accounts.drop("environment_failed", meta["wasted_tokens"])
         self._dropped_tokens += meta["wasted_tokens"]
         if sample:
             self.observer.sampled(meta["sample"], step=self.law.version + 1, slot=slot)
         return rows, summary
+
+    def _take_over(self, slot: int, continued: Mapping[str, Any]) -> None:
+        """What an earlier life has sampled for this group is part of its rows now, or was in vain."""
+        tokens = continued.get("tokens", 0)
+        self.accounts.drop("interrupted", self._unfinished.pop(slot, 0) - tokens)
+        self.continued.update(trajectories=continued.get("rows", 0), tokens=tokens)
+        self.restarted.update(continued.get("restarted", {}))
 
     async def _enter(
         self, summary: GroupSummary, rows: DataProtoFuture, *, rewarded: bool = False, uses: int = 0

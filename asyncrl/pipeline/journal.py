@@ -18,7 +18,9 @@ from asyncrl.ledger import (
     Recovered,
     Reused,
     Rewarded,
+    TurnAppended,
 )
+from asyncrl.rollout.turns import decode_turns, encode_turns
 
 __all__ = ["FAILURES", "Journal"]
 
@@ -55,17 +57,25 @@ class Journal:
         if self.ledger is not None and slot not in self.recovered.waiting:
             self.ledger.append(Issued(slot))
 
-    async def dispatched(self, slot: int, *, version: int) -> int:
-        """The rollouts of a prompt are about to be sent out; returns the number of the attempt.
+    async def dispatched(self, slot: int, *, version: int) -> int | None:
+        """The rollouts of a prompt are about to be sent out; returns the number of the attempt, None without a ledger.
 
         Waits while the ledger has more to write than it should.
         """
         if self.ledger is None:
-            return 0
+            return None
         await self.ledger.room()
         attempt = self.ledger.attempt(slot) + 1
         self.ledger.append(Dispatched(slot=slot, attempt=attempt, version=version))
         return attempt
+
+    def turns(self, content: bytes) -> None:
+        """Turns of rollouts under way have ended (:mod:`asyncrl.rollout.turns`)."""
+        if self.ledger is None:
+            return
+        for turn in decode_turns(content):
+            told = TurnAppended(slot=turn.slot, row=turn.row, attempt=turn.attempt, turn=turn.turn, tokens=turn.tokens)
+            self.ledger.append(told, rows=encode_turns([turn]))
 
     def completed(self, slot: int, *, attempt: int, tokens: int, wasted: int, rows: bytes | None) -> None:
         """The rollouts of a prompt are here; ``wasted`` tokens went into rows that had to be begun again."""

@@ -107,7 +107,7 @@ class Recording:
         return str(inside) if inside.is_dir() else name
 
     def lacks(self, from_step: int = 0, to_step: int | None = None) -> tuple[str, ...]:
-        """What keeps the steps after ``from_step``, up to ``to_step``, from being replayed, in sentences; empty: nothing."""
+        """What keeps the steps after ``from_step``, up to ``to_step``, from being replayed, in sentences."""
         last = self.last_step if to_step is None else to_step
         return tuple(self._lacks(from_step, last))
 

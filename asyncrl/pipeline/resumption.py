@@ -124,6 +124,7 @@ def resumed_accounts(
         held, dropped = 0, {reason: tokens for reason, tokens in resumed.dropped.items() if reason != "interrupted"}
     else:
         held = sum(group.summary.tokens for group in found.groups.values() if not group.uses)
+        held += sum(turns.tokens for turns in found.turns.values())
         dropped = {reason: tokens for reason, tokens in resumed.dropped.items() if reason in STEP_REASONS}
         dropped |= found.dropped_tokens
     total = resumed.generated if generated is None else generated

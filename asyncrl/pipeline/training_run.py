@@ -203,6 +203,8 @@ class TrainingRun:
         """Bring policy and replicas up on ``model``, the reference on ``origin``, and put the loop together."""
         config, assembly = self._config, self._assembly
         step = self._resumed.step if self._resumed is not None else 0
+        if self._journal.ledger is not None:
+            assembly.pool.on_turns(self._journal.turns)
         with self._phase("serve"):
             await asyncio.gather(
                 self._build_trainer(origin, weight_version=step),
@@ -324,6 +326,7 @@ class TrainingRun:
             "max_staleness": self._config.max_staleness,
             "tokens": balance.as_record(),
             "tokens_per_s": balance.trained / train_s if train_s else 0.0,
+            "continued": {**driver.continued, "restarted": dict(driver.restarted)},
             "waits": self._timeline.wait_s(),
         }
 

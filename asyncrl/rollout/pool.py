@@ -133,6 +133,7 @@ class RolloutPool:
         self._tasks: asyncio.TaskGroup | None = None
         self._owner: asyncio.Task[None] | None = None
         self._model_path, self._first_version = "", 0
+        self._on_turns: Callable[[bytes], None] | None = None
 
     @property
     def weight_version(self) -> int:
@@ -162,8 +163,30 @@ class RolloutPool:
         opened: asyncio.Future[WeightUpdates] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(opened, weight_version), name="rollout pool")
         self._updates = await opened
-        for name in self._lives:
+        for name, life in self._lives.items():
+            self._listen_to(life)
             self._updates.joined(name, holds=weight_version)
+
+    def on_turns(self, listener: Callable[[bytes], None]) -> None:
+        """Tell ``listener`` of turns as they end (:mod:`asyncrl.rollout.turns`). Before :meth:`start`."""
+        self._on_turns = listener
+
+    def _listen_to(self, life: _Life) -> None:
+        if self._on_turns is not None and self._tasks is not None:
+            self._tasks.create_task(self._listen(life, self._on_turns), name="turns")
+
+    async def _listen(self, life: _Life, listener: Callable[[bytes], None]) -> None:
+        """Ask for turns for as long as the replica lives."""
+        while not life.dead:
+            call = life.group.turns()
+            try:
+                content: bytes = await call
+            except (WorkerDiedError, GroupClosedError):
+                return  # whoever waits for its rollouts buries it
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            listener(content)
 
     async def aclose(self) -> None:
         """Stop reviving replicas and updating weights. Idempotent."""
@@ -203,10 +226,13 @@ class RolloutPool:
 
     # --------------------------------------------------------------------------------------------------- rollouts
 
-    async def rollout(self, prompts: DataProto) -> DataProtoFuture:
+    async def rollout(
+        self, prompts: DataProto, *, again: Callable[[], Awaitable[DataProto]] | None = None
+    ) -> DataProtoFuture:
         """Roll the rows out on the replica that has least to do; returns when they are there, as a future of them.
 
-        Rollouts of a replica that dies or is fenced meanwhile are done again on another.
+        Rollouts of a replica that dies or is fenced meanwhile are done again on another, with the prompts that
+        ``again`` gives, if it is given.
 
         Raises:
             ResourceError: no replica serves, and none is coming back.
@@ -216,7 +242,11 @@ class RolloutPool:
         """
         purpose: str = prompts.meta_info["purpose"]
         failures = 0
+        sent = False
         while True:
+            if sent and again is not None:
+                prompts = await again()
+            sent = True
             name, life = await self._place()
             call: DataProtoFuture = life.group.rollout(prompts)
             if self._rollout_deadline_s is not None:
@@ -243,7 +273,8 @@ class RolloutPool:
                     raise
             else:
                 meta = header.meta_info
-                life.answered[purpose] += meta.get("summary", {}).get("tokens", 0) + meta.get("wasted_tokens", 0)
+                answered = meta.get("summary", {}).get("tokens", 0) + meta.get("wasted_tokens", 0)
+                life.answered[purpose] += answered - meta.get("continued", {}).get("tokens", 0)  # of another life
                 return call
             finally:
                 del life.calls[call], life.placed_s[call]
@@ -300,6 +331,7 @@ class RolloutPool:
                 _log.warning("replica %s could not be made again: %s", name, error)
                 continue
             self._lives[name] = life
+            self._listen_to(life)
             self._weights().joined(name, holds=self._first_version)
             return
         self._reviving.discard(name)

@@ -34,12 +34,16 @@ def prompt_rows(
     sample: bool = False,
     record: bool = False,
     sampling: Mapping[str, Any] | None = None,
+    attempt: int | None = None,
+    turns: bytes = b"",
 ) -> DataProto:
     """Rows [B] for :meth:`RolloutWorker.rollout`, all of one slot, numbered 0..B-1.
 
     Columns: ``slot`` and ``row`` [B] int64, ``seed`` [B] int64, non-tensor ``task``. ``purpose`` names the account the
     tokens are counted to; with ``sample`` the answer's header carries row 0 as readable text, with ``record`` all rows
-    as bytes (:mod:`asyncrl.rollout.record`). ``sampling`` replaces fields of the worker's sampling parameters.
+    as bytes (:mod:`asyncrl.rollout.record`). ``sampling`` replaces fields of the worker's sampling parameters. With
+    ``attempt``, the number of this try, turns are told as they end; ``turns`` are those of earlier tries that rows go on
+    from (:mod:`asyncrl.rollout.turns`).
     """
     rows = len(tasks)
     task_column = np.empty(rows, dtype=object)
@@ -52,5 +56,12 @@ def prompt_rows(
             "seed": torch.tensor(list(seeds), dtype=torch.int64),
         },
         non_tensors={"task": task_column},
-        meta_info={"purpose": purpose, "sample": sample, "record": record, "sampling": dict(sampling or {})},
+        meta_info={
+            "purpose": purpose,
+            "sample": sample,
+            "record": record,
+            "sampling": dict(sampling or {}),
+            "attempt": attempt,
+            "turns": turns,
+        },
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.chat import ChatRenderer, load_renderer
-from asyncrl.agents.episode import run_episode
+from asyncrl.agents.episode import Diverged, run_episode
 from asyncrl.data import DataProto
 from asyncrl.errors import EnvironmentFailure, RequestAbortedError
 from asyncrl.interfaces import (
@@ -28,6 +28,7 @@ from asyncrl.rollout.metering import MeteredEngine, TokenMeter
 from asyncrl.rollout.prompts import derive_seed
 from asyncrl.rollout.record import encode_rows
 from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory, trajectories_to_batch
+from asyncrl.rollout.turns import Continuation, RowTurns, TurnFeed
 from asyncrl.rollout.weight_fetch import fetch_into
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
 from asyncrl.weights.manifest import WeightManifest
@@ -61,7 +62,8 @@ class RolloutSpec:
 
     ``chat`` are the options of :func:`asyncrl.agents.chat.load_renderer`,
     ``engine_given`` are the engine's keyword arguments that the run decides, ``engine_options`` the user's. Token
-    counts are kept in ``meter_folder``, where there is one, so that they outlive the process.
+    counts are kept in ``meter_folder``, where there is one, so that they outlive the process. Turns that are to be
+    recorded are gathered for ``gather_s``.
     """
 
     engine: str
@@ -74,6 +76,7 @@ class RolloutSpec:
     environment_options: Mapping[str, Any] = field(default_factory=dict)
     chat: Mapping[str, Any] = field(default_factory=dict)
     meter_folder: Path | None = None
+    gather_s: float = 0.05
 
 
 class RolloutWorker(Worker):
@@ -83,6 +86,7 @@ class RolloutWorker(Worker):
         super().__init__()
         self._spec = spec
         self._meter = TokenMeter(spec.meter_folder)
+        self._turns = TurnFeed(gather_s=spec.gather_s)
         self._engine: RolloutEngine | None = None
         self._renderer: ChatRenderer | None = None
         self._environments: EnvironmentFactory = make_part(
@@ -129,13 +133,26 @@ class RolloutWorker(Worker):
         seeds = [int(seed) for seed in prompts.batch["seed"]]
         slot = int(prompts.batch["slot"][0])
         sampling = self._sampling(purpose, prompts.meta_info.get("sampling", {}))
+        attempt: int | None = prompts.meta_info.get("attempt")
+        continuation = Continuation(prompts.meta_info.get("turns", b""))
+        feed = self._turns if attempt is not None else None
         with self._meter.account(purpose) as account:
             engine = MeteredEngine(self._running_engine(), self._meter, account)
             try:
                 async with asyncio.TaskGroup() as episodes:
                     running = [
                         episodes.create_task(
-                            self._episode(engine, task, sampling, f"{purpose}-{slot}-{row}", seed), name=f"row {row}"
+                            self._episode(
+                                engine,
+                                task,
+                                sampling,
+                                f"{purpose}-{slot}-{row}",
+                                seed,
+                                row=row,
+                                turns=RowTurns(feed, slot=slot, attempt=attempt or 0, row=row),
+                                continuation=continuation,
+                            ),
+                            name=f"row {row}",
                         )
                         for row, (task, seed) in enumerate(zip(tasks, seeds, strict=True))
                     ]
@@ -146,8 +163,9 @@ class RolloutWorker(Worker):
                 raise failure from None
         trajectories = [task.result() for task in running]
         batch = trajectories_to_batch(trajectories, slot=slot)
-        wasted = account.tokens - batch.meta_info["summary"]["tokens"]
-        batch.meta_info["wasted_tokens"] = wasted
+        continued = continuation.outcome()
+        wasted = account.tokens + continued.tokens - batch.meta_info["summary"]["tokens"]
+        batch.meta_info |= {"wasted_tokens": wasted, "continued": asdict(continued)}
         if prompts.meta_info.get("record"):
             batch.meta_info["record"] = encode_rows(trajectories)
         if prompts.meta_info.get("sample"):
@@ -161,15 +179,31 @@ class RolloutWorker(Worker):
         return replace(sampling, **changes)
 
     async def _episode(
-        self, engine: MeteredEngine, task: Task, sampling: SamplingParams, name: str, seed: int
+        self,
+        engine: MeteredEngine,
+        task: Task,
+        sampling: SamplingParams,
+        name: str,
+        seed: int,
+        *,
+        row: int,
+        turns: RowTurns,
+        continuation: Continuation,
     ) -> Trajectory:
         assert self._renderer is not None
         limits = self._spec.limits
-        for attempt in range(limits.max_attempts):
+        recorded = continuation.of_row(row)
+        trial = recorded[0].trial if recorded else 0
+        while True:
+            environment = self._environments.make()
+            if recorded and not getattr(environment, "replayable", True):
+                continuation.restarted("the environment cannot be shown its turns again")
+                recorded, trial = (), 0
+            turns.begin(trial=trial)
             try:
-                return await run_episode(
+                trajectory = await run_episode(
                     engine,
-                    self._environments.make(),
+                    environment,
                     self._renderer,
                     task,
                     sampling=sampling,
@@ -177,13 +211,23 @@ class RolloutWorker(Worker):
                     max_tokens=limits.max_tokens,
                     deadline_s=limits.deadline_s,
                     latency_s=limits.latency_s,
-                    request_prefix=f"{name}-{attempt}",
-                    seed=derive_seed(seed, attempt),
+                    request_prefix=f"{name}-{trial}",
+                    seed=derive_seed(seed, trial),
+                    turns=turns,
+                    recorded=recorded,
                 )
+                used = recorded[: len(trajectory.turns)]
+                continuation.went_on(row, tokens=sum(turn.tokens for turn in used))
+                return trajectory
+            except Diverged as divergence:
+                continuation.restarted(str(divergence))
+                recorded, trial = (), 0
             except EnvironmentFailure:
-                if attempt + 1 == limits.max_attempts:
+                if recorded:
+                    continuation.restarted("the environment failed")
+                trial, recorded = trial + 1, ()
+                if trial >= limits.max_attempts:
                     raise
-        raise AssertionError("max_attempts is at least 1")
 
     def _readable(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
         assert self._renderer is not None
@@ -195,6 +239,11 @@ class RolloutWorker(Worker):
             "finish": trajectory.finish_reason,
             "weight_versions": sorted({version for version in trajectory.weight_versions if version >= 0}),
         }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def turns(self) -> bytes:
+        """Wait for turns that ended in rollouts with an ``attempt``; those since the last call, encoded."""
+        return await self._turns.drain()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def prepare_weights(self, manifest: WeightManifest) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.agents.calculator import CalculatorFactory
 from asyncrl.agents.chat import ChatRenderer
-from asyncrl.agents.episode import run_episode
+from asyncrl.agents.episode import Diverged, run_episode
 from asyncrl.errors import (
     EngineClosedError,
     EnvironmentDeadlineError,
@@ -21,6 +21,7 @@ from asyncrl.errors import (
 )
 from asyncrl.interfaces import Environment, Message, SamplingParams, Step, Task, Tool
 from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.turns import RowTurns, TurnFeed, decode_turns
 from asyncrl.testing import EchoEnvironment, ScriptedEngine
 
 TASK: Task = {"question": "(3+4)-2", "answer": 5, "steps": [[3, "+", 4, 7], [7, "-", 2, 5]]}
@@ -324,3 +325,25 @@ async def test_latency_is_the_event_loops_time_per_step(scratch: ChatRenderer) -
     task = {"word": "1", "turns": 2}
     await play(engine_saying(scratch, "1<|end|>", "1<|end|>"), EchoEnvironment(), scratch, task, latency_s=0.02)
     assert asyncio.get_running_loop().time() - started >= 0.04
+
+
+async def test_an_episode_goes_on_from_its_recorded_turns(scratch: ChatRenderer, factory: CalculatorFactory) -> None:
+    feed = TurnFeed(gather_s=0.0)
+    turns = RowTurns(feed, slot=3, attempt=0, row=1)
+    turns.begin(trial=0)
+    engine = engine_saying(scratch, FIRST_CALL, SECOND_CALL, "5<|end|>", weight_version=3, log_prob=-0.25)
+    whole = await play(engine, factory.make(), scratch, turns=turns)
+    recorded = decode_turns(await feed.drain())
+    assert [(turn.turn, turn.place, turn.chain, turn.tokens) for turn in recorded] == [
+        (number, number, 0, turn.end - turn.start) for number, turn in enumerate(whole.turns)
+    ]
+    for kept in range(4):
+        later = engine_saying(scratch, FIRST_CALL, SECOND_CALL, "5<|end|>", weight_version=3, log_prob=-0.25)
+        assert await play(later, factory.make(), scratch, recorded=recorded[:kept]) == whole
+        assert [request.request_id for request in later.requests] == ["row-0", "row-1", "row-2"][kept:]
+    other = {**TASK, "question": "(3+4)-1"}
+    with pytest.raises(Diverged, match="answered differently"):
+        await play(engine_saying(scratch, FIRST_CALL), factory.make(), scratch, other, recorded=recorded[:1])
+    with pytest.raises(Diverged, match="longer than it may be"):
+        short = SamplingParams(max_new_tokens=3)
+        await play(engine_saying(scratch, FIRST_CALL), factory.make(), scratch, recorded=recorded[:1], sampling=short)

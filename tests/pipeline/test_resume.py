@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -20,8 +21,10 @@ from asyncrl.config import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.pipeline.checkpoint import Checkpoints, check
 from asyncrl.pipeline.driver import Driver
+from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.run import train
 from asyncrl.rollout.metering import TokenMeter, metered_tokens
+from asyncrl.rollout.turns import TurnRecord, decode_turns
 from asyncrl.telemetry.run_directory import RunDirectory
 from buffers.ledger import query
 
@@ -130,6 +133,59 @@ def test_a_run_that_is_stopped_on_its_last_metre_ends_like_any_other(
     assert [line["step"] for line in lines(run, "metrics.jsonl") if "eval/success" in line] == [0, 2]
     with pytest.raises(CheckpointError, match="has done all its 2 steps"):
         train(config, resume=run)
+
+
+def test_trajectories_that_were_under_way_go_on_token_for_token(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    def config(**env: Any) -> Config:
+        return small_config(
+            steps=2, max_staleness=0, checkpoint={"every": 2}, eval={"tasks": 0}, seed=3, env=env, trainer={"lr": 1e-2}
+        )
+
+    first_turns: list[TurnRecord] = []
+    enough = asyncio.Event()
+    told = Journal.turns
+
+    def telling(self: Journal, content: bytes) -> None:
+        told(self, content)
+        first_turns.extend(decode_turns(content))
+        if len(first_turns) >= 8:
+            enough.set()
+
+    async def stopping(self: Driver, step: int) -> Any:
+        await enough.wait()
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "turns", telling)
+        patch.setattr(Driver, "_select", stopping)
+        with pytest.raises(Stopped):
+            train(config(latency_s=30.0))  # every row has said its first turn, and waits for the world
+    (run,) = config().runs.glob("small-2*")
+    summary = train(config(options={"differs_on": [1]}), resume=run)
+    sampled = {(turn.slot, turn.row): turn.generation() for turn in first_turns}
+    assert len(sampled) == 8
+    # The world of prompt 1 answers in other words than before the stop: its trajectories were begun again.
+    expected = sum(len(said.token_ids) for (slot, _row), said in sampled.items() if slot == 0)
+    assert summary["continued"] == {
+        "trajectories": 4,
+        "tokens": expected,
+        "restarted": {"the environment answered differently": 4},
+    }
+    tokens = summary["tokens"]
+    assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values())
+    assert tokens["dropped"] == {
+        "interrupted": sum(len(said.token_ids) for (slot, _row), said in sampled.items() if slot == 1)
+    }
+    rows = query(run / "ledger.sqlite", "slot = 0")
+    for row in range(4):
+        said = sampled[0, row]
+        mask = rows.batch["loss_mask"][row]
+        assert tuple(rows.batch["input_ids"][row][mask][: len(said.token_ids)].tolist()) == said.token_ids
+        assert tuple(rows.batch["behaviour_log_probs"][row][mask][: len(said.token_ids)].tolist()) == said.log_probs
+    with sqlite3.connect(run / "ledger.sqlite") as ledger:
+        assert ledger.execute("SELECT count(*) FROM unfinished").fetchone() == (0,)
 
 
 def test_a_damaged_checkpoint_is_passed_over(small_config: MakeConfig):

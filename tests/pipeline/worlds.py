@@ -17,9 +17,16 @@ class Digits:
     """Two turns; each earns a tenth for every digit said, so an untrained model's rewards differ from row to row."""
 
     def __init__(
-        self, *, fails_on: Sequence[int] = (), hangs_on: Sequence[int] = (), dies_on: int = -1, note: str = ""
+        self,
+        *,
+        fails_on: Sequence[int] = (),
+        hangs_on: Sequence[int] = (),
+        differs_on: Sequence[int] = (),
+        dies_on: int = -1,
+        note: str = "",
     ) -> None:
         self._note = note
+        self._differs_on = differs_on
         self._fails_on = fails_on
         self._hangs_on = hangs_on
         self._dies_on = dies_on
@@ -32,7 +39,8 @@ class Digits:
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._index, self._turn = task["index"], 0
-        return [{"role": "user", "content": task["question"]}]
+        question = task["question"] + ("?" if self._index in self._differs_on else "")
+        return [{"role": "user", "content": question}]
 
     async def step(self, reply: Message) -> Step:
         if self._index in self._fails_on:
@@ -54,9 +62,21 @@ class Digits:
 
 class DigitsFactory:
     def __init__(
-        self, *, fails_on: Sequence[int] = (), hangs_on: Sequence[int] = (), dies_on: int = -1, note: str = ""
+        self,
+        *,
+        fails_on: Sequence[int] = (),
+        hangs_on: Sequence[int] = (),
+        differs_on: Sequence[int] = (),
+        dies_on: int = -1,
+        note: str = "",
     ) -> None:
-        self._options: dict[str, Any] = {"fails_on": fails_on, "hangs_on": hangs_on, "dies_on": dies_on, "note": note}
+        self._options: dict[str, Any] = {
+            "fails_on": fails_on,
+            "hangs_on": hangs_on,
+            "differs_on": differs_on,
+            "dies_on": dies_on,
+            "note": note,
+        }
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
         shift = 0 if split == "train" else 10_000

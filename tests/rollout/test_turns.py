@@ -1,0 +1,84 @@
+"""Turns on their way to the ledger and back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.errors import CodecError
+from asyncrl.interfaces import Generation
+from asyncrl.rollout.turns import Continuation, RowTurns, TurnFeed, TurnRecord, decode_turns, encode_turns, last_chains
+
+
+def said(*versions: int) -> Generation:
+    tokens = tuple(range(10, 10 + len(versions)))
+    return Generation(
+        token_ids=tokens, log_probs=(-0.5,) * len(versions), weight_versions=versions, finish_reason="stop"
+    )
+
+
+def turn(*, row: int = 0, attempt: int = 0, number: int = 0, chain: int = 0, place: int = 0) -> TurnRecord:
+    return TurnRecord(
+        slot=0,
+        attempt=attempt,
+        row=row,
+        turn=number,
+        chain=chain,
+        place=place,
+        trial=0,
+        heard=b"",
+        token_ids=bytes(8),
+        log_probs=bytes(8),
+        spans=((attempt, 2),),
+        finish_reason="stop",
+    )
+
+
+async def test_a_turn_comes_back_as_it_was():
+    feed = TurnFeed(gather_s=0.0)
+    turns = RowTurns(feed, slot=5, attempt=2, row=1)
+    turns.begin(trial=0)
+    waiting = asyncio.create_task(feed.drain())
+    await asyncio.sleep(0)
+    turns.sampled((1, 2, 3), said(4, 4, 5))
+    turns.begin(trial=1)
+    turns.sampled((1, 2, 3), said())
+    first, second = decode_turns(await waiting)
+    assert (first.slot, first.attempt, first.row, first.turn, first.chain, first.place) == (5, 2, 1, 0, 0, 0)
+    assert (second.turn, second.chain, second.place, second.trial) == (1, 1, 0, 1)
+    assert first.heard_ids() == (1, 2, 3)
+    assert (first.generation(), second.generation()) == (said(4, 4, 5), said())
+    assert (first.tokens, first.newest_version, second.newest_version) == (3, 5, -1)
+    with pytest.raises(CodecError, match="not the turns"):
+        decode_turns(b"turns")
+
+
+def test_the_last_chain_of_the_newest_attempt_counts():
+    chains = last_chains(
+        [
+            turn(number=0, place=0),
+            turn(number=1, place=1),
+            turn(number=2, chain=1, place=0),  # begun again
+            turn(row=1, number=0, place=0),
+            turn(row=1, number=1, place=1),
+            turn(row=1, attempt=1, number=0, place=0),  # another attempt, which came less far
+            turn(row=2, number=1, place=1),  # what came before cannot be read
+        ]
+    )
+    assert {row: [(each.attempt, each.turn) for each in chain] for row, chain in chains.items()} == {
+        0: [(0, 2)],
+        1: [(1, 0)],
+        2: [],
+    }
+
+
+def test_what_became_of_recorded_turns_is_counted():
+    continuation = Continuation(encode_turns([turn(), turn(row=1), turn(row=1, number=1, place=1)]))
+    assert [len(continuation.of_row(row)) for row in range(3)] == [1, 2, 0]
+    continuation.went_on(1, tokens=4)
+    continuation.restarted("the environment answered differently")
+    outcome = continuation.outcome()
+    assert (outcome.rows, outcome.tokens) == (1, 4)
+    assert outcome.restarted == {"the environment answered differently": 1}
+    assert Continuation().outcome().tokens == 0

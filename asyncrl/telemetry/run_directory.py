@@ -4,7 +4,7 @@ runs/first-20260102-030405/
     config.toml          the resolved configuration
     metrics.jsonl        one object per line: step, time_s, version, and the metrics
     trajectories.jsonl   conversations to read
-    ledger.sqlite        every prompt, and what was sampled for it (SQL: buffers/ledger_schema.py)
+    ledger.sqlite        every prompt, and what was sampled for it (SQL: buffers/ledger_schema.py): asyncrl replay
     meters/              tokens sampled, counted by each rollout worker
     timeline.json        Chrome trace: https://ui.perfetto.dev
     status.json          what it does and waits for at this moment: asyncrl why

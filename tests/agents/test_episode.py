@@ -344,6 +344,6 @@ async def test_an_episode_goes_on_from_its_recorded_turns(scratch: ChatRenderer,
     other = {**TASK, "question": "(3+4)-1"}
     with pytest.raises(Diverged, match="answered differently"):
         await play(engine_saying(scratch, FIRST_CALL), factory.make(), scratch, other, recorded=recorded[:1])
+    short = SamplingParams(max_new_tokens=3)
     with pytest.raises(Diverged, match="longer than it may be"):
-        short = SamplingParams(max_new_tokens=3)
         await play(engine_saying(scratch, FIRST_CALL), factory.make(), scratch, recorded=recorded[:1], sampling=short)

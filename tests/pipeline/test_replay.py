@@ -56,7 +56,7 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit_and_forked(
         losses = [line["train/loss"] for line in told if "train/loss" in line]
         assert [metrics["loss"] for metrics in again.metrics] == losses  # not only the weights
 
-        fork = recording.replay({"algorithm.loss": "topr", "trainer.lr": 1e-3}, from_step=2)
+        fork = recording.replay({"algorithm.loss": "gspo", "trainer.lr": 1e-3}, from_step=2)
         assert fork.forked == ("algorithm.loss", "trainer.lr")
         assert (fork.compared, fork.first_difference) == (2, 3)
         assert not same(weights(fork.run, 4), weights(run, 4))

@@ -31,6 +31,7 @@ import engines.training.scratch
 import engines.weights.shared_memory  # noqa: F401  as above
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError
+from asyncrl.pipeline.recording import Recording
 from asyncrl.pipeline.run import train
 
 
@@ -91,6 +92,12 @@ def story(run: Path, steps: int) -> dict[str, Any]:
         trained = ledger.execute("SELECT step, position, slot FROM batches ORDER BY step, position").fetchall()
         (lives,) = ledger.execute("SELECT count(*) + 1 FROM events WHERE kind = 'resumed'").fetchone()
         issued = sorted(slot for (slot,) in ledger.execute("SELECT slot FROM prompts"))
+        fingerprints = ledger.execute(
+            "SELECT json_extract(body, '$.version'), count(*), count(DISTINCT json_extract(body, '$.weights')) "
+            "FROM events WHERE kind = 'published' GROUP BY 1"
+        ).fetchall()
+    with Recording(run) as recording:
+        replayed = recording.replay(runs=run.parent)
     slots = [slot for _step, _position, slot in trained]
     summary = json.loads((run / "summary.json").read_text())
     tokens = summary["tokens"]
@@ -111,6 +118,10 @@ def story(run: Path, steps: int) -> dict[str, Any]:
         "scores": sorted(line["step"] for line in metrics if "eval/success" in line),
         "shown_twice": len(shown) - len(set(shown)),
         "batches": trained,
+        "made_again": sum(times > 1 for _version, times, _different in fingerprints),
+        "made_differently": sum(different > 1 for _version, _times, different in fingerprints),
+        "replayed": replayed.equal,
+        "continued": summary["continued"],
     }
 
 

@@ -244,6 +244,8 @@ def test_killed_at_random_moments_every_prompt_is_trained_on_once(tmp_path: Path
     hurt = told["hurt"]
     assert told["kills"] + told["restarts"] >= 3, "the run was over before it was hurt"
     assert (hurt["lost"], hurt["duplicated"], hurt["unaccounted_tokens"], hurt["shown_twice"]) == (0, 0, 0, 0)
+    # What it had learned when it was killed it learned again, bit for bit; and all of it can be replayed.
+    assert (hurt["made_differently"], hurt["replayed"], told["calm"]["replayed"]) == (0, True, True)
     assert hurt["states"] == {"committed": 16, "given_up": 1}
     assert hurt["steps"] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert hurt["scores"] == [0, 3, 6, 8]

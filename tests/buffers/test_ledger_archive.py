@@ -1,0 +1,129 @@
+"""A ledger that is read: what a replay needs of it, and the turns that a resumed run goes on from."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import LedgerError
+from asyncrl.ledger import (
+    Began,
+    Completed,
+    Consumed,
+    Dispatched,
+    Issued,
+    LedgerBase,
+    Published,
+    Resumed,
+    Rewarded,
+    TurnAppended,
+)
+from asyncrl.rollout.record import encode_rows
+from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.rollout.turns import TurnRecord, decode_turns, encode_turns
+from buffers.ledger import SQLiteLedger
+
+
+def rows_of(reward: float) -> bytes:
+    trajectory = Trajectory(
+        task={"question": "?"},
+        token_ids=(1, 2, 3),
+        loss_mask=(False, True, True),
+        behaviour_log_probs=(0.0, -0.5, -0.25),
+        weight_versions=(-1, 0, 0),
+        reward=reward,
+        turns=(Turn(start=1, end=3, finish_reason="stop", message={"role": "assistant", "content": "x"}),),
+        finish_reason="done",
+    )
+    return encode_rows([trajectory, trajectory])
+
+
+def roll_out(ledger: SQLiteLedger, slot: int) -> None:
+    ledger.append(Issued(slot))
+    ledger.append(Dispatched(slot=slot, attempt=0, version=0))
+    ledger.append(Completed(slot=slot, attempt=0, tokens=4), rows=rows_of(slot / 10))
+
+
+def tell(ledger: SQLiteLedger, slot: int, *, row: int, turn: int, version: int, attempt: int = 0) -> None:
+    record = TurnRecord(
+        slot=slot,
+        attempt=attempt,
+        row=row,
+        turn=turn,
+        chain=0,
+        place=turn,
+        trial=0,
+        heard=b"",
+        token_ids=bytes(12),
+        log_probs=bytes(12),
+        spans=((version, 3),),
+        finish_reason="stop",
+    )
+    told = TurnAppended(slot=slot, row=row, attempt=attempt, turn=turn, tokens=3)
+    ledger.append(told, rows=encode_turns([record]))
+
+
+def test_it_tells_what_every_step_was_trained_on_and_by_whom(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path) as ledger:
+        ledger.append(Began(step=0, config="lr = 1", model="model", weights="a"))
+        for slot in range(4):
+            roll_out(ledger, slot)
+        ledger.append(Rewarded(slot=1, rewards=(0.5, 0.75)))
+        ledger.append(Consumed(slot=1, step=1, position=0), Consumed(slot=0, step=1, position=1))
+        ledger.append(Published(version=1, weights="b"))
+        ledger.append(Consumed(slot=2, step=2, position=0), Consumed(slot=3, step=2, position=1))
+        ledger.append(Published(version=2, weights="c"))
+        ledger.append(Resumed(1))
+        ledger.append(Began(step=1, config="lr = 2", model="model", weights="b"))
+        ledger.append(Consumed(slot=3, step=2, position=0), Consumed(slot=2, step=2, position=1))
+        ledger.append(Published(version=2, weights="d"))
+    archive = SQLiteLedger.archive(path)
+    assert dict(archive.batches) == {1: (1, 0), 2: (3, 2)}
+    assert dict(archive.weights) == {1: "b", 2: "d"}
+    assert [(life.step, life.config) for life in archive.lives] == [(0, "lr = 1"), (1, "lr = 2")]
+    group = archive.group(1)
+    assert group is not None
+    assert (group.summary.rewards, group.rewarded) == ((0.5, 0.75), True)
+    assert (archive.problems, archive.missing_rows(), archive.first_step) == ((), (), 0)
+    assert len(archive.query("step = 2")) == 4
+    with sqlite3.connect(path) as other:
+        other.execute("DELETE FROM trajectories WHERE slot = 2")
+        other.execute("UPDATE trajectories SET reward = 9 WHERE slot = 3 AND row = 0")
+    assert archive.missing_rows() == (2,)
+    assert archive.group(2) is archive.group(3) is archive.group(7) is None
+    archive.close()
+    with pytest.raises(LedgerError, match="no such ledger"):
+        SQLiteLedger.archive(tmp_path / "other.sqlite")
+
+
+def test_a_resumed_run_finds_turns_of_prompts_that_were_under_way(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path) as ledger:
+        for slot in range(3):
+            ledger.append(Issued(slot))
+            ledger.append(Dispatched(slot=slot, attempt=0, version=0))
+        tell(ledger, 0, row=0, turn=0, version=0)
+        tell(ledger, 0, row=1, turn=0, version=0)
+        tell(ledger, 0, row=0, turn=1, version=1)  # of weights that the resumed run does not make again
+        tell(ledger, 1, row=0, turn=0, version=0)
+        ledger.append(Completed(slot=1, attempt=0, tokens=4), rows=rows_of(1.0))
+        tell(ledger, 2, row=0, turn=0, version=0)
+        ledger.append(Dispatched(slot=2, attempt=1, version=0))  # the replica was lost: another try
+        tell(ledger, 2, row=0, turn=0, version=0, attempt=1)
+        tell(ledger, 2, row=0, turn=1, version=0, attempt=0)  # comes too late
+        end = ledger.position
+    with sqlite3.connect(path) as other:
+        kept = other.execute("SELECT slot, attempt, row, turn FROM unfinished ORDER BY 1, 2, 3, 4").fetchall()
+    assert kept == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (2, 0, 0, 0), (2, 1, 0, 0)]
+    base = LedgerBase(step=0, next_slot=0, consumed=0, outstanding=(), position=type(end)())
+    with SQLiteLedger(path, resume=base) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert dict(found.waiting) == {0: 1, 2: 2}
+        assert {slot: turns.tokens for slot, turns in found.turns.items()} == {0: 6, 2: 3}
+        told = [(turn.row, turn.attempt, turn.turn) for turn in decode_turns(found.turns[0].content)]
+        assert told == [(0, 0, 0), (1, 0, 0)]
+        assert [turn.attempt for turn in decode_turns(found.turns[2].content)] == [1]

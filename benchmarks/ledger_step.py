@@ -3,8 +3,8 @@
     python benchmarks/ledger_step.py [--rounds 5] [--steps 16] [--json]
 
 The quickstart's model is warmed up once. Then runs of some steps follow one another in turn: without a ledger, with
-it, and with it and a checkpoint every 10 steps; each in a new process, all workers in one, so that its processor time is
-that of the whole system. The floor of a round is its run without a ledger; what is told is the median of rounds.
+it, and with it and a checkpoint every 10 steps; each in a new process, all workers in it, so that its processor time
+is that of the whole system. The floor of a round is its run without a ledger; what is told is the median of rounds.
 
 Beside that difference, which has the noise of two runs in it, stands the processor time spent in the ledger itself:
 turning rows and turns to bytes, deciding events, and the thread that writes.
@@ -38,7 +38,7 @@ ARMS = {
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Means over a run's steps, in seconds; `ledger_s` is processor time in the ledger, `checkpoint_s` of one of them."""
+    """Means over a run's steps, in seconds; `ledger_s`: processor time in the ledger; `checkpoint_s`: of one of them."""
 
     wall_s: float
     cpu_s: float

@@ -38,7 +38,7 @@ ARMS = {
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Means over a run's steps, in seconds; `ledger_s`: processor time in the ledger; `checkpoint_s`: of one of them."""
+    """Means over the steps of a run: processor time in the ledger is part of `cpu_s`, `checkpoint_s` is one of them."""
 
     wall_s: float
     cpu_s: float

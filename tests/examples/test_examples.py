@@ -45,6 +45,17 @@ async def test_it_runs_at_its_smallest(name: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+def test_a_recording_answers_questions_about_corrections(capsys: pytest.CaptureFixture[str]) -> None:
+    norms = load("replay").main(steps=6, warm_steps=20)
+    assert list(norms) == ["none", "tis", "mis", "icepop"]
+    assert all(norm > 0 for norm in norms.values())
+    told = capsys.readouterr().out
+    assert "the same weights, bit for bit" in told
+    assert "tis     mean" in told
+    assert "left the recorded weights never" in told  # tis is what the run itself had used
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "online_dpo"])
 async def test_it_learns(name: str) -> None:
     rewards = await load(name).main()

@@ -42,8 +42,8 @@ def prompt_rows(
     Columns: ``slot`` and ``row`` [B] int64, ``seed`` [B] int64, non-tensor ``task``. ``purpose`` names the account the
     tokens are counted to; with ``sample`` the answer's header carries row 0 as readable text, with ``record`` all rows
     as bytes (:mod:`asyncrl.rollout.record`). ``sampling`` replaces fields of the worker's sampling parameters. With
-    ``attempt``, the number of this try, turns are told as they end; ``turns`` are those of earlier tries that rows go on
-    from (:mod:`asyncrl.rollout.turns`).
+    ``attempt``, the number of this try, turns are told as they end; ``turns`` are those of earlier tries that rows go
+    on from (:mod:`asyncrl.rollout.turns`).
     """
     rows = len(tasks)
     task_column = np.empty(rows, dtype=object)

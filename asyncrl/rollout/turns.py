@@ -130,21 +130,26 @@ class TurnFeed:
 
     def __init__(self, *, gather_s: float) -> None:
         self._gather_s = gather_s
-        self._turns: list[TurnRecord] = []
+        self._turns: dict[tuple[int, int], list[TurnRecord]] = {}  # by slot and attempt
         self._some = asyncio.Event()
 
     def tell(self, turn: TurnRecord) -> None:
         """A turn has ended."""
-        self._turns.append(turn)
+        self._turns.setdefault((turn.slot, turn.attempt), []).append(turn)
         self._some.set()
 
+    def forget(self, slot: int, attempt: int) -> None:
+        """The group is complete: its rows tell its turns."""
+        self._turns.pop((slot, attempt), None)
+
     async def drain(self) -> bytes:
-        """Wait for turns; those that were told since the last time, encoded."""
-        await self._some.wait()
-        await asyncio.sleep(self._gather_s)
-        turns, self._turns = self._turns, []
-        self._some.clear()
-        return encode_turns(turns)
+        """Wait for turns; those that were told since the last time, in order within their group, encoded."""
+        while not self._turns:
+            self._some.clear()
+            await self._some.wait()
+            await asyncio.sleep(self._gather_s)
+        groups, self._turns = self._turns, {}
+        return encode_turns(turn for turns in groups.values() for turn in turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

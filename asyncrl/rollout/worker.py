@@ -166,6 +166,8 @@ class RolloutWorker(Worker):
         continued = continuation.outcome()
         wasted = account.tokens + continued.tokens - batch.meta_info["summary"]["tokens"]
         batch.meta_info |= {"wasted_tokens": wasted, "continued": asdict(continued)}
+        if attempt is not None:
+            self._turns.forget(slot, attempt)
         if prompts.meta_info.get("record"):
             batch.meta_info["record"] = encode_rows(trajectories)
         if prompts.meta_info.get("sample"):

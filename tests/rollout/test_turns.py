@@ -54,6 +54,22 @@ async def test_a_turn_comes_back_as_it_was():
         decode_turns(b"turns")
 
 
+async def test_turns_of_a_complete_group_are_not_told():
+    feed = TurnFeed(gather_s=0.0)
+    for slot in (0, 1):
+        turns = RowTurns(feed, slot=slot, attempt=0, row=0)
+        turns.begin(trial=0)
+        turns.sampled((1,), said(0))
+    feed.forget(0, 0)
+    assert [told.slot for told in decode_turns(await feed.drain())] == [1]
+    turns.sampled((2,), said(0))
+    feed.forget(1, 0)
+    waiting = asyncio.create_task(feed.drain())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
 def test_the_last_chain_of_the_newest_attempt_counts():
     chains = last_chains(
         [

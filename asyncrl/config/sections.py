@@ -286,8 +286,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """What a run can be resumed from."""
 
-    every: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    """Training steps between checkpoints; 0: only at the end."""
+    every: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    """Training steps between checkpoints; none: as often as takes 2 % of the time, a minute apart or more; 0: only at
+    the end. Between two of them the ledger keeps what a killed run needs."""
     keep: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Newest checkpoints that are kept."""
 

@@ -25,6 +25,7 @@ from asyncrl.errors import EnvironmentFailure
 from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.certificate import Certificate, check_summary
+from asyncrl.pipeline.checkpoint_pace import CheckpointPace
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate, part_means
 from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.learner import Learner
@@ -54,7 +55,7 @@ class TrainingPlan:
         eval_tasks: held-out tasks of an evaluation.
         eval_every: steps between evaluations beside training; 0 for none.
         success_reward: reward from which an episode counts as a success.
-        checkpoint_every: steps between checkpoints; 0 for none.
+        checkpoint_every: steps between checkpoints; 0 for none, None for :class:`CheckpointPace` to say.
         sample_trajectories: groups per step whose first trajectory is written down as text.
     """
 
@@ -68,7 +69,7 @@ class TrainingPlan:
     mismatch_limit: float | None = None
     eval_every: int = 0
     success_reward: float = 1.0
-    checkpoint_every: int = 0
+    checkpoint_every: int | None = 0
     sample_trajectories: int = 1
 
 
@@ -338,6 +339,8 @@ class Driver:
         """Train step by step; publishing a version overlaps with the update that follows it."""
         await asyncio.wait([after])  # batches that are taken again name groups that must have their places
         publication: asyncio.Task[None] | None = None
+        clock, pace = asyncio.get_running_loop().time, CheckpointPace(self.plan.checkpoint_every)
+        pace.begin(now_s=clock())
         for step in range(self.law.version + 1, self.plan.steps + 1):
             with self.timeline.wait("train", "rollouts"):
                 groups = await self._select(step)
@@ -350,13 +353,15 @@ class Driver:
             # Called here, not in the task: the trainer runs calls in order, and the next update must come after this.
             manifest = self.trainer.publish(step)
             publication = stages.create_task(self._publish(step, manifest), name=f"publish {step}")
-            if self.plan.checkpoint_every and step % self.plan.checkpoint_every == 0 and self.save_checkpoint:
+            begun_s = clock()
+            if self.save_checkpoint and pace.due(step, now_s=begun_s):
                 with self.timeline.span("checkpoint", f"step {step}"):
                     await publication
                     if self._evaluations:  # their scores belong into it, and their weights are gone afterwards
                         await asyncio.wait(self._evaluations)
                     await self.save_checkpoint(self, step)
                     self.journal.committed(step)
+                pace.written(now_s=clock(), took_s=clock() - begun_s)
             if self.plan.eval_every and step % self.plan.eval_every == 0 and step < self.plan.steps:
                 self._evaluate_beside(stages, step, after=publication)
         if publication is not None:

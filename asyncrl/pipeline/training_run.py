@@ -104,7 +104,7 @@ class TrainingRun:
             model = str(self._checkpoint / "model") if self._checkpoint is not None else origin
             driver = await self._serve(model, origin=origin)
             await self._begin(origin, step=driver.law.version)
-            if config.checkpoint.every and self._resumed is None:
+            if config.steps and config.checkpoint.every != 0 and self._resumed is None:
                 await self._save(driver, 0)  # from here on, whatever is killed can be resumed
             if config.eval.tasks and config.eval.first and driver.law.version == 0 and 0 not in self._scored:
                 with self._phase("score before"):

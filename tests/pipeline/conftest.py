@@ -36,6 +36,7 @@ def small_config(tmp_path: Path) -> Callable[..., Config]:
             "rollout": {"max_new_tokens": 6, "max_tokens": 64},
             "trainer": {"groups_per_step": 2, "group_size": 4, "lr": 1e-2},
             "eval": {"tasks": 4},
+            "checkpoint": {"every": 0},
             "telemetry": {"progress": "none"},
         }
         for name, value in changes.items():

@@ -117,7 +117,7 @@ class Recording:
             yield f"the ledger is damaged: {problem}"
         if not archive.lives:
             yield "the ledger does not say under which configuration it was trained"
-        if not 0 <= from_step < last:
+        if not 0 <= from_step < last <= self.last_step:
             recorded = f"steps {self.first_step + 1}..{self.last_step} are recorded"
             yield f"there are no steps {from_step + 1}..{last}: {recorded}"
             return

@@ -113,7 +113,7 @@ class Stopped(Exception):
             "algorithm": {"kl_coefficient": 0.1},
         },
         {"algorithm": {"kl_coefficient": 0.1, "kl_placement": "reward", "kl_target": 0.01}, "sft": {"steps": 3}},
-        {"trainer": {"lora": {"rank": 4}}, "algorithm": {"kl_coefficient": 0.1}},
+        {"trainer": {"lora": {"rank": 4, "alpha": 8}}, "algorithm": {"kl_coefficient": 0.1}},
         {"max_staleness": 2, "buffer": {"options": {"max_uses": 2}}},
         {"max_staleness": 1, "staleness": {"policy": "drop"}, "env": {"latency_s": 0.02}},
     ],

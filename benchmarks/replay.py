@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 LEAST_OVERLAP = 0.6
-STEPS = 8
+STEPS = 24
+STOPPED_AT = 4
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))  # worlds:DigitsFactory
 
@@ -46,7 +47,7 @@ class Outcome:
 def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
     """The configuration drawn for a seed, and whether its run is stopped and resumed."""
     dice = random.Random(seed)
-    bound = dice.choice([1, 2, 4, 8])
+    bound = dice.choice([2, 3, 4])
     algorithm = dice.choice(
         [
             {"loss": "dapo"},
@@ -70,8 +71,8 @@ def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
             "source": "scratch",
             "options": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 2, "max_position": 128},
         },
-        "env": {"name": "worlds:DigitsFactory", "latency_s": dice.choice([0.02, 0.05, 0.1])},
-        "rollout": {"max_new_tokens": 8, "max_tokens": 96},
+        "env": {"name": "worlds:DigitsFactory", "latency_s": dice.choice([0.06, 0.1])},
+        "rollout": {"max_new_tokens": 12, "max_tokens": 96},
         "trainer": trainer,
         "algorithm": algorithm,
         "staleness": {"policy": dice.choice(["mask", "mask", "wait", "drop", "correct"])},
@@ -100,7 +101,7 @@ def measure(seed: int) -> Outcome:
     update = Driver._update
 
     async def stopping(self: Driver, step: int, groups: Any) -> Any:
-        if step == STEPS - 2:
+        if step == STOPPED_AT:
             raise Stopped
         return await update(self, step, groups)
 

@@ -34,7 +34,8 @@ class WandbTracker:
             group=name,
             dir=str(folder),
             config=dict(config),
-            resume="allow",
+            # Offline there is nothing to ask, and wandb 0.31 then writes nothing at all of a run that may be resumed.
+            resume="allow" if wandb.setup().settings.mode == "online" else None,
         )
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)

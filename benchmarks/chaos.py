@@ -252,6 +252,7 @@ class HurtRun:
         words = ["train", str(self.file), *(["--resume", str(run)] if resumable else [])]
 
         def life() -> int:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -425,6 +426,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(ROOT))
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.folder))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster and the driver end with this program
     begun = time.perf_counter()
     with a_cluster(folder) as (address, raylet):
         preload()

@@ -86,6 +86,7 @@ class Campaign:
     dice: random.Random
     wanted: int
     kinds: tuple[str, ...]
+    until: float = 0.0
     kills: list[Kill] = field(default_factory=list)
     resumes: int = 0
     restarts: int = 0
@@ -95,6 +96,10 @@ class Campaign:
     fabricated: int = 0
     problems: list[str] = field(default_factory=list)
     endings: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def goes_on(self) -> bool:
+        return len(self.kills) < self.wanted and time.monotonic() < self.until
 
     def next_kind(self, kinds: Sequence[str]) -> str:
         """One of these kinds at random, each as often as the others."""
@@ -319,7 +324,7 @@ class HurtRun:
                 os.kill(self.driver, signal.SIGKILL)
                 os.waitpid(self.driver, 0)
                 return
-            if now >= next_at and len(campaign.kills) < campaign.wanted and step <= STEPS - 6:
+            if now >= next_at and campaign.goes_on and step <= STEPS - 6:
                 waits = self.kills and self.kills[-1].recovered_s is None and self._waits_for_recovery
                 if not waits and self._kill():
                     next_at = self._next_moment()
@@ -416,6 +421,7 @@ class HurtRun:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--kills", type=int, default=20)
+    arguments.add_argument("--seconds", type=float, default=float("inf"), help="kill nothing after this time")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--kinds", default=",".join(KINDS), help="kinds of process, with commas between them")
     arguments.add_argument("--folder", type=Path, default=None, help="where the runs lie; temporary files if not given")
@@ -431,7 +437,8 @@ def main() -> None:
     with a_cluster(folder) as (address, raylet):
         preload()
         campaign = Campaign(folder, address, raylet, random.Random(options.seed), options.kills, kinds)
-        while len(campaign.kills) < campaign.wanted and not campaign.problems:
+        campaign.until = time.monotonic() + options.seconds
+        while campaign.goes_on and not campaign.problems:
             run = HurtRun(campaign, campaign.runs)
             campaign.runs += 1
             try:

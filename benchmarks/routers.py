@@ -190,7 +190,6 @@ async def pool_server(urls: list[str]) -> None:
     """``asyncrl.serve`` over engines that ask the replicas; says its port."""
     from asyncrl.rollout.pool_options import PoolOptions
     from asyncrl.rollout.replica import Supervision
-    from asyncrl.rollout.replica_health import HealthPolicy
     from asyncrl.rollout.replica_pool import ReplicaPool
     from asyncrl.serve.admission import Admission
     from asyncrl.serve.call import Face
@@ -200,7 +199,7 @@ async def pool_server(urls: list[str]) -> None:
     from asyncrl.serve.sessions import Sessions
 
     limits = Limits()
-    options = PoolOptions(supervision=Supervision(probe_every_s=0.5), health=HealthPolicy())
+    options = PoolOptions(supervision=Supervision(probe_every_s=0.5, start_s=10.0))
     engines: dict[str, Callable[[], HttpReplica]] = {url: lambda url=url: HttpReplica(url) for url in urls}
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(ReplicaPool(engines, options=options))

@@ -161,7 +161,7 @@ async def refusals(server: Child, rounds: int) -> list[Figure]:
     return figures
 
 
-async def beside(server: Child, rounds: int, slow: int, requests: int = 1500) -> list[Figure]:
+async def beside(server: Child, rounds: int, slow: int, requests: int = 700) -> list[Figure]:
     """The good client's p99 beside each attack over its p99 just before and just after."""
     attacks: dict[str, Callable[[], Awaitable[float]]] = {
         name: functools.partial(refusal_ms, server.port, data) for name, data in GREEDY.items()

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -305,8 +306,9 @@ class Gate:
         if refusal.allow:
             headers["Allow"] = ", ".join(refusal.allow)
         response = web.Response(body=body, status=refusal.status, headers=headers)
-        if refusal.status in (408, 413):  # the rest of the body is not waited for
+        if refusal.status in (408, 413):
             response.force_close()
+            _stop_reading(request)
         return response
 
     def _told(self, error: AsyncRLError, call_id: str) -> Refusal:
@@ -337,3 +339,13 @@ def _presented(headers: Mapping[str, str]) -> str:
         except ValueError:
             return ""
     return headers.get("x-api-key", "")
+
+
+def _stop_reading(request: web.Request) -> None:
+    """Not a byte more of this body is read: what is on its way stays with its sender.
+
+    aiohttp would go on reading for a while, and throw away, as fast as the body comes.
+    """
+    if request.transport is not None and not request.content.is_eof():
+        request.content.feed_eof()  # lets the transport read again, if it was held back
+        cast(asyncio.ReadTransport, request.transport).pause_reading()

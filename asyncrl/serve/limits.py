@@ -20,6 +20,7 @@ class Limits:
         headers: how many of them.
         json_depth: objects and arrays inside each other.
         json_containers: objects and arrays altogether (each costs far more memory than its two bytes).
+        json_strings: strings altogether (likewise).
         choices: ``n``.
         new_tokens: ``max_tokens`` of one choice.
         default_new_tokens: where a request names none.
@@ -48,6 +49,7 @@ class Limits:
     headers: int = 64
     json_depth: int = 32
     json_containers: int = 100_000
+    json_strings: int = 100_000
     choices: int = 64
     new_tokens: int = 131_072
     default_new_tokens: int = 2048
@@ -89,15 +91,23 @@ def json_problem(body: bytes, limits: Limits) -> str:
     """
     if len(body) > _BEGINNING_BYTES and (problem := _bracket_problem(body[:_BEGINNING_BYTES], limits)):
         return problem
+    if body.count(b'"') > 2 * limits.json_strings:
+        quotes = _without_escapes(body).count(b'"')
+        if quotes > 2 * limits.json_strings:
+            return f"{quotes // 2} strings; at most {limits.json_strings} are taken"
     return _bracket_problem(body, limits)
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """``body`` less the quotes that end no string, and what makes them so."""
+    return body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
 
 
 def _bracket_problem(body: bytes, limits: Limits) -> str:
     """Bodies with few brackets, nearly all, are told by two counts; of others only brackets are walked in Python."""
     if body.count(b"[") + body.count(b"{") <= limits.json_depth:
         return ""
-    if b"\\" in body:  # a quote that does not end its string
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    body = _without_escapes(body)
     # Two quotes side by side are a string without a bracket; without them what is within strings is the same still.
     brackets = _STRING.sub(b"", body.translate(None, _NEITHER).replace(b'""', b""))
     opened = brackets.count(b"[") + brackets.count(b"{")

@@ -50,6 +50,9 @@ print(json.dumps([output["reward"] for output in told["outputs"]]))
 TRL = """
 import asyncio, collections, json, sys
 import aiohttp
+from accelerate import PartialState
+
+PartialState()  # what the trainer does first, and TRL's log needs
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -43,6 +44,23 @@ async def test_bodies_are_measured_before_they_are_read(serve):
         await served.post("/generate", GENERATE)
 
 
+async def test_a_body_that_goes_on_for_ever_is_not_read_any_further(serve):
+    async with serve(limits=Limits(body_size_bytes=1000)) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        writer.write(post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b""))
+        answer = asyncio.create_task(reader.readline())
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not answer.done():
+                writer.write(b"10000\r\n" + b"[" * 65_536 + b"\r\n")
+                sent += 1
+                await writer.drain()
+        assert b" 413 " in await answer
+        assert sent < 500, "no more was taken than buffers hold"
+        writer.close()
+        await served.post("/generate", GENERATE)
+
+
 @pytest.mark.parametrize(
     "body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"stop":' + b"[" * 50 + b"]" * 50 + b"}", b"[[],[]" * 60_000]
 )
@@ -60,6 +78,12 @@ def test_brackets_in_strings_do_not_count():
     assert "nested deeper than 2" in json_problem(b"[[[]]]", limits)
     assert "6 arrays" in json_problem(b"[[],[],[],[],[]]", limits)
     assert json_problem(b"[" + b"]" * 50, limits) == ""
+
+
+def test_strings_are_counted_without_their_escapes():
+    limits = Limits(json_strings=3)
+    assert "4 strings" in json_problem(b'["a","b","c","d"]', limits)
+    assert json_problem(json.dumps(["a" + '"' * 50, "\\", "c"]).encode(), limits) == ""
 
 
 def test_the_count_of_brackets_is_that_of_a_parser():

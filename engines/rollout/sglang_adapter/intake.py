@@ -10,6 +10,7 @@ from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import GenerationRequest
 from engines.rollout.embedded.row import Row
 from engines.rollout.embedded.stop_text import StopText
+from engines.rollout.unserved import refuse_unserved
 
 __all__ = ["RowIntake"]
 
@@ -63,7 +64,8 @@ class RowIntake:
 
         Raises:
             InvalidDataError: its id is held already, the prompt is empty, holds an id outside the vocabulary or leaves
-                no room to generate, or there is no tokenizer to find stop strings with.
+                no room to generate, there is no tokenizer to find stop strings with, or a grammar or the likeliest
+                tokens are asked for.
         """
         sampling, prompt = request.sampling, request.prompt_token_ids
         name = f"request {request.request_id!r}"
@@ -82,6 +84,7 @@ class RowIntake:
             )
         if sampling.stop and self.tokenizer is None:
             raise InvalidDataError(f"{name} asks for stop strings, but {self.model_path} has no tokenizer")
+        refuse_unserved(request, engine="sglang")
         return Row(
             request_id=request.request_id,
             tokens=list(prompt),

@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.errors import EngineError, InvalidDataError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest
 from engines.rollout.embedded.stop_text import StopText
+from engines.rollout.unserved import refuse_unserved
 
 __all__ = ["VLLMRequest", "check_request"]
 
@@ -30,7 +31,7 @@ def check_request(request: GenerationRequest, *, vocabulary: int, max_model_toke
 
     Raises:
         InvalidDataError: the prompt is empty, too long or holds an id outside the vocabulary, or there is no tokenizer
-            for stop strings.
+            for stop strings, or a grammar or the likeliest tokens are asked for.
     """
     prompt, name = request.prompt_token_ids, f"request {request.request_id!r}"
     if not prompt:
@@ -45,6 +46,7 @@ def check_request(request: GenerationRequest, *, vocabulary: int, max_model_toke
         )
     if request.sampling.stop and not stops:
         raise InvalidDataError(f"{name} asks for stop strings, but the model has no tokenizer")
+    refuse_unserved(request, engine="vllm")
 
 
 class VLLMRequest:

@@ -19,7 +19,9 @@ from asyncrl.interfaces import Generation, GenerationRequest, SamplingParams, To
 from asyncrl.serve.grammar import calls_grammar, json_grammar
 from engines.rollout.embedded.sampling import Sampler
 from engines.rollout.engine_protocol import Chunk, EngineMessage
+from engines.rollout.sglang_adapter.intake import RowIntake
 from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.vllm_adapter.request import check_request
 from engines.training.scratch import make_scratch_model
 
 SCHEMA = {
@@ -178,6 +180,16 @@ def test_the_likeliest_tokens_are_told_to_who_asks() -> None:
     assert second is None
     assert third is not None
     assert [math.exp(value) for _, value in third] == pytest.approx([0.625, 0.375])  # of the two that top-k left
+
+
+@pytest.mark.parametrize("wish", [{"grammar": 'start: "a"'}, {"top_log_probs": 2}])
+def test_engines_that_do_not_serve_them_say_so(wish: dict[str, Any]) -> None:
+    request = replace(asked(""), sampling=SamplingParams(max_new_tokens=1, **wish))
+    with pytest.raises(InvalidDataError, match="the vllm engine does not serve"):
+        check_request(request, vocabulary=100, max_model_tokens=100, stops=False)
+    intake = RowIntake(model_path="", vocabulary=100, context_tokens=100, tokenizer=None, stop_token_ids=frozenset())
+    with pytest.raises(InvalidDataError, match="the sglang engine does not serve"):
+        intake.row_of(request, held=(), seed=0)
 
 
 def test_they_pass_between_processes() -> None:

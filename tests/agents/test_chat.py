@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.calculator import CalculatorFactory, calculator
-from asyncrl.agents.chat import ChatRenderer
+from asyncrl.agents.chat import ChatRenderer, load_renderer
 from asyncrl.errors import ConfigError, InvalidDataError
 
 USER = {"role": "user", "content": "(3+4)-2"}
@@ -171,3 +172,17 @@ def test_a_template_whose_turns_have_no_end_is_refused(chatml: ChatRenderer) -> 
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
         ChatRenderer(tokenizer)
+
+
+def test_a_template_of_ones_own_takes_the_place_of_the_models(scratch: ChatRenderer, tmp_path: Path) -> None:
+    scratch.tokenizer.save_pretrained(str(tmp_path / "model"))
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for message in messages %}<|{{ message.role }}|>{{ prefix }}{{ message.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    mine = load_renderer(str(tmp_path / "model"), chat_template=template, template_options={"prefix": "-"})
+    assert mine.decode(mine.prompt([USER])) == "<|user|>-(3+4)-2<|end|><|assistant|>"
+    with pytest.raises(ConfigError, match=r"model\.chat_template = .*cannot be read") as caught:
+        load_renderer(str(tmp_path / "model"), chat_template=tmp_path / "absent.jinja")
+    assert caught.value.path == "model.chat_template"

@@ -56,20 +56,21 @@ def json_schema(
         extra_info: its ``schema`` (a table, or JSON text) is the row's own.
         schema: of all rows.
     """
-    import jsonschema
+    from jsonschema.validators import validator_for
 
     wanted = extra_info.get("schema", schema)
     if isinstance(wanted, str):
         wanted = json.loads(wanted)
     if not isinstance(wanted, dict):
         raise ValueError("json_schema needs a schema: give one in the options, or in the row's extra_info.schema")
-    jsonschema.validators.validator_for(wanted).check_schema(wanted)
+    validator: Any = validator_for(wanted)
+    validator.check_schema(wanted)
     fenced = _FENCE.findall(solution_str)
     try:
         value = json.loads(fenced[-1] if fenced else solution_str)
     except (json.JSONDecodeError, RecursionError):
         return 0.0
-    return float(jsonschema.validators.validator_for(wanted)(wanted).is_valid(value))
+    return float(validator(wanted).is_valid(value))
 
 
 def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float:

@@ -145,6 +145,7 @@ async def _run(folder: Path, entry: str, stdin: str, limits: SandboxLimits) -> P
                 how = "output"
         finally:
             code = await asyncio.shield(_end(process, whole_tree=isolation is not None and isolation.processes))
+    assert isolation is not None
     if how == "exited" and code < 0:
         how = "killed"
     stdout, stderr = (bytes(output).decode("utf-8", "replace") for output in outputs)

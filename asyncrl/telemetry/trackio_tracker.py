@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -22,10 +23,8 @@ class TrackioTracker:
 
     def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
         with redirect_stdout(sys.stderr):  # it greets on standard output, where only results belong
-            import trackio
-
-            self._trackio: Any = trackio
-            self._run: Any = trackio.init(
+            self._trackio: Any = importlib.import_module("trackio")
+            self._run: Any = self._trackio.init(
                 project=name, name=folder.name, config=dict(config), resume="allow", embed=False
             )
 

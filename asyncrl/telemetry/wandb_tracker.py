@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,17 +26,15 @@ class WandbTracker:
     package = "wandb"
 
     def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._wandb: Any = wandb
-        self._run: Any = wandb.init(
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run: Any = self._wandb.init(
             id=re.sub(r"[^\w.\-]", "-", folder.name)[-64:],
             name=folder.name,
             group=name,
             dir=str(folder),
             config=dict(config),
             # Offline there is nothing to ask, and wandb 0.31 then writes nothing at all of a run that may be resumed.
-            resume="allow" if wandb.setup().settings.mode == "online" else None,
+            resume="allow" if self._wandb.setup().settings.mode == "online" else None,
         )
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)

@@ -29,6 +29,7 @@ from asyncrl.verl import (
     ResourcePoolManager,
     Role,
     Worker,
+    all_gather_data_proto,
     collect_all_to_all,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
@@ -237,6 +238,30 @@ def test_calls_in_every_way() -> None:
     assert [part.all_to_all(7) for part in parts] == [[7], [7]]
     for each in [group, *parts]:
         each.shutdown()
+
+
+class Gatherer(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def gather(self) -> Any:
+        torch.distributed.init_process_group("gloo")
+        mine = self.rank + 1
+        data = DataProto.from_dict(
+            {"x": torch.arange(mine), "ids": [torch.arange(row + 1) for row in range(mine)]},
+            {"who": [f"rank {self.rank}"] * mine},
+            meta_info={"rank": self.rank},
+        )
+        assert all_gather_data_proto(data, torch.distributed.group.WORLD) is None  # type: ignore[func-returns-value]
+        assert data.batch is not None
+        lengths = [len(row) for row in data.batch["ids"].unbind()]
+        return data.batch["x"].tolist(), lengths, data.non_tensor_batch["who"].tolist(), data.meta_info["rank"]
+
+
+@pytest.mark.slow
+def test_rows_of_all_ranks() -> None:
+    group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Gatherer))
+    rows = ([0, 0, 1], [1, 1, 2], ["rank 0", "rank 1", "rank 1"])  # one of rank 0, two of rank 1
+    assert group.gather() == [(*rows, 0), (*rows, 1)]
+    group.shutdown()
 
 
 @pytest.mark.slow

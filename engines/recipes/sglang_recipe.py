@@ -80,7 +80,7 @@ def recipe(device: Device) -> EngineRecipe:
 
 
 def _cpu() -> EngineRecipe:
-    pinned = files(__package__).joinpath("sglang_cpu_requirements.txt").read_text().split()
+    pinned = files("engines.recipes").joinpath("sglang_cpu_requirements.txt").read_text().split()
     return EngineRecipe(
         engine="sglang",
         device="cpu",

@@ -158,13 +158,18 @@ async def _end(process: asyncio.subprocess.Process, *, whole_tree: bool) -> int:
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             process.terminate()  # it kills the first process of the tree and waits for all the others
             async with asyncio.timeout(_START_S):
-                await process.wait()
+                # asyncio tells of an exit when the last byte was read, so what nobody wants is read as well.
+                await asyncio.gather(_discard(process.stdout), _discard(process.stderr), process.wait())
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    code = await process.wait()
-    # What was not read would hold the pipes open: asyncio closes them with their last byte, and offers no other way.
+    # Whoever left the group may hold the pipes open still: there is no other way to let go of them.
     process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001
-    return code
+    return await process.wait()
+
+
+async def _discard(stream: asyncio.StreamReader | None) -> None:
+    while stream is not None and await stream.read(65_536):
+        pass
 
 
 async def _told(loop: asyncio.AbstractEventLoop, reader: object) -> Isolation:

@@ -57,7 +57,7 @@ async def test_ending_early_is_not_passing(cheat: str):
 
 
 async def test_a_program_that_does_not_end_has_failed_and_says_so():
-    rule = CodeRule(deadline_s=0.4)
+    rule = CodeRule(deadline_s=0.1)
     verdict = await rule.judge(Answer(data_source="apps", solution_str="while True: pass", ground_truth=DOUBLE))
     assert verdict == Verdict(score=0.0, parts={"passed": 0.0, "compiles": 1.0, "deadlines": 1.0})
 

@@ -51,6 +51,7 @@ async def test_it_sees_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch):
     assert end.stdout.endswith("True\n")
 
 
+@pytest.mark.slow
 async def test_it_is_gone_at_its_deadline_with_what_it_started(tmp_path: Path):
     await isolated("processes")
     program = """
@@ -78,7 +79,7 @@ def _command(process: Path) -> bytes:
 @pytest.mark.parametrize(
     ("program", "limits", "how"),
     [
-        ("while True: pass", SandboxLimits(deadline_s=0.3), "deadline"),
+        ("while True: pass", SandboxLimits(deadline_s=0.1), "deadline"),
         ("while True: print('x' * 1000)", SandboxLimits(deadline_s=3, output_bytes=10_000), "output"),
         ("import os; os.kill(os.getpid(), 11)", QUICK, "killed"),
     ],
@@ -88,6 +89,7 @@ async def test_how_it_ended_is_told_at_once(program: str, limits: SandboxLimits,
         assert (await run(program, limits=limits)).how == how
 
 
+@pytest.mark.slow
 async def test_memory_and_files_have_an_end():
     limits = SandboxLimits(deadline_s=3, memory_bytes=256 << 20, file_bytes=1 << 20)
     end = await run("try:\n    x = bytearray(1 << 30)\nexcept MemoryError:\n    print('no more')", limits=limits)

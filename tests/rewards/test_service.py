@@ -106,7 +106,7 @@ async def test_a_service_that_is_not_there_costs_the_rollout():
     async with serving(Service(1)) as url:
         pass
     with pytest.raises(EnvironmentDeadlineError, match="ClientConnectorError"):
-        await verdict(HTTPRule(url=url, deadline_s=0.3))
+        await verdict(HTTPRule(url=url, deadline_s=0.1))
 
 
 def completion(text: str) -> dict[str, Any]:

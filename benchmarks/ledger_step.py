@@ -52,11 +52,11 @@ def settings(folder: Path, steps: int) -> list[str]:
     return [*common, "--steps", str(steps), "--eval.tasks", "0", "--trainer.schedule", "constant"]
 
 
-def warm_up(folder: Path) -> str:
+def warm_up(folder: Path, steps: int) -> str:
     from asyncrl.config import load_config
     from asyncrl.pipeline.run import sft
 
-    return str(sft(load_config(QUICKSTART, settings(folder, 1)))["model"])
+    return str(sft(load_config(QUICKSTART, [*settings(folder, 1), "--sft.steps", str(steps)]))["model"])
 
 
 def run(arm: str, folder: Path, model: str, steps: int) -> Spent:
@@ -136,13 +136,14 @@ def main() -> None:
     arguments.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=16, help=f"of a run; the first {SKIPPED} are not measured")
+    arguments.add_argument("--warm-up", type=int, default=800, help="supervised steps before; the quickstart has 800")
     options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = Path(tempfile.mkdtemp(prefix="ledger-"))
     rounds: list[dict[str, Spent]] = []
     try:
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            model = pool.apply(warm_up, (folder / "warm",))
+            model = pool.apply(warm_up, (folder / "warm", options.warm_up))
             for number in range(options.rounds):
                 names = list(ARMS)
                 order = names[number % 3 :] + names[: number % 3]
@@ -151,7 +152,9 @@ def main() -> None:
                     told = rounds[-1]
                     print(
                         f"round {number}: "
-                        + ", ".join(f"{arm} {told[arm].wall_s:.3f} s ({told[arm].cpu_s:.3f} s cpu)" for arm in names),
+                        + ", ".join(f"{arm} {told[arm].wall_s:.3f} s ({told[arm].cpu_s:.3f} s cpu)" for arm in names)
+                        + f"; in the ledger {told['ledger'].ledger_s * 1e3:.1f} ms cpu a step, "
+                        f"a checkpoint {told['checkpoints'].checkpoint_s:.3f} s",
                         flush=True,
                     )
     finally:

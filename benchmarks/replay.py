@@ -58,7 +58,9 @@ def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
         ]
     )
     trainer: dict[str, Any] = {"groups_per_step": 4, "group_size": 4, "lr": 3e-3, "epochs": 4}
-    trainer |= dice.choice([{}, {"minibatches": 2, "epochs": 2}, {"lora": {"rank": 4, "alpha": 8}, "lr": 1e-2}])
+    trainer |= dice.choice(
+        [{}, {"minibatches": 2, "epochs": 2}, {"lora": {"rank": 4, "alpha": 8}, "lr": 1e-2, "epochs": 2}]
+    )
     reward = dice.choice([{}, {}, {"source": "function", "options": {"function": "worlds:length_score"}}])
     tables: dict[str, Any] = {
         "name": "recorded",
@@ -71,7 +73,7 @@ def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
             "source": "scratch",
             "options": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 2, "max_position": 128},
         },
-        "env": {"name": "worlds:DigitsFactory", "latency_s": dice.choice([0.06, 0.1])},
+        "env": {"name": "worlds:DigitsFactory", "latency_s": dice.choice([0.1, 0.15])},
         "rollout": {"max_new_tokens": 12, "max_tokens": 96},
         "trainer": trainer,
         "algorithm": algorithm,

@@ -411,8 +411,8 @@ async def kill(name: str, port: int, replicas: Replicas, seconds: float) -> list
         nonlocal received, right, errors
         while running:
             try:
-                received += await stream_once(session, port)
-                right += 1
+                got = await stream_once(session, port)
+                received, right = received + got, right + 1
             except (aiohttp.ClientError, ValueError, OSError):
                 errors += 1
                 await asyncio.sleep(0.05)

@@ -79,6 +79,8 @@ async def chunked_ms(port: int) -> float:
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
     answer = asyncio.ensure_future(reader.readline())
+    came: list[float] = []  # while the client is still held back
+    answer.add_done_callback(lambda _: came.append(time.perf_counter()))
     begin = sent = 0.0
     try:
         while not answer.done() and sent < 600:
@@ -93,7 +95,7 @@ async def chunked_ms(port: int) -> float:
     line = await asyncio.wait_for(answer, 30)
     assert b" 413 " in line, line
     writer.close()
-    return 1e3 * (time.perf_counter() - begin)
+    return 1e3 * (came[0] - begin)
 
 
 async def good_ms(port: int, requests: int) -> tuple[float, float]:
@@ -228,7 +230,7 @@ async def streams(server: Child, count: int) -> list[Figure]:
         nonlocal failures
         for _ in range(number):
             answer = await hang_up_after(server.port, damaged(dice))
-            failures += not (answer == b"" or answer.startswith(b"HTTP/1.")) or answer.startswith(b"HTTP/1.1 5")
+            failures += not (answer == b"" or answer.startswith(b"HTTP/")) or answer[9:].startswith(b"5")
 
     await asyncio.gather(*(some(count // 320) for _ in range(32)))  # what a server takes on to go at all
     settled = server.rss_mib()

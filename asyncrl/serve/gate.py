@@ -346,6 +346,6 @@ def _stop_reading(request: web.Request) -> None:
 
     aiohttp would go on reading for a while, and throw away, as fast as the body comes.
     """
-    if request.transport is not None and not request.content.is_eof():
+    if request.transport is not None and not request.transport.is_closing() and not request.content.is_eof():
         request.content.feed_eof()  # lets the transport read again, if it was held back
         cast(asyncio.ReadTransport, request.transport).pause_reading()

@@ -67,8 +67,8 @@ async def test_mangled_requests_crash_nothing_and_leave_nothing_behind(serve, st
         server = served.server._runners[-1].server
         for _ in range(streams // 50):
             for answer in await asyncio.gather(*(send(port, mangled(dice)) for _ in range(50))):
-                assert answer == b"" or answer.startswith(b"HTTP/1."), answer
-                assert not answer.startswith(b"HTTP/1.1 5"), answer
+                assert answer == b"" or answer.startswith(b"HTTP/"), answer  # HTTP/0.9 is one that lost its version
+                assert not answer[9:].startswith(b"5"), answer
         assert (await served.post("/generate", {"prompt_token_ids": [5, 6]}))["token_ids"] == [7, 8, 9]
         await asyncio.wait_for(served.face.admission.idle(), 10)
         async with asyncio.timeout(10):

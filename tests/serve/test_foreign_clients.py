@@ -78,7 +78,7 @@ client.resume()
 
 async def turn():
     loop = object.__new__(_AsyncRolloutLoop)
-    loop.vllm_server_url, loop._request_model, loop.request_timeout = url, "tiny", 30
+    loop.vllm_server_url, loop.model_name, loop.lora_name, loop.request_timeout = url, "tiny", None, 30
     loop.max_tokens, loop.temperature, loop.top_p, loop.top_k = 20, 1.0, 1.0, -1
     loop.min_p, loop.repetition_penalty, loop._counters = None, 1.0, collections.Counter()
     async with aiohttp.ClientSession() as loop.session:

@@ -47,11 +47,11 @@ class Past:
     def __init__(self, events: Iterable[LedgerEvent]) -> None:
         self.completed: dict[int, Completed] = {}
         self.rewards: dict[int, tuple[float, ...]] = {}
-        self.lives: tuple[Began, ...] = ()
         self.weights: dict[int, str] = {}
         self.first_step = 0
         self._turns: dict[int, list[TurnAppended]] = {}
         dropped: Counter[str] = Counter()
+        lives: list[Began] = []
         places: dict[int, dict[int, int]] = {}
         for event in events:
             match event:
@@ -78,11 +78,15 @@ class Past:
                 case GivenUp():
                     dropped[event.failure] += event.tokens
                 case Began():
-                    self.lives = (*(life for life in self.lives if life.step < event.step), event)
+                    lives.append(event)
                 case Published():
                     self.weights[event.version] = event.weights
                 case _:
                     pass
+        # A process that began at or before the step of an earlier one did its work anew.
+        self.lives = tuple(
+            life for place, life in enumerate(lives) if all(later.step > life.step for later in lives[place + 1 :])
+        )
         self.batches = {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
         self.dropped_tokens = {reason: count for reason, count in dropped.items() if count}
 

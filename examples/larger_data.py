@@ -37,7 +37,7 @@ def demonstration(index: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("data/larger"))
     parser.add_argument("--rows", type=int, default=2000)
     arguments = parser.parse_args()

@@ -173,6 +173,7 @@ class _Replay:
         masked = slots = 0
         try:
             await self._start(from_step)
+            weights = await self._weights()
             self._progress.stage("replay", to_step - from_step)
             for step in range(from_step + 1, to_step + 1):
                 await self._follow(step)

@@ -214,7 +214,7 @@ _NAME = re.compile(r"(?P<group>.+):(?P<rank>\d+)\.(?P<born>[0-9a-f]+)@(?P<places
 
 def _names() -> list[_Name]:
     """Of every detached actor of every group."""
-    listed: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+    listed: Any = ray.util.list_named_actors(all_namespaces=True)  # dictionaries, not names
     return [
         name for each in listed if each["namespace"] == NAMESPACE and (name := _Name.parsed(each["name"])) is not None
     ]

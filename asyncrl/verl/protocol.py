@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -43,7 +43,9 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     rows = list(x)
     if not rows:
         raise SchemaError("collate_fn needs at least one row: the columns of none are unknown")
-    tensors = list_of_dict_to_dict_of_list([{} if row.batch is None else dict(row.batch.items()) for row in rows])
+    tensors: dict[str, list[Any]] = list_of_dict_to_dict_of_list(
+        [{} if row.batch is None else dict(row.batch.items()) for row in rows]
+    )
     others = list_of_dict_to_dict_of_list([row.non_tensor_batch for row in rows])
     return DataProto.from_dict(
         {name: torch.stack(each) if len({row.shape for row in each}) == 1 else each for name, each in tensors.items()},
@@ -177,4 +179,4 @@ def _all_gather(message: bytes, group: ProcessGroup | None) -> list[memoryview]:
     messages = [torch.empty_like(padded, device=device) for _ in lengths]
     dist.all_gather(messages, padded.to(device), group=group)
     received = (each.cpu().numpy() for each in messages)
-    return [memoryview(each)[: int(size)] for each, size in zip(received, lengths, strict=True)]
+    return [memoryview(cast("bytes", each))[: int(size)] for each, size in zip(received, lengths, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.single_controller import worker
 from asyncrl.single_controller.dispatch import Dispatch, Execute
@@ -36,11 +36,11 @@ class Worker(worker.Worker):
     _master_port: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:  # noqa: PYI034  as in its base class
-        made = super().__new__(cls, *args, **kwargs)
+        made: Any = super().__new__(cls, *args, **kwargs)
         for name in ("rank", "world_size", "local_rank", "local_world_size", "master_addr"):
             setattr(made, f"_{name}", getattr(made, name))
-        made._master_port = str(made.master_port)
-        return made
+        setattr(made, "_master_port", str(made.master_port))  # noqa: B010  a private name of the class above
+        return cast("Worker", made)
 
     @classmethod
     def env_keys(cls) -> list[str]:

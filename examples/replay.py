@@ -30,7 +30,7 @@ def config_of(runs: Path, *, steps: int, warm_steps: int) -> Config:
                 "source": "scratch",
                 "options": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "max_position": 128},
             },
-            "env": {"name": "calculator", "max_turns": 4, "options": {"max_operand": 9}},
+            "env": {"name": "calculator", "max_turns": 4, "options": {"max_operand": 49}},
             "sft": {"steps": warm_steps, "batch_size": 16, "lr": 3e-3},
             "rollout": {"max_new_tokens": 16, "max_tokens": 64},
             "trainer": {"groups_per_step": 4, "group_size": 4, "lr": 1e-3},

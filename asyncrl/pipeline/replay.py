@@ -312,6 +312,8 @@ class _Replay:
         assert self._learner is not None
         policy, oldest = self._learner.policy, step - 1 - self._learner.max_staleness
         old = [group for group in groups if group.summary.oldest_version < oldest]
+        if policy.too_old == "mask" and all(max(group.summary.version_tokens) < oldest for group in groups):
+            raise RecordingError(f"no token of step {step} is within max_staleness = {self._learner.max_staleness}")
         if not old or policy.keeps_groups:
             return groups
         if policy.too_old == "none":

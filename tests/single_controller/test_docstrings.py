@@ -45,7 +45,6 @@ NEED_RAY = (
 )
 START_ACTORS = ("asyncrl.single_controller.ray", "asyncrl.verl.worker_group")
 PUBLIC = (
-    "asyncrl",
     "asyncrl.data",
     "asyncrl.single_controller",
     "asyncrl.single_controller.colocation",

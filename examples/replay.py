@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from asyncrl import Recording
+from asyncrl import DataProto, Recording
 from asyncrl.config import Config
 from asyncrl.pipeline.run import train
 
@@ -41,6 +41,13 @@ def config_of(runs: Path, *, steps: int, warm_steps: int) -> Config:
     )
 
 
+def oldest(step: int, batch: DataProto) -> int:
+    """How many versions the oldest token that a step trained on was behind."""
+    assert batch.batch is not None
+    versions, trained = batch.batch["weight_versions"].values(), batch.batch["loss_mask"].values()
+    return int((step - 1 - versions[trained]).max())
+
+
 def main(*, steps: int = 12, warm_steps: int = 60) -> dict[str, float]:
     """Mean gradient norm of the steps of each replay, by its correction."""
     with tempfile.TemporaryDirectory() as folder:
@@ -51,11 +58,7 @@ def main(*, steps: int = 12, warm_steps: int = 60) -> dict[str, float]:
             again = recording.replay()
             print(f"replayed: {'the same weights, bit for bit' if again.equal else 'OTHER WEIGHTS'}")
             assert again.equal
-            oldest = max(
-                int((step - 1 - batch.batch["weight_versions"].values()[batch.batch["loss_mask"].values()]).max())
-                for step, batch in recording.batches()
-            )
-            assert oldest == summary["staleness"]["max"]
+            assert max(oldest(step, batch) for step, batch in recording.batches()) == summary["staleness"]["max"]
             norms = {}
             for correction in CORRECTIONS:
                 # Without any is known to go wrong, and is refused unless it is asked for by name.

@@ -67,8 +67,6 @@ class VLLMEngine:
         max_model_tokens: context length, prompt included; the model's own by default.
         kv_cache_bytes: size of the paged KV cache; by default vLLM's choice on GPUs, 1 GiB on a CPU.
         prefix_caching: share keys and values of equal beginnings, among requests of one weight version.
-        pack_ahead: on a CPU, pack a version beside the one that serves, which takes the weights' memory once more and
-            shortens the pause to an exchange of pointers.
         compile: torch.compile and CUDA graphs; by default on GPUs and not on a CPU, where it costs a minute a start.
         arguments: further arguments of vLLM's ``AsyncEngineArgs`` (``tensor_parallel_size``).
         weight_version: version of the weights in ``model_path``.
@@ -86,7 +84,6 @@ class VLLMEngine:
         max_model_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
         prefix_caching: bool = True,
-        pack_ahead: bool = True,
         compile: bool | None = None,  # noqa: A002 - what everybody calls it
         arguments: Mapping[str, Any] | None = None,
         weight_version: int = 0,
@@ -111,7 +108,6 @@ class VLLMEngine:
             compile=compile,
             arguments=dict(arguments or {}),
         )
-        self._pack_ahead = pack_ahead
         self._transport = transport
         self._version = weight_version
         self._started: StartedLLM | None = None
@@ -155,7 +151,7 @@ class VLLMEngine:
         try:
             await llm.collective_rpc("asyncrl_end_with", args=(os.getpid(),))
             if self._transport is not None:
-                self._updates = WeightUpdates(started, pack_ahead=self._pack_ahead)
+                self._updates = WeightUpdates(started)
                 await self._updates.open(self._transport)
             await llm.update_weight_version(str(self._version))
             await self._probe(started)

@@ -25,15 +25,13 @@ class WeightUpdates:
 
     Args:
         started: the running vLLM.
-        pack_ahead: whether ranks may make a version ready for exchange while decoding goes on, where they can.
 
     Attributes:
         prepared: version that every rank holds and has verified; None if there is none.
     """
 
-    def __init__(self, started: StartedLLM, *, pack_ahead: bool) -> None:
+    def __init__(self, started: StartedLLM) -> None:
         self._started = started
-        self._pack_ahead = pack_ahead
         self._confirmations = Confirmations()
         self.prepared: int | None = None
 
@@ -63,7 +61,7 @@ class WeightUpdates:
         names = started.layout.check(manifest)
         self.prepared = None
         number = self._confirmations.expect()
-        order = (manifest.encode(), names, self._confirmations.address, number, self._pack_ahead)
+        order = (manifest.encode(), names, self._confirmations.address, number)
         await self._call("asyncrl_begin_fetch", *order)
         gathering = asyncio.ensure_future(self._confirmations.gather(number, ranks=started.ranks))
         try:

@@ -1,9 +1,7 @@
 """What runs inside vLLM's workers: a weight transfer backend that pulls versions by manifest.
 
-    begin_fetch     (any time)      a thread pulls and verifies the version; its bytes stay mapped: they are the shadow.
-                                    On a CPU it also packs a twin of the model
-    start, update, finish           (paused) vLLM's own three calls: the twin is exchanged for the model, or the mapped
-                                    bytes are loaded layer by layer
+    begin_fetch     (any time)      a thread pulls and verifies the version; its bytes stay mapped: they are the shadow
+    start, update, finish           (paused) vLLM's own three calls: the mapped bytes are loaded layer by layer
 
 vLLM imports this module in every worker because it is named as ``worker_extension_cls``; that is also the moment at
 which a backend has to be registered, hence the one statement at its end.
@@ -19,12 +17,11 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -38,7 +35,7 @@ from asyncrl.interfaces import WeightTransport
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.vllm_adapter.confirmation import Confirmation, confirm
-from engines.rollout.vllm_adapter.packed_twin import PackedTwin, pack_tied_heads, suits
+from engines.rollout.vllm_adapter.tied_heads import pack_tied_heads
 
 __all__ = ["BACKEND", "ManifestTransferEngine", "WorkerExtension"]
 
@@ -69,7 +66,6 @@ class _Fetch:
         manifest: what to pull.
         names: what vLLM is told for each name of the manifest.
         tell: called in the thread when it is done, with the error or None.
-        pack: makes the weights ready to be exchanged; None where they can only be loaded while nothing runs.
     """
 
     def __init__(
@@ -78,16 +74,13 @@ class _Fetch:
         manifest: WeightManifest,
         names: Mapping[str, str],
         tell: Callable[[Exception | None], None],
-        pack: Callable[[Iterable[tuple[str, torch.Tensor]]], PackedTwin] | None,
     ) -> None:
         self.version = manifest.version
-        self.twin: PackedTwin | None = None
         self.tensors: dict[str, torch.Tensor] | None = None
         self._transport = transport
         self._manifest = manifest
         self._names = names
         self._tell = tell
-        self._pack = pack
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._ended = self._released = False
@@ -99,8 +92,6 @@ class _Fetch:
             pulled = self._stack.enter_context(self._transport.pull(self._manifest))
             self.tensors = {told: pulled[name] for name, told in self._names.items()}
             del pulled
-            if self._pack is not None:
-                self.twin = self._pack(self.tensors.items())
         except Exception as raised:  # noqa: BLE001 - told to whoever ordered it
             error = raised
         with self._lock:
@@ -117,7 +108,7 @@ class _Fetch:
                 self._close()
 
     def _close(self) -> None:
-        self.tensors = self.twin = None
+        self.tensors = None
         self._stack.close()
 
 
@@ -144,18 +135,11 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         manifest: WeightManifest,
         names: Mapping[str, str],
         tell: Callable[[Exception | None], None],
-        *,
-        pack_ahead: bool,
     ) -> None:
         """Pull and verify a version in a thread; ``tell`` is called there with the error, or None."""
         assert self._transport is not None, "init_transfer_engine comes first"
         self.drop_fetch()
-        pack = self._packed if pack_ahead and suits(self.model) else None
-        self._fetch = _Fetch(self._transport, manifest, names, tell, pack)
-
-    def _packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PackedTwin:
-        with set_current_vllm_config(self.vllm_config):
-            return PackedTwin(self.model, self.model_config, tensors)
+        self._fetch = _Fetch(self._transport, manifest, names, tell)
 
     def drop_fetch(self) -> None:
         """Forget what was fetched and not loaded."""
@@ -167,8 +151,7 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing is touched unless a whole version is here."""
         if self._fetch is None or self._fetch.tensors is None:
             raise WeightVersionError("no fetched weight version is held by this rank")
-        if self._fetch.twin is None:
-            initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class does, on machines without an accelerator too."""
@@ -181,17 +164,12 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         fetch = self._fetch
         if fetch is None or fetch.tensors is None or fetch.version != update_info.version:
             raise WeightVersionError(f"weight version {update_info.version} is not the fetched one")
-        if fetch.twin is None:
-            self.model.load_weights(iter(fetch.tensors.items()))
+        self.model.load_weights(iter(fetch.tensors.items()))
 
     def finish_weight_update(self) -> None:
         """Put the new layers in place."""
-        fetch = self._fetch
-        if fetch is not None and fetch.twin is not None:
-            fetch.twin.exchange()
-        else:
-            finalize_layerwise_reload(self.model, self.model_config)
-            pack_tied_heads(self.model)
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_tied_heads(self.model)
         self.drop_fetch()
 
     def shutdown(self) -> None:
@@ -219,9 +197,7 @@ class WorkerExtension:
 
         threading.Thread(target=watch, name="watching the engine's process", daemon=True).start()
 
-    def asyncrl_begin_fetch(
-        self, manifest: bytes, names: dict[str, str], address: str, number: int, pack_ahead: bool
-    ) -> None:
+    def asyncrl_begin_fetch(self, manifest: bytes, names: dict[str, str], address: str, number: int) -> None:
         """Fetch a version in a thread; the end of it is told at ``address``."""
         rank = self.rank
 
@@ -230,7 +206,7 @@ class WorkerExtension:
             message = "" if error is None else str(error) or type(error).__name__
             confirm(address, Confirmation(number=number, rank=rank, kind=kind, message=message))
 
-        self.weight_transfer_engine.begin_fetch(WeightManifest.decode(manifest), names, tell, pack_ahead=pack_ahead)
+        self.weight_transfer_engine.begin_fetch(WeightManifest.decode(manifest), names, tell)
 
     def asyncrl_drop_fetch(self) -> None:
         """Forget what was fetched and not loaded."""

@@ -339,10 +339,10 @@ async def test_damaged_bytes_are_not_loaded(
     assert len((await collect(engine, request_of("after damage", [1], 5))).token_ids) == 5
 
 
-async def test_a_tied_head_gets_the_new_weights_too_and_vllms_own_load_does_as_well(
+async def test_a_tied_head_gets_the_new_weights_too(
     hosting: Any, folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any
 ) -> None:
-    async with hosting(folder_of("qwen3", tied=True, **SHAPE), version=3, pack_ahead=False) as engine:
+    async with hosting(folder_of("qwen3", tied=True, **SHAPE), version=3) as engine:
         for version, seed in ((4, 1), (5, 2)):
             model = load(folder_of("qwen3", seed=seed, tied=True, **SHAPE))
             await engine.prepare_weights(tensors_of(model), version=version)

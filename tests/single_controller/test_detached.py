@@ -18,7 +18,7 @@ ray = pytest.importorskip("ray")
 
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 TIMEOUT_S = 60.0
 
@@ -85,7 +85,6 @@ PROGRAM = """
 """
 
 
-@pytest.mark.slow
 def test_another_program_goes_on_where_the_first_one_died() -> None:
     program = textwrap.dedent(PROGRAM).format(address=ray.get_runtime_context().gcs_address)
     first = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -119,7 +118,6 @@ def test_the_program_that_attached_last_is_the_one_that_calls() -> None:
     assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [17, 17]
 
 
-@pytest.mark.slow
 def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
     made(restart=Restart(scope="worker")).add(5).result(TIMEOUT_S)
     group = RayWorkerGroup.attach("counters", restart=Restart(scope="worker"))
@@ -133,7 +131,6 @@ def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
     assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [18, 12]
 
 
-@pytest.mark.slow
 def test_what_is_no_detached_group_is_said() -> None:
     with pytest.raises(ResourceError, match="needs a name"):
         made(name="")

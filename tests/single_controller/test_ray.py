@@ -168,8 +168,10 @@ def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_seats(group: 
     mortal.shutdown(timeout_s=0.2)
     everything_else = RayResourcePool([6])
     seats = everything_else.acquire()
-    assert seats[0].wait(TIMEOUT_S)
-    everything_else.release()
+    try:
+        assert seats[0].wait(TIMEOUT_S)
+    finally:
+        everything_else.release()
 
 
 def test_leaving_the_process_is_a_death() -> None:

@@ -187,7 +187,7 @@ def end(group: str) -> int:
 def free(places: Iterable[str], *, group: str) -> None:
     """Remove those of these placement groups in which no actor of another detached group sits.
 
-    Actors go with their seats. Killing them a moment before instead can meet their own exit half-way, and Ray (2.60) then
+    Actors go with their seats. Killing them a moment before can meet their own exit half-way, and then Ray (2.60)
     counts the seats' resources as taken for ever.
     """
     taken = {name.places for name in _names() if name.group != group}

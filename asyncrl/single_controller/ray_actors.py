@@ -66,11 +66,9 @@ class Actors:
             pool, self.pool = self.pool, None
         if not self.reachable:
             return
-        if isinstance(pool, StandingPool):
-            pool.release()  # see free(): the seats go first
         for handle in handles:
             ray.kill(handle)
-        if pool is not None and not isinstance(pool, StandingPool):
+        if pool is not None:
             pool.release()
 
     def let_go(self) -> None:
@@ -177,19 +175,15 @@ def find(group: str) -> list[Handle]:
 def end(group: str) -> int:
     """Kill every actor of a detached group, whole or not, and free its seats; how many there were."""
     names = [name for name in _names() if name.group == group]
-    free({name.places for name in names}, group=group)
     for name in names:
-        with contextlib.suppress(ValueError):  # it has gone with its seat
+        with contextlib.suppress(ValueError):  # it has died by itself meanwhile
             ray.kill(_handle(name))
+    free({name.places for name in names}, group=group)
     return len(names)
 
 
 def free(places: Iterable[str], *, group: str) -> None:
-    """Remove those of these placement groups in which no actor of another detached group sits.
-
-    Actors go with their seats. Killing them a moment before can meet their own exit half-way, and then Ray (2.60)
-    counts the seats' resources as taken for ever.
-    """
+    """Remove those of these placement groups in which no actor of another detached group sits."""
     taken = {name.places for name in _names() if name.group != group}
     for each in set(places) - taken:
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(each))))

@@ -43,7 +43,6 @@ NEED_RAY = (
     "asyncrl.verl.resource_pool",
     "asyncrl.verl.worker_group",
 )
-START_ACTORS = ("asyncrl.single_controller.ray", "asyncrl.verl.worker_group")
 PUBLIC = (
     "asyncrl.data",
     "asyncrl.single_controller",
@@ -125,8 +124,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def cases() -> Iterator[Any]:
     for name in [*MODULES, "asyncrl.verl", "asyncrl.serve.serving"]:
-        marks = [pytest.mark.ray] if name in NEED_RAY else []
-        yield pytest.param(name, marks=[*marks, pytest.mark.slow] if name in START_ACTORS else marks)
+        yield pytest.param(name, marks=[pytest.mark.ray, pytest.mark.slow] if name in NEED_RAY else [])
 
 
 @pytest.mark.parametrize("name", list(cases()))

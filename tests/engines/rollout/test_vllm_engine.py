@@ -223,7 +223,10 @@ async def test_abort_and_leaving(served: Served, request_of: RequestOf) -> None:
     assert await engine.abort("c19")  # it waits
     assert (await crowd[19]).token_ids == ()
     await engine.pause("abort")
-    assert {got.finish_reason for got in await asyncio.gather(*crowd)} == {"abort"}
+    ended = await asyncio.gather(*crowd)
+    # Whoever came to an end of its own just before is no exception to that.
+    assert all(got.finish_reason == "abort" or len(got.token_ids) == 200 for got in ended)
+    assert "abort" in {got.finish_reason for got in ended[:19]}
     await engine.resume()
     assert (await engine.refresh()).running == 0
 

@@ -63,7 +63,7 @@ def test_the_quickstart_learns(tmp_path: Path):
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs: pip install pyarrow")
 def test_a_run_from_parquet_in_verls_columns(tmp_path: Path):
     make_larger_data(tmp_path, rows=64)
-    smallest = ["--steps", "2", "--sft.steps", "20", "--trainer.groups-per-step", "2", "--eval.tasks", "8"]
+    smallest = ["--steps", "2", "--sft.steps", "24", "--trainer.groups-per-step", "2", "--eval.tasks", "8"]
     done = asyncrl("train", str(EXAMPLES / "larger.toml"), *smallest, cwd=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stderr
     summary = summary_of(tmp_path)

@@ -5,6 +5,7 @@ them and are found by name through packaging entry points:
 
     asyncrl.rollout_engines     RolloutEngine       generates tokens
     asyncrl.training_engines    TrainingEngine      updates the policy
+    asyncrl.value_engines       ValueEngine         values of tokens: the critic; scores of rows: the reward model
     asyncrl.weight_transports   WeightTransport     carries weights from one to the other
     asyncrl.replay_buffers      ReplayBuffer        holds finished groups until they are trained on
     asyncrl.ledgers             Ledger              keeps every prompt, and what was sampled for it, on the disk
@@ -26,6 +27,10 @@ The columns of a trajectory batch, from rollout to loss:
     proximal_log_probs    ragged float32  optional: under the policy at the start of the step
     reference_log_probs   ragged float32  optional: under the frozen reference policy
     ages                  ragged float32  optional: versions the token is older than the weights that train on it
+    turns                 ragged int32    number of the turn the token was sampled in, from 0; -1 where not sampled
+    turn_rewards          ragged float32  one for each turn of the row: what the environment gave it
+    values                ragged float32  optional: a critic's, before the token was sampled; 0 where not sampled
+    returns               ragged float32  optional: what a critic is to say there
     slot                  [B] int64       number of the prompt in issue order: the group's identity
     row                   [B] int64       number of the row in its group, 0..G-1
 
@@ -82,6 +87,7 @@ __all__ = [
     "TopLogProbs",
     "Tracker",
     "TrainingEngine",
+    "ValueEngine",
     "VersionSpan",
     "WeightTransport",
 ]
@@ -388,6 +394,42 @@ class TrainingEngine(Protocol):
         ...
 
 
+class ValueEngine(Protocol):
+    """Holds a model that says one number, and its optimizer, on every rank of a group; see :class:`TrainingEngine`."""
+
+    def values(self, batch: DataProto) -> DataProto:
+        """Column ``values`` (ragged float32, like ``input_ids``): before each token where ``loss_mask``, else 0."""
+        ...
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One step towards ``returns`` of the tokens where ``loss_mask``. Metrics are equal on all ranks."""
+        ...
+
+    def scores(self, batch: DataProto) -> DataProto:
+        """Column ``scores`` ([B] float32), read off the end of each row."""
+        ...
+
+    def compare(self, batch: DataProto) -> dict[str, float]:
+        """One step on pairs: rows chosen, rejected, chosen, ... Metrics are equal on all ranks."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """As :meth:`TrainingEngine.save`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """As :meth:`TrainingEngine.load`."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """As :meth:`TrainingEngine.export`: a model for sequence classification with one label."""
+        ...
+
+    def close(self) -> None:
+        """As :meth:`TrainingEngine.close`."""
+        ...
+
+
 class WeightTransport(Protocol):
     """Carries one version of the weights from the trainer to the engines.
 
@@ -563,6 +605,8 @@ class GroupSummary:
         lengths: sampled tokens per row.
         environment: what the task calls its ``environment``, where several are mixed; quotas go by it.
         reward_parts: what the rewards were made of, by name; one number per row that has the part.
+        turn_rewards: for each row, what each of its turns earned.
+        turn_anchors: for each row, a hash of what the environment said before each turn: the state it began in.
     """
 
     slot: int
@@ -574,6 +618,8 @@ class GroupSummary:
     lengths: tuple[int, ...]
     environment: str = ""
     reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    turn_anchors: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ PART_GROUPS = {
     "asyncrl.rollout_engines": "rollout engine",
     "asyncrl.engine_recipes": "engine recipe",
     "asyncrl.training_engines": "training engine",
+    "asyncrl.value_engines": "value engine",
     "asyncrl.weight_transports": "weight transport",
     "asyncrl.replay_buffers": "replay buffer",
     "asyncrl.ledgers": "ledger",

@@ -9,6 +9,7 @@ from asyncrl.algorithms.advantages import (
     gigpo_advantages,
     grpo_advantages,
     load_estimator,
+    online_dpo_advantages,
     opo_advantages,
     pass_at_k_advantages,
     reinforce_plus_plus_advantages,
@@ -56,7 +57,7 @@ from asyncrl.algorithms.preference import PairLosses, PreferenceObjective, answe
 from asyncrl.algorithms.reward_model import ComparisonLosses, bradley_terry_losses
 from asyncrl.algorithms.supervised import supervised_token_losses
 from asyncrl.algorithms.token_losses import TokenLosses
-from asyncrl.algorithms.values import value_token_losses
+from asyncrl.algorithms.values import ValueObjective, value_token_losses
 
 __all__ = [
     "CISPO",
@@ -91,6 +92,7 @@ __all__ = [
     "Rejection",
     "TokenLosses",
     "TruncatedImportance",
+    "ValueObjective",
     "anchor_log_probs",
     "answer_log_probs",
     "best_of_group_advantages",
@@ -103,6 +105,7 @@ __all__ = [
     "kl_estimate",
     "load_estimator",
     "log_probs_and_entropy",
+    "online_dpo_advantages",
     "opo_advantages",
     "pass_at_k_advantages",
     "penalised_rewards",

@@ -50,6 +50,8 @@ class PolicyObjective:
         entropy_coefficient: 0 or more, reward for being undecided.
         aggregation: how tokens are summed to the loss of a batch, see :func:`~asyncrl.algorithms.token_weights`.
         fixed_length: tokens, for the aggregation of that name.
+        whiten: advantages of a batch are shifted and scaled to mean 0 and variance 1 over its trained tokens, whatever
+            ranks and micro-batches they are spread over.
 
     Raises:
         ConfigError: a value outside its range.
@@ -63,6 +65,7 @@ class PolicyObjective:
     entropy_coefficient: float = 0.0
     aggregation: Aggregation = "token_mean"
     fixed_length: int | None = None
+    whiten: bool = False
 
     def __post_init__(self) -> None:
         check_range("kl_coefficient", self.kl_coefficient, low=0.0)

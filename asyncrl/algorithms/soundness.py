@@ -11,23 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.algorithms.advantages.estimator import AdvantageEstimator
+from asyncrl.algorithms.advantages.estimator import TOKEN_COLUMNS, TURN_COLUMNS, AdvantageEstimator
 from asyncrl.algorithms.policy import PolicyObjective
 
-__all__ = ["MISSING_COLUMNS", "PIPELINE_COLUMNS", "Objection", "Setting", "objections"]
+__all__ = ["COLUMNS", "Objection", "Setting", "objections"]
 
-PIPELINE_COLUMNS = frozenset({"rewards", "groups", "lengths"})
-"""Columns the driver has for an advantage estimator."""
+_OF_ROWS = ("rewards", "groups", "lengths", "greedy_rewards", "divergences")
 
-MISSING_COLUMNS = {
-    "values": "a critic's value of every token",
-    "token_rewards": "a reward of every token",
-    "greedy_rewards": "the reward of a greedy answer to each prompt",
-    "turn_rewards": "the reward of every turn",
-    "turn_rows": "the row of every turn",
-    "turn_anchors": "the state every turn begins in",
+COLUMNS = {
+    "row": frozenset(_OF_ROWS),
+    "turn": frozenset(_OF_ROWS) | TURN_COLUMNS,
+    "token": frozenset({"rewards", "lengths"}) | TOKEN_COLUMNS,
 }
-"""Columns that estimators here ask for and no stage of the pipeline makes yet."""
+"""What there is for an advantage, by what it is given to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +96,12 @@ def objections(objective: PolicyObjective, estimator: AdvantageEstimator, settin
             reason="what it adds is 0 until the weights have moved, and there is one optimizer step on a batch",
             remedy="use trainer.minibatches or trainer.epochs above 1, or another loss",
         )
+    if "divergences" in estimator.needs and objective.aggregation == "sequence_mean":
+        yield Objection(
+            key="algorithm.aggregation",
+            reason="preferences are about whole answers: divided by their lengths, long ones would hardly count",
+            remedy="use token_mean or fixed_length",
+        )
     if objective.kl_coefficient and objective.kl_estimator == "k1":
         yield Objection(
             key="algorithm.kl_estimator",
@@ -109,13 +111,14 @@ def objections(objective: PolicyObjective, estimator: AdvantageEstimator, settin
 
 
 def _unusable(estimator: AdvantageEstimator, setting: Setting) -> Iterator[Objection]:
-    missing = [name for name in estimator.needs if name not in PIPELINE_COLUMNS]
+    level = estimator.level
+    missing = [name for name in estimator.needs if name not in COLUMNS[level]]
     if missing:
-        told = ", ".join(f"{name} ({MISSING_COLUMNS[name]})" if name in MISSING_COLUMNS else name for name in missing)
+        alone = "; an advantage of tokens sees rows without their groups" if level == "token" else ""
         yield Objection(
             key="algorithm.advantage",
-            reason=f"it needs {told}, which no stage of this pipeline makes",
-            remedy=f"use one that needs only {', '.join(sorted(PIPELINE_COLUMNS))}",
+            reason=f"it needs {', '.join(missing)}, which no stage makes for an advantage of {level}s{alone}",
+            remedy=f"use one that needs only {', '.join(sorted(COLUMNS[level]))}",
             unsound=False,
         )
     elif "groups" in estimator.needs and setting.group_size < 2:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.aggregation import token_weights
 from asyncrl.algorithms.policy_loss import check_range
 from asyncrl.algorithms.token_losses import TokenLosses, check_tokens, keep
 
-__all__ = ["value_token_losses"]
+__all__ = ["ValueObjective", "value_token_losses"]
 
 
 def value_token_losses(
@@ -47,3 +51,51 @@ def value_token_losses(
         loss=keep(0.5 * loss, mask),
         metrics={"value_clip_fraction": stopped.detach(), "value_error": (value - target).abs().detach()},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueObjective:
+    """What a critic minimises: :func:`value_token_losses`, every token counting the same.
+
+    Attributes:
+        clip: above 0, or None for the plain square. It bounds what the optimizer steps on *one* batch do to a value;
+            with a single step there is nothing to hold.
+
+    Raises:
+        ConfigError: ``clip`` is not positive.
+    """
+
+    clip: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            check_range("clip", self.clip, low=0.0, open_low=True)
+
+    def token_losses(self, values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor) -> TokenLosses:
+        """As :func:`value_token_losses`, with the moments that :meth:`report` needs."""
+        losses = value_token_losses(values, old_values=old_values, returns=returns, mask=mask, clip=self.clip)
+        value, target = keep(values.detach(), mask), keep(returns.detach(), mask)
+        moments = {
+            "value": value,
+            "return": target,
+            "return_squared": target.square(),
+            "residual": target - value,
+            "residual_squared": (target - value).square(),
+        }
+        return TokenLosses(loss=losses.loss, metrics=losses.metrics | moments)
+
+    def token_weights(self, lengths: Tensor, total_tokens: int, total_rows: int) -> Tensor:
+        """Weight of each trained token of every row, see :func:`~asyncrl.algorithms.token_weights`."""
+        return token_weights(lengths, aggregation="token_mean", total_tokens=total_tokens, total_rows=total_rows)
+
+    def report(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step, from the averages of :meth:`token_losses`' metrics over all its tokens.
+
+        ``explained_variance`` is 1 - Var(return - value) / Var(return): 1 for a critic that knows, 0 for one that says
+        the mean, below 0 for one that does harm; 0 where all returns are equal.
+        """
+        known = dict(means)
+        spread = known.pop("return_squared") - known["return"] ** 2
+        left = known.pop("residual_squared") - known.pop("residual") ** 2
+        known["explained_variance"] = 1.0 - left / spread if spread > 1e-12 else 0.0
+        return known

@@ -22,7 +22,15 @@ from engines.training.microbatch import Layout
 from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowsOfStream, register_packed_attention
 from engines.training.token_log_probs import Extras, Head, TokenScores, token_log_probs
 
-__all__ = ["ComputeDtype", "PolicyModel", "load_policy_model", "local_shard", "shard"]
+__all__ = [
+    "ComputeDtype",
+    "PolicyModel",
+    "choose_layout",
+    "load_causal_lm",
+    "load_policy_model",
+    "local_shard",
+    "shard",
+]
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -227,6 +235,19 @@ def load_policy_model(
             no modules of the names that adapters are wanted for.
         OSError: there is no such model.
     """
+    causal_lm = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing)
+    model = PolicyModel(causal_lm)
+    if lora is not None:
+        add_adapters(causal_lm, lora, seed=seed)
+        model.lora = lora
+    model.train()
+    _check_logits(model)
+    choose_layout(model, layout)
+    return model
+
+
+def load_causal_lm(path: str, *, gradient_checkpointing: bool) -> Any:
+    """The model of transformers, in float32 on the CPU, with every dropout switched off."""
     config: Any = AutoConfig.from_pretrained(path)
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
@@ -240,17 +261,19 @@ def load_policy_model(
     if gradient_checkpointing:
         enable = getattr(causal_lm, "activation_checkpointing_enable", causal_lm.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    model = PolicyModel(causal_lm)
-    if lora is not None:
-        add_adapters(causal_lm, lora, seed=seed)
-        model.lora = lora
-    model.train()
-    _check_logits(model)
+    return causal_lm
+
+
+def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"]) -> None:
+    """Let rows lie as asked.
+
+    Raises:
+        ConfigError: the model cannot be packed and must be.
+    """
     if layout != "padded" and (reason := model.pack()):
         if layout == "packed":
             raise ConfigError(reason, path="layout", remedy="'padded', or 'auto'")
         _log.warning("rows are padded, not packed: %s", reason)
-    return model
 
 
 def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:

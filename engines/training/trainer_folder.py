@@ -19,7 +19,7 @@ from engines.training.model import PolicyModel, local_shard
 from engines.training.optimizer import MOMENTS, ShardedAdamW
 from engines.training.rank_group import RankGroup
 
-__all__ = ["export_model", "full_tensor", "load_trainer", "save_trainer"]
+__all__ = ["export_model", "full_tensor", "load_trainer", "model_file", "save_trainer"]
 
 _MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
@@ -159,7 +159,7 @@ def export_model(
                 partial / "adapter" / "adapter_config.json", model.lora.adapter_config(base=model_path)
             )
         for name in _TOKENIZER_FILES:
-            if (source := _model_file(model_path, name)) is not None:
+            if (source := model_file(model_path, name)) is not None:
                 shutil.copyfile(source, partial / name)
 
     files: dict[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]] = {}
@@ -253,7 +253,8 @@ def _part_of(value: Tensor, *, like: Tensor) -> Tensor:
     return local_shard(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
 
 
-def _model_file(model_path: str, name: str) -> Path | None:
+def model_file(model_path: str, name: str) -> Path | None:
+    """A file of a model's folder, or of its repository on the hub; None if it has none of that name."""
     if (folder := Path(model_path)).is_dir():
         return folder / name if (folder / name).is_file() else None
     from transformers.utils.hub import cached_file

@@ -11,7 +11,7 @@ from asyncrl.algorithms import PolicyObjective
 from engines.training.packed_rows import PackedRows
 from engines.training.rank_group import RankGroup
 
-__all__ = ["prepared_columns"]
+__all__ = ["prepared_columns", "whitened"]
 
 
 def prepared_columns(
@@ -48,3 +48,20 @@ def prepared_columns(
         prepared[name] = torch.zeros(len(mine))
         prepared[name][mine] = column[first : first + token_counts[rank]].float()
     return prepared
+
+
+def whitened(column: Tensor, mask: Tensor, ranks: RankGroup) -> Tensor:
+    """``column`` [T] with mean 0 and variance 1 over the tokens inside ``mask`` of all ranks; others as they are.
+
+    Collective. The variance is the sample one (divided by T - 1); numbers that are all equal become 0.
+    """
+    inside = column[mask].double()
+    count, total = ranks.sum([float(len(inside)), float(inside.sum())])
+    deviations = inside - total / max(count, 1.0)
+    squares, largest = ranks.sum([float(deviations.square().sum()), float(inside.abs().sum())])
+    deviation = (squares / max(count - 1.0, 1.0)) ** 0.5
+    # The mean of equal numbers need not be that number in floating point, and a deviation of 1e-17 is none.
+    scale = 1.0 / deviation if deviation > 1e-12 * largest else 0.0
+    changed = column.clone()
+    changed[mask] = (deviations * scale).to(column.dtype)
+    return changed

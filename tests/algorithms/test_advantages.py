@@ -21,6 +21,7 @@ from asyncrl.algorithms import (
     gigpo_advantages,
     grpo_advantages,
     load_estimator,
+    online_dpo_advantages,
     opo_advantages,
     pass_at_k_advantages,
     reinforce_plus_plus_advantages,
@@ -418,6 +419,54 @@ def test_gigpo_by_hand() -> None:
             gigpo_advantages(*arguments[:4], wrong)
 
 
+# -------------------------------------------------------------------------------------------------------- online DPO
+
+
+def plain_preference_loss(rewards: list[float], owners: list[int], ratios: list[float], kind: str) -> float:
+    """Mean loss of the pairs of a batch: best with worst, second best with second worst, as long as they differ."""
+    losses = []
+    for group in sorted(set(owners)):
+        members = [row for row, owner in enumerate(owners) if owner == group]
+        best = sorted(members, key=lambda row: -rewards[row])
+        worst = sorted(members, key=lambda row: (rewards[row], -row))
+        for chosen, rejected in zip(best, worst, strict=True):
+            if rewards[chosen] <= rewards[rejected]:
+                break
+            x = ratios[chosen] - ratios[rejected]
+            losses.append(math.log1p(math.exp(-0.3 * x)) if kind == "dpo" else (x - 1 / 0.6) ** 2)
+    return sum(losses) / len(losses) if losses else 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 3).map(float), st.integers(0, 2), st.floats(-3, 3, width=32)), min_size=1, max_size=12
+    ),
+    kind=st.sampled_from(["dpo", "ipo"]),
+)
+def test_online_dpo_is_minus_the_slope_of_the_preference_loss(rows: list[tuple[float, int, float]], kind: str) -> None:
+    rewards, owners, ratios = map(list, zip(*rows, strict=True))
+    got = online_dpo_advantages(
+        torch.tensor(rewards), torch.tensor(owners), torch.tensor(ratios, dtype=torch.float64), beta=0.3, kind=kind
+    )
+    slopes = []
+    for row in range(len(rows)):
+        moved = [[*ratios] for _ in range(2)]
+        moved[0][row] += 1e-5
+        moved[1][row] -= 1e-5
+        up, down = (plain_preference_loss(rewards, owners, each, kind) for each in moved)
+        slopes.append((up - down) / 2e-5)
+    # The mean over rows of -advantage * log-prob has the slope of the mean over pairs.
+    assert got.tolist() == pytest.approx([-slope * len(rows) for slope in slopes], rel=1e-3, abs=1e-4)
+
+
+def test_online_dpo_refuses_what_does_not_fit() -> None:
+    with pytest.raises(SchemaError, match="divergences must be"):
+        online_dpo_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(3))
+    with pytest.raises(ConfigError, match="beta is 0"):
+        online_dpo_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2), beta=0.0)
+
+
 # ----------------------------------------------------------------------------------------------------------- by name
 
 
@@ -427,6 +476,7 @@ def test_an_estimator_says_what_it_needs() -> None:
         "opo": ("rewards", "groups", "lengths"),
         "reinforce_plus_plus": ("rewards", "lengths"),
         "remax": ("rewards", "greedy_rewards"),
+        "online_dpo": ("rewards", "groups", "divergences"),
         "gae": ("token_rewards", "values", "lengths"),
         "gigpo": ("rewards", "groups", "turn_rewards", "turn_rows", "turn_anchors"),
     }
@@ -470,3 +520,21 @@ def test_a_function_of_ones_own() -> None:
 def test_what_is_no_advantage_is_refused(answer: Any, told: str) -> None:
     with pytest.raises(UserCodeError, match=rf"advantage 'mine' must return \[2\] finite numbers, got {told}"):
         estimator(lambda rewards: answer)({"rewards": torch.zeros(2)})
+
+
+def test_it_gives_as_many_numbers_as_its_finest_column_has() -> None:
+    assert {name: load_estimator(name).level for name in ("grpo", "remax", "gigpo", "gae")} == {
+        "grpo": "row",
+        "remax": "row",
+        "gigpo": "turn",
+        "gae": "token",
+    }
+    columns = {"rewards": torch.zeros(1), "turn_rewards": torch.zeros(2), "token_rewards": torch.zeros(5)}
+    of_turns, of_tokens = (
+        AdvantageEstimator("mine", each, {})
+        for each in (lambda rewards, turn_rewards: turn_rewards + 1, lambda token_rewards: token_rewards)
+    )
+    assert of_turns(columns).tolist() == [1.0, 1.0]
+    assert len(of_tokens(columns)) == 5
+    with pytest.raises(UserCodeError, match=r"must return \[5\] finite numbers, got \(2,\)"):
+        AdvantageEstimator("mine", lambda token_rewards, turn_rewards: turn_rewards, {})(columns)

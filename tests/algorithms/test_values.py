@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from asyncrl.algorithms import value_token_losses
+from asyncrl.algorithms import ValueObjective, value_token_losses
 from asyncrl.errors import ConfigError, SchemaError
 
 
@@ -59,3 +59,31 @@ def test_what_does_not_fit_is_refused() -> None:
         value_token_losses(column, old_values=column, returns=torch.zeros(3), mask=mask)
     with pytest.raises(ConfigError, match="clip is 0"):
         value_token_losses(column, old_values=column, returns=column, mask=mask, clip=0.0)
+
+
+def test_what_a_step_tells_of_a_critic() -> None:
+    """Moments of tokens, averaged over any split of them, give what they all together are."""
+    draw = random.Random(5)
+    rows = [(draw.uniform(-2, 2), draw.uniform(-3, 5)) for _ in range(40)]
+    values, targets = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    mask = torch.tensor([number % 4 != 0 for number in range(40)])
+    objective = ValueObjective(clip=None)
+    sums: dict[str, float] = {}
+    for part in (slice(0, 13), slice(13, 40)):
+        losses = objective.token_losses(values[part], old_values=values[part], returns=targets[part], mask=mask[part])
+        for name, column in losses.metrics.items():
+            sums[name] = sums.get(name, 0.0) + float(column.double().sum())
+    told = objective.report({name: total / 30 for name, total in sums.items()})
+    kept = [row for number, row in enumerate(rows) if number % 4]
+    mean = sum(target for _, target in kept) / 30
+    left = [target - value for value, target in kept]
+    residual = sum(left) / 30
+    expected = 1 - sum((each - residual) ** 2 for each in left) / sum((target - mean) ** 2 for _, target in kept)
+    assert told["explained_variance"] == pytest.approx(expected, rel=1e-6)
+    assert told["return"] == pytest.approx(mean)
+    assert told["value_error"] == pytest.approx(sum(map(abs, left)) / 30)
+    assert {"return_squared", "residual", "residual_squared"}.isdisjoint(told)
+    flat = {"return": 2.0, "return_squared": 4.0, "residual": 1.0, "residual_squared": 3.0}
+    assert objective.report(flat)["explained_variance"] == 0.0  # nothing to explain
+    with pytest.raises(ConfigError, match="clip is -1"):
+        ValueObjective(clip=-1.0)

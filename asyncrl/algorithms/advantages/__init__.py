@@ -9,6 +9,7 @@ from asyncrl.algorithms.advantages.group_relative import (
     opo_advantages,
     rloo_advantages,
 )
+from asyncrl.algorithms.advantages.online_dpo import online_dpo_advantages
 from asyncrl.algorithms.advantages.pass_at_k import best_of_group_advantages, pass_at_k_advantages
 from asyncrl.algorithms.advantages.reinforce import (
     reinforce_plus_plus_advantages,
@@ -25,6 +26,7 @@ __all__ = [
     "gigpo_advantages",
     "grpo_advantages",
     "load_estimator",
+    "online_dpo_advantages",
     "opo_advantages",
     "pass_at_k_advantages",
     "reinforce_plus_plus_advantages",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Parameter, signature
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,13 @@ from torch import Tensor
 from asyncrl.errors import ConfigError, SchemaError, UserCodeError
 from asyncrl.parts import load_part
 
-__all__ = ["AdvantageEstimator", "load_estimator"]
+__all__ = ["TOKEN_COLUMNS", "TURN_COLUMNS", "AdvantageEstimator", "load_estimator"]
+
+TOKEN_COLUMNS = frozenset({"token_rewards", "values"})
+"""Columns [T] of sampled tokens. An estimator that needs one looks at each row alone and returns [T]."""
+
+TURN_COLUMNS = frozenset({"turn_rewards", "turn_rows", "turn_anchors"})
+"""Columns [K] of turns. An estimator that needs one returns [K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,19 @@ class AdvantageEstimator:
         groups    [B] int64     equal for the rows of one prompt
         lengths   [B] int64     sampled tokens of each row
 
-    It returns [B], or what it documents for columns of its own. A user's function of that form is named by its path,
-    ``package.module:function``.
+        greedy_rewards  [B]     reward of a greedy answer to the row's prompt, rolled out for it
+        divergences     [B]     log(policy that sampled / reference) of each row, its sampled tokens summed
+
+        turn_rewards    [K] float32   of all turns, row after row: what the environment gave it
+        turn_rows       [K] int64     row of each turn
+        turn_anchors    [K] int64     within a group equal for turns that begin after the same words
+
+        token_rewards   [T] float32   of all sampled tokens, row after row: rewards at the ends of their turns
+        values          [T] float32   a critic's, before each of them
+
+    It returns as many numbers as the finest of its columns has: [B], [K] or [T]. One of tokens sees some rows at a
+    time, whole ones, so beside its columns it may have ``rewards`` and ``lengths`` but no groups. A user's function of
+    that form is named by its path, ``package.module:function``.
 
     Attributes:
         name: how it was asked for.
@@ -46,19 +63,25 @@ class AdvantageEstimator:
         """Names of the columns it cannot do without."""
         return tuple(name for name, each in _columns(self.function).items() if each.default is Parameter.empty)
 
+    @property
+    def level(self) -> Literal["row", "turn", "token"]:
+        """What it gives an advantage to."""
+        needs = set(self.needs)
+        return "token" if needs & TOKEN_COLUMNS else "turn" if needs & TURN_COLUMNS else "row"
+
     def __call__(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Advantages [B] float32 of a batch.
+        """Advantages [B], [K] or [T] float32 of a batch, by :attr:`level`.
 
         Raises:
             SchemaError: a column it needs is not there.
-            UserCodeError: what it returned is no [B] of finite numbers.
+            UserCodeError: what it returned is not as many finite numbers.
         """
         missing = [name for name in self.needs if name not in columns]
         if missing:
             raise SchemaError(f"advantage {self.name!r} needs {', '.join(missing)}; there are {', '.join(columns)}")
         given = {name: columns[name] for name in _columns(self.function) if name in columns}
         advantages = self.function(**given, **self.options)
-        rows = len(columns["rewards"])
+        rows = len(columns[{"row": "rewards", "turn": "turn_rewards", "token": "token_rewards"}[self.level]])
         if not isinstance(advantages, Tensor) or advantages.shape != (rows,) or not bool(advantages.isfinite().all()):
             shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
             raise UserCodeError(f"advantage {self.name!r} must return [{rows}] finite numbers, got {shape}")

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms import GSPO, ClipCov, PolicyObjective, TruncatedImportance
+from asyncrl.algorithms import GSPO, ClipCov, PolicyObjective, TruncatedImportance, ValueObjective
 from asyncrl.data import DataProto
 from asyncrl.errors import AsyncRLError
 from engines.training.fsdp_engine import FSDPEngine
+from engines.training.value_engine import FSDPValueEngine
 
 LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14]
 
@@ -57,6 +58,17 @@ class Rank:
         return FSDPEngine(
             self.model,
             objective=objective or PolicyObjective(),
+            rank=self.rank,
+            world_size=self.world_size,
+            master_port=self.port,
+            collective_timeout_s=60.0,
+            **settings,
+        )
+
+    def value_engine(self, **options: Any) -> FSDPValueEngine:
+        settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "threads": 1, "device": "cpu"} | options
+        return FSDPValueEngine(
+            self.model,
             rank=self.rank,
             world_size=self.world_size,
             master_port=self.port,
@@ -127,6 +139,32 @@ def whole_rows(rank: Rank) -> None:
     rank.updates("whole_rows", split=6, objective=objective, minibatches=2, max_tokens_per_microbatch=20)
 
 
+def whitened(rank: Rank) -> None:
+    """Mean and variance of advantages are those of all ranks' tokens."""
+    rank.updates("whitened", split=5, objective=PolicyObjective(whiten=True))
+
+
+def critic(rank: Rank) -> None:
+    """Values of single tokens, a clip around those of the start."""
+    engine = rank.value_engine(minibatches=2, objective=ValueObjective(clip=0.01))
+    batches = [rank.rows(seed, split=5) for seed in range(3)]
+    told = [engine.update(batch.with_columns(returns=batch.batch["behaviour_log_probs"])) for batch in batches]
+    for metrics in told:  # 1 minus a ratio near 1: of its digits fewer are left
+        metrics["explained_variance"] = round(metrics["explained_variance"], 4)
+    rank.report("critic", told)
+    rank.report("critic.values", engine.values(rank.rows(3, split=7)).batch["values"].values().tolist())
+    engine.save(rank.folder / "critic")
+    engine.close()
+
+
+def compared(rank: Rank) -> None:
+    """The second pair has one row here and the other there."""
+    engine = rank.value_engine(centring=0.1)
+    rank.report("compared", [engine.compare(rank.rows(seed, split=3)) for seed in range(3)])
+    engine.save(rank.folder / "compared")
+    engine.close()
+
+
 def supervised(rank: Rank) -> None:
     engine = rank.engine()
     rank.report("supervised", [engine.supervise(rank.rows(seed, split=7)) for seed in range(3)])
@@ -185,7 +223,19 @@ def errors(rank: Rank) -> None:
     twin.close()
 
 
-SHARED_SCENES = (uneven, empty, by_row, minibatches, whole_batch, whole_rows, supervised, scored)
+SHARED_SCENES = (
+    uneven,
+    empty,
+    by_row,
+    minibatches,
+    whole_batch,
+    whole_rows,
+    whitened,
+    critic,
+    compared,
+    supervised,
+    scored,
+)
 """Scenes with the same outcome on any number of ranks."""
 
 SCENES = {scene.__name__: scene for scene in (*SHARED_SCENES, resumed, errors)}

@@ -112,7 +112,19 @@ def _check_same_updates(one: Path, several: Path, scene: str, *, ranks: int) -> 
 
 
 @pytest.mark.parametrize(
-    "scene", ["uneven", "empty", "by_row", "minibatches", "whole_batch", "whole_rows", "supervised"]
+    "scene",
+    [
+        "uneven",
+        "empty",
+        "by_row",
+        "minibatches",
+        "whole_batch",
+        "whole_rows",
+        "whitened",
+        "critic",
+        "compared",
+        "supervised",
+    ],
 )
 def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
     """Metrics to 1e-4; the weights after three updates to 1e-6 of their norm, in float32."""
@@ -151,6 +163,12 @@ def test_each_rank_gets_the_log_probs_of_its_own_rows(outcome: Outcome) -> None:
         parts = [outcome.report(outcome.two, "scored", rank)[name] for rank in range(2)]
         assert [len(part) for part in parts] == [57, 14]
         assert parts[0] + parts[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_each_rank_gets_the_values_of_its_own_rows(outcome: Outcome) -> None:
+    parts = [outcome.report(outcome.two, "critic.values", rank) for rank in range(2)]
+    assert [len(part) for part in parts] == [57, 14]
+    assert parts[0] + parts[1] == pytest.approx(outcome.report(outcome.one, "critic.values"), abs=1e-5)
 
 
 def test_a_checkpoint_does_not_know_how_many_ranks_wrote_it(outcome: Outcome) -> None:

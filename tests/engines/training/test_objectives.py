@@ -95,3 +95,38 @@ def test_a_batch_without_tokens_is_refused_before_it_is_prepared(
     with pytest.raises(InvalidDataError, match="no token to train on"):
         made.update(trajectories([3, 2]))
     made.close()
+
+
+def test_advantages_are_whitened_over_the_tokens_that_are_trained(
+    model_folder: Callable[..., str], trajectories: Callable[..., DataProto]
+) -> None:
+    """A batch and the same batch with advantages moved, scaled and masked where nothing is trained: one step."""
+    weights = []
+    for shift, scale in ((0.0, 1.0), (5.0, 40.0)):
+        made = engine(model_folder(), PolicyObjective(correction=NoCorrection(), whiten=True))
+        batch = trajectories(LENGTHS, seed=3)
+        assert batch.batch is not None
+        metrics = made.update(batch.with_columns(advantages=batch.batch["advantages"] * scale + shift))
+        weights.append(torch.cat([tensor.flatten().clone() for _, tensor in made.named_tensors()]))
+        made.close()
+        # Advantages of mean 0, and ratios of 1 to rounding: the loss is their negative mean.
+        assert metrics["loss"] == pytest.approx(0.0, abs=1e-5)
+    assert (weights[0] - weights[1]).norm() <= 1e-5 * weights[0].norm()
+
+
+def test_whitening_is_the_plain_loop_and_leaves_equal_numbers_at_0() -> None:
+    from engines.training.rank_group import RankGroup
+    from engines.training.whole_batch import whitened
+
+    ranks = RankGroup(device="cpu")
+    try:
+        column, mask = torch.tensor([1.0, 9.0, 2.0, 6.0]), torch.tensor([True, False, True, True])
+        # 1, 2, 6: mean 3, variance (4 + 1 + 9) / 2 = 7
+        expected = [-2 / 7**0.5, 9.0, -1 / 7**0.5, 3 / 7**0.5]
+        assert whitened(column, mask, ranks).tolist() == pytest.approx(expected, rel=1e-6)
+        third = torch.full((3,), 0.1)
+        assert whitened(third, torch.ones(3, dtype=torch.bool), ranks).tolist() == [0.0, 0.0, 0.0]
+        assert whitened(third, torch.zeros(3, dtype=torch.bool), ranks).tolist() == third.tolist()
+        assert whitened(third[:1] + 4, torch.ones(1, dtype=torch.bool), ranks).tolist() == [0.0]
+    finally:
+        ranks.close()

@@ -1,0 +1,307 @@
+"""What training engines of all roles share: a model and its optimizer over ranks, optimizer steps, and their folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms import TokenLosses
+from asyncrl.data import DataProto
+from asyncrl.errors import EngineClosedError, EngineError, InvalidDataError
+from engines.training.dealing import Dealing
+from engines.training.model import ComputeDtype, PolicyModel, shard
+from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
+from engines.training.options import check_options
+from engines.training.packed_rows import PackedRows, RowStream
+from engines.training.passes import LossesOf, Passes, Portion
+from engines.training.rank_group import RankGroup
+from engines.training.token_log_probs import Extras, TokenScores
+from engines.training.trainer_folder import export_model, full_tensor, load_trainer, save_trainer
+
+__all__ = ["ShardedEngine", "check_some"]
+
+ModelT = TypeVar("ModelT", bound=PolicyModel)
+
+
+class ShardedEngine(Generic[ModelT]):
+    """Model and optimizer, sharded over the ranks of one group. Methods are collective.
+
+    Engines derive from it and say what they minimise. Arguments are those of
+    :class:`~engines.training.fsdp_engine.FSDPEngine`, but for one.
+
+    Args:
+        load: makes the model, on the CPU and not sharded yet.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        load: Callable[[], ModelT],
+        lr: float,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int | None,
+        device: str,
+        dtype: ComputeDtype,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        max_grad_norm: float | None,
+        schedule: Schedule,
+        warmup_steps: int,
+        total_steps: int | None,
+        max_tokens_per_microbatch: int,
+        minibatches: int,
+        epochs: int,
+        temperature: float,
+        publish_dtype: ComputeDtype,
+        threads: int | None,
+        seed: int,
+        collective_timeout_s: float,
+    ) -> None:
+        check_options(
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            minibatches=minibatches,
+            epochs=epochs,
+            threads=threads,
+            max_grad_norm=max_grad_norm,
+            temperature=temperature,
+            dtype=dtype,
+            publish_dtype=publish_dtype,
+        )
+        self._rate = LearningRate(peak=lr, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._model_path = model_path
+        self._max_grad_norm = max_grad_norm
+        self._minibatches = minibatches
+        self._epochs = epochs
+        self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
+        self._seed = seed
+        self._updates = 0
+        self._optimizer_steps = 0
+        self._closed = False
+        self._ranks = RankGroup(
+            rank=rank,
+            world_size=world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            device=device,
+            timeout_s=collective_timeout_s,
+        )
+        try:
+            self._model: ModelT = load()
+            self._cost = self._model.row_cost()
+            shard(self._model, self._ranks.mesh, dtype=dtype)
+            self._optimizer = ShardedAdamW(
+                self._model.parameters_by_name(), weight_decay=weight_decay, betas=betas, eps=eps
+            )
+            self._passes = Passes(
+                self._model, self._ranks, max_tokens=max_tokens_per_microbatch, temperature=temperature
+            )
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    # --------------------------------------------------------------------------------------------------------- folder
+
+    def save(self, folder: Path) -> None:
+        """Write weights, moments and counters; replaces ``folder`` as a whole. Collective; rank 0 writes.
+
+        Raises:
+            OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
+        """
+        self._check_open()
+        counters = {"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._seed}
+        save_trainer(Path(folder), self._model, self._optimizer, self._ranks, counters=counters)
+
+    def load(self, folder: Path) -> None:
+        """Counterpart of :meth:`save`, at any world size. At the same world size training goes on bit for bit.
+
+        Hyperparameters are this engine's; only the seed is that of the engine that saved.
+
+        Raises:
+            CheckpointError: missing, damaged or of another model. Nothing has been changed then.
+        """
+        self._check_open()
+        counters = load_trainer(Path(folder), self._model, self._optimizer, self._ranks)
+        self._updates = counters["updates"]
+        self._optimizer_steps = counters["optimizer_steps"]
+        self._seed = counters["seed"]
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder: config, weights in ``publish_dtype``, the tokenizer of ``model_path`` if any.
+
+        With LoRA its weights have the adapters merged in; the adapters alone lie beside them in ``adapter``, as peft
+        reads them.
+
+        Raises:
+            OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
+        """
+        self._check_open()
+        export_model(
+            Path(folder),
+            self._model,
+            self._full_tensors(),
+            self._ranks,
+            dtype=self._publish_dtype,
+            model_path=self._model_path,
+        )
+
+    def close(self) -> None:
+        """Leave the process group and free the model. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        del self._passes, self._optimizer, self._model
+        self._ranks.close()
+
+    # ---------------------------------------------------------------------------------------------- for derived engines
+
+    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        dtype = self._publish_dtype
+        whole = self._model.merged((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
+        tensors = ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in whole)
+        return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
+
+    def _descend(
+        self,
+        dealing: Dealing,
+        *,
+        token_weights: Callable[[Tensor, int, int], Tensor],
+        losses_of: Callable[[PackedRows, TokenScores, RowStream, Tensor], TokenLosses],
+        extras: Extras = "none",
+    ) -> dict[str, float]:
+        """``epochs`` passes over a batch, each in ``minibatches`` optimizer steps; the update is counted.
+
+        Args:
+            dealing: the batch.
+            token_weights: (trained tokens of each row, those of the step, its rows) -> weight of a row's tokens.
+            losses_of: as for :meth:`Passes.accumulate`, with the rows before.
+            extras: likewise.
+
+        Returns:
+            Metrics, averaged over steps: ``loss`` and ``grad_norm`` evenly, others by tokens; ``lr`` of the last step,
+            ``tokens_trained`` and ``rows`` of the batch.
+
+        Raises:
+            InvalidDataError: no token to train on.
+        """
+        check_some(dealing.scored)
+        steps: list[dict[str, float]] = []
+        tokens_of_steps: list[int] = []
+        for epoch in range(self._epochs):
+            for rows, members in dealing.minibatches(self._minibatches, seed=self._draw(epoch)):
+                portion = self._passes.portion(rows, members)
+                if portion.tokens == 0:
+                    continue
+                weights = token_weights(_only(rows.scored, members), portion.tokens, portion.rows)
+
+                def losses(
+                    scores: TokenScores, stream: RowStream, mask: Tensor, rows: PackedRows = rows
+                ) -> TokenLosses:
+                    return losses_of(rows, scores, stream, mask)
+
+                steps.append(self._step(rows, portion, weights, losses_of=losses, extras=extras))
+                tokens_of_steps.append(portion.tokens)
+        self._updates += 1
+        per_step = {"loss", "grad_norm"}
+        metrics = {
+            name: _mean([step[name] for step in steps], [1] * len(steps) if name in per_step else tokens_of_steps)
+            for name in steps[0]
+        }
+        return metrics | {
+            "lr": steps[-1]["lr"],
+            "tokens_trained": float(dealing.scored),
+            "rows": float(dealing.rows),
+        }
+
+    def _draw(self, number: int = 0) -> int:
+        """Seed of something that this update draws; ``number`` below 1024."""
+        return (self._seed << 40) + (self._updates << 10) + number
+
+    def _step(
+        self, rows: PackedRows, portion: Portion, weights: Tensor, *, losses_of: LossesOf, extras: Extras
+    ) -> dict[str, float]:
+        self._optimizer.discard_gradients()  # of a step that was broken off by an error
+        gradients = self._passes.accumulate(
+            rows,
+            portion,
+            weights,
+            losses_of=losses_of,
+            squared_norm=self._optimizer.squared_gradient_norm,
+            extras=extras,
+        )
+        for name, value in (("loss", gradients.loss), ("grad_norm", gradients.norm)):
+            if not math.isfinite(value):
+                self._optimizer.discard_gradients()
+                raise EngineError(
+                    f"{name} is {value} at optimizer step {self._optimizer_steps}: the weights were left as they are. "
+                    f"Look at the batch (advantages, log-probs) and at lr={self._rate.at(self._optimizer_steps):g}"
+                )
+        lr = self._rate.at(self._optimizer_steps)
+        self._optimizer.step(lr=lr, gradient_scale=clipping_scale(gradients.norm, self._max_grad_norm))
+        self._optimizer_steps += 1
+        return gradients.metrics | {"loss": gradients.loss, "grad_norm": gradients.norm, "lr": lr}
+
+    def _score(self, dealing: Dealing, *, extras: Extras) -> tuple[Tensor, Tensor]:
+        """Scores of the tokens of this rank's own rows; see :meth:`Passes.score`."""
+        ((rows, _),) = dealing.minibatches(1, seed=0)
+        scores, entropy = self._passes.score(rows, extras=extras)
+        return dealing.give_back(scores), dealing.give_back(entropy)
+
+    def _deal(self, rows: PackedRows) -> Dealing:
+        return Dealing(rows, self._ranks, cost=self._cost)
+
+    def _read(
+        self,
+        batch: DataProto,
+        *,
+        loss_mask: bool = True,
+        required: Sequence[str] = (),
+        optional: Sequence[str] = (),
+    ) -> PackedRows:
+        """The batch as packed rows, or an error on every rank if any rank's batch cannot be used."""
+        rows: PackedRows | None = None
+        failure: InvalidDataError | None = None
+        try:
+            rows = PackedRows.read(
+                batch,
+                vocabulary=self._model.vocabulary,
+                loss_mask=loss_mask,
+                required=required,
+                optional=[name for name in optional if name not in required],
+            )
+        except InvalidDataError as error:
+            failure = error
+        self._ranks.agree(failure, doing="reading the batch")
+        assert rows is not None
+        return rows
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the training engine is closed")
+
+
+def check_some(tokens: int) -> None:
+    """Raise :class:`InvalidDataError` if there are none."""
+    if tokens == 0:
+        raise InvalidDataError("no token to train on: loss_mask is False everywhere, on every rank")
+
+
+def _only(scored: Tensor, members: Sequence[int]) -> Tensor:
+    """[B] like ``scored``, 0 for rows that are no members."""
+    kept = torch.zeros_like(scored)
+    kept[list(members)] = scored[list(members)]
+    return kept
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -41,13 +41,14 @@ from typing import Any
 
 import torch
 
+from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.durable import DurableFiles
 from asyncrl.errors import CheckpointError
 from asyncrl.pipeline import training_run
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
-from asyncrl.pipeline.driver import Driver, TrainingPlan
+from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.resumption import (
     admission_law,
@@ -58,6 +59,7 @@ from asyncrl.pipeline.resumption import (
 )
 from asyncrl.pipeline.run import train
 from asyncrl.pipeline.staleness import POLICIES
+from asyncrl.pipeline.training_plan import TrainingPlan
 from asyncrl.rollout.record import encode_rows
 from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
 from asyncrl.telemetry.timeline import Timeline
@@ -252,7 +254,7 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
             steps=STEPS,
             groups_per_step=GROUPS,
             group_size=ROWS,
-            advantage=lambda columns: columns["rewards"] - columns["rewards"].mean(),
+            advantage=AdvantageEstimator("centred", lambda rewards: rewards - rewards.mean(), {}),
             seed=0,
             eval_tasks=0,
             checkpoint_every=CHECKPOINT_EVERY,

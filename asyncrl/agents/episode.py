@@ -227,6 +227,7 @@ class _Episode:
 
     def earned(self, step: Step) -> None:
         self._reward += float(step.reward)
+        self._turns[-1] = dataclasses.replace(self._turns[-1], reward=float(step.reward))
         self._info = dict(step.info)
 
     def ended(self, reason: EpisodeEnd) -> Trajectory:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from .algorithm import AlgorithmConfig, check_algorithm
 from .config import Config
-from .file import load_config
+from .file import load_config, load_document
 from .overrides import apply_overrides, parse_overrides
+from .reward_training import RewardTrainingConfig
 from .section import Schedule, Section
 from .sections import (
     BufferConfig,
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     EnvConfig,
     EvalConfig,
     LedgerConfig,
@@ -29,11 +31,13 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
+    "CriticConfig",
     "EnvConfig",
     "EvalConfig",
     "LedgerConfig",
     "ModelConfig",
     "RewardConfig",
+    "RewardTrainingConfig",
     "RolloutConfig",
     "Schedule",
     "Section",
@@ -44,5 +48,6 @@ __all__ = [
     "apply_overrides",
     "check_algorithm",
     "load_config",
+    "load_document",
     "parse_overrides",
 ]

@@ -50,6 +50,8 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """Token losses to one number: over all tokens, per row and then over rows, or by a constant length."""
+    whiten: bool = False
+    """Shift and scale the advantages of a batch to mean 0 and variance 1 over its tokens; usual with `gae`."""
     mismatch_limit: Annotated[float, Field(gt=0, le=100)] | None = None
     """Nats per token (k3 KL) that engine and trainer may differ by on the first step; none: by `model.dtype`."""
     allow_unsound: bool = False
@@ -85,6 +87,7 @@ class AlgorithmConfig(Section):
             entropy_coefficient=self.entropy_coefficient,
             aggregation=self.aggregation,
             fixed_length=longest if self.aggregation == "fixed_length" else None,
+            whiten=self.whiten,
         )
 
     def controller(self, coefficient: float | None = None) -> KLController | None:
@@ -131,10 +134,24 @@ def check_algorithm(config: Config) -> tuple[Objection, ...]:
     )
     objective, estimator = algorithm.objective(longest=config.rollout.max_tokens), algorithm.estimator()
     found = tuple(objections(objective, estimator, setting))
-    if algorithm.kl_placement == "reward" and config.buffer.options.get("max_uses", 1) != 1:
+    if config.buffer.options.get("max_uses", 1) != 1:
+        often = "are told once for a group, and buffer.options.max_uses takes groups more often"
+        if algorithm.kl_placement == "reward":
+            path, remedy = "algorithm.kl_placement", 'use kl_placement = "loss", or max_uses = 1'
+            raise_problems([Problem(path, f"divergences {often}", value='"reward"', remedy=remedy)])
+        for column, what in (("greedy_rewards", "greedy rewards"), ("divergences", "divergences")):
+            if column in estimator.needs:
+                path, remedy = "algorithm.advantage", "use another advantage, or max_uses = 1"
+                value = value_to_toml(algorithm.advantage)
+                raise_problems([Problem(path, f"{what} {often}", value=value, remedy=remedy)])
+    if "divergences" in estimator.needs and algorithm.kl_coefficient and algorithm.kl_placement == "reward":
         path = "algorithm.kl_placement"
-        rule = "divergences are told once for a group, and buffer.options.max_uses takes groups more often"
-        raise_problems([Problem(path, rule, value='"reward"', remedy='use kl_placement = "loss", or max_uses = 1')])
+        rule = (
+            "this advantage holds the policy to the reference itself: a penalty in the reward would decide pairs, too"
+        )
+        raise_problems(
+            [Problem(path, rule, value='"reward"', remedy='use kl_placement = "loss", or kl_coefficient = 0')]
+        )
     refused = [each for each in found if not (each.unsound and algorithm.allow_unsound)]
     if refused:
         override = "; algorithm.allow_unsound = true runs it all the same"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from asyncrl.pipeline.staleness import StalenessPolicy, staleness_policy
 
 from .algorithm import AlgorithmConfig
-from .problem import Problem, dotted, problems_of, raise_problems
-from .section import DEEPEST_TABLE, FilePath, Section
+from .document import Document, RunName, Seed
+from .problem import Problem
+from .section import FilePath
 from .sections import (
     BufferConfig,
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     EnvConfig,
     EvalConfig,
     LedgerConfig,
@@ -31,12 +32,12 @@ from .sections import (
     TrainerConfig,
     WeightsConfig,
 )
-from .toml import nested_deeper, table_to_toml
+from .toml import value_to_toml
 
 __all__ = ["Config"]
 
 
-class Config(Section):
+class Config(Document):
     """A run. Immutable; made from a file with :func:`asyncrl.config.load_config` or from a mapping.
 
     Example:
@@ -47,9 +48,9 @@ class Config(Section):
         (8, 64)
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=80)]
+    name: RunName
     """Name of the run and of its folder."""
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    seed: Seed = 0
     """Seed of everything random: weights, tasks, sampling."""
     steps: Annotated[int, Field(ge=0, le=10_000_000)]
     """Training steps (batches consumed); 0 only warms up and evaluates."""
@@ -71,6 +72,8 @@ class Config(Section):
     """The ranks that update the policy."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The maths of an update."""
+    critic: CriticConfig = CriticConfig()
+    """What to expect, where the advantage asks for it."""
     reward: RewardConfig = RewardConfig()
     """Who says how good a trajectory was."""
     staleness: StalenessConfig = StalenessConfig()
@@ -108,41 +111,13 @@ class Config(Section):
         """``staleness.policy``, or ``wait`` where ``max_staleness`` is 0."""
         return staleness_policy(self.staleness.policy, max_staleness=self.max_staleness)
 
-    @classmethod
-    def from_mapping(cls, data: Mapping[str, Any], *, origin: str = "") -> Config:
-        """Check nested tables, as TOML gives them.
-
-        Raises:
-            ConfigError: with every problem found; ``origin`` (a file) is named in front.
-        """
-        deep = [key for key, value in data.items() if nested_deeper(value, DEEPEST_TABLE)]
-        if deep:  # first of all: a message about such a value could not be written
-            rule = f"must be nested at most {DEEPEST_TABLE} levels deep"
-            raise_problems([Problem(dotted([key]), rule) for key in deep], origin=origin)
-        try:
-            return cls.model_validate(dict(data))
-        except ValidationError as error:
-            raise_problems(problems_of(error, cls), origin=origin)
-
     def to_toml(self) -> str:
-        """The resolved configuration: every value, also the defaults. Reading it back gives an equal one."""
-        tables = self.model_dump(mode="python", exclude_none=True)
-        for section in tables.values():
-            if isinstance(section, dict):
-                for key in [key for key, value in section.items() if key.endswith("options") and value == {}]:
-                    del section[key]
-        text = table_to_toml(tables)
+        """As of every document, with what is derived as comments."""
+        text = super().to_toml()
         if self.buffer.capacity_groups is None:
             derived = f"# capacity_groups = {self.capacity_groups}, derived from max_staleness and groups_per_step\n"
             text = text.replace("[buffer]\n", "[buffer]\n" + derived, 1)
         return text
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        problems = list(self._conflicts())
-        if problems:
-            raise PydanticCustomError("conflicts", "values do not fit together", {"problems": problems})
-        return self
 
     def _conflicts(self) -> Iterator[Problem]:
         yield from self._resource_conflicts()
@@ -161,13 +136,15 @@ class Config(Section):
                 value="0",
                 remedy="use a temperature above 0, or steps = 0",
             )
-        if trainer.groups_per_step % trainer.minibatches:
-            yield Problem(
-                "trainer.minibatches",
-                f"does not divide groups_per_step = {trainer.groups_per_step}: optimizer steps would differ in size",
-                value=str(trainer.minibatches),
-                remedy=f"use a divisor of {trainer.groups_per_step}",
-            )
+        for name, minibatches in (("trainer", trainer.minibatches), ("critic", self.critic.minibatches)):
+            if trainer.groups_per_step % minibatches:
+                yield Problem(
+                    f"{name}.minibatches",
+                    f"does not divide groups_per_step = {trainer.groups_per_step}: "
+                    "optimizer steps would differ in size",
+                    value=str(minibatches),
+                    remedy=f"use a divisor of {trainer.groups_per_step}",
+                )
         if rollout.max_new_tokens >= rollout.max_tokens:
             yield Problem(
                 "rollout.max_new_tokens",
@@ -207,6 +184,7 @@ class Config(Section):
         for name, warmup_steps, steps in (
             ("sft", self.sft.warmup_steps, self.sft.steps),
             ("trainer", trainer.warmup_steps, self.steps * trainer.minibatches * trainer.epochs),
+            ("critic", self.critic.warmup_steps, self.steps * self.critic.minibatches * self.critic.epochs),
         ):
             if steps and warmup_steps > steps:
                 yield Problem(
@@ -218,14 +196,24 @@ class Config(Section):
 
     def _resource_conflicts(self) -> Iterator[Problem]:
         cluster, trainer, rollout = self.cluster, self.trainer, self.rollout
+        sizes = {"trainer": trainer.world_size, "critic": self.critic.world_size, "reference": 1}
+        if len({sizes[role] for role in cluster.colocate}) > 1:
+            yield Problem(
+                "cluster.colocate",
+                "roles that share processes have as many ranks: "
+                + ", ".join(f"{role} has {sizes[role]}" for role in cluster.colocate),
+                value=value_to_toml(list(cluster.colocate)),
+                remedy="give them the same world_size (a reference policy has one rank), or leave one out",
+            )
         if cluster.backend == "local":
-            if trainer.world_size > 1:
-                yield Problem(
-                    "trainer.world_size",
-                    "ranks are processes, and the local backend has one process",
-                    value=str(trainer.world_size),
-                    remedy='use 1, or cluster.backend = "ray"',
-                )
+            for name, world_size in (("trainer", trainer.world_size), ("critic", self.critic.world_size)):
+                if world_size > 1:
+                    yield Problem(
+                        f"{name}.world_size",
+                        "ranks are processes, and the local backend has one process",
+                        value=str(world_size),
+                        remedy='use 1, or cluster.backend = "ray"',
+                    )
             for key, value in (("address", cluster.address), ("num_cpus", cluster.num_cpus)):
                 if value is not None:
                     yield Problem(

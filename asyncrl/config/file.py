@@ -6,21 +6,33 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.errors import ConfigError
 
 from .config import Config
+from .document import Document
 from .overrides import apply_overrides, parse_overrides
 from .section import DEEPEST_TABLE
 from .toml import nested_deeper
 
-__all__ = ["load_config"]
+__all__ = ["load_config", "load_document"]
+
+DocumentT = TypeVar("DocumentT", bound=Document)
 
 _POSITION = re.compile(r"\s*\(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)$")
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run; see :func:`load_document`.
+
+    Example:
+        ``load_config("examples/calculator.toml", ["--trainer.lr", "1e-4", "--seed=3"])``
+    """
+    return load_document(Config, path, overrides)
+
+
+def load_document(kind: type[DocumentT], path: Path | str | None, overrides: Sequence[str] = ()) -> DocumentT:
     """Read and check a configuration; ``path`` None takes everything from the overrides.
 
     Relative paths inside the file are relative to the working directory, like those of the command line.
@@ -28,15 +40,10 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
     Raises:
         ConfigError: the file cannot be read, is no TOML (with file:line:column), or holds what is not allowed; all
             problems are told together.
-
-    Example:
-        ``load_config("examples/calculator.toml", ["--trainer.lr", "1e-4", "--seed=3"])``
     """
     parsed = parse_overrides(overrides)
     data = {} if path is None else read_toml(Path(path))
-    return Config.from_mapping(
-        apply_overrides(data, parsed, Config), origin="command line" if path is None else str(path)
-    )
+    return kind.from_mapping(apply_overrides(data, parsed, kind), origin="command line" if path is None else str(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

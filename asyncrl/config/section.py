@@ -22,6 +22,7 @@ __all__ = [
     "Table",
     "Texts",
     "Threads",
+    "list_to_tuple",
 ]
 
 DEEPEST_TABLE = 16
@@ -52,13 +53,14 @@ def _path(value: Any) -> Any:
         raise PydanticCustomError("path", "names a home folder that does not exist") from error
 
 
-def _list_to_tuple(value: Any) -> Any:
+def list_to_tuple(value: Any) -> Any:
+    """TOML's arrays as tuples: a section cannot be changed."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _files(value: Any) -> Any:
     """One path, or several."""
-    return (str(value),) if isinstance(value, str | Path) else _list_to_tuple(value)
+    return (str(value),) if isinstance(value, str | Path) else list_to_tuple(value)
 
 
 def _shallow(table: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +73,7 @@ FilePath: TypeAlias = Annotated[Path, BeforeValidator(_path)]
 Files: TypeAlias = Annotated[
     tuple[Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")], ...], Field(min_length=1), BeforeValidator(_files)
 ]
-Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_list_to_tuple)]
+Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(list_to_tuple)]
 Table: TypeAlias = Annotated[dict[str, Any], AfterValidator(_shallow)]
 PartName: TypeAlias = Annotated[
     str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z_][\w.\-]*(:[A-Za-z_][\w.]*)?$")

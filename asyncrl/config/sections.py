@@ -8,14 +8,27 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from .section import Cores, FilePath, Files, LearningRate, PartName, Schedule, Section, Table, Texts, Threads
+from .section import (
+    Cores,
+    FilePath,
+    Files,
+    LearningRate,
+    PartName,
+    Schedule,
+    Section,
+    Table,
+    Texts,
+    Threads,
+    list_to_tuple,
+)
 
 __all__ = [
     "BufferConfig",
     "CheckpointConfig",
     "ClusterConfig",
+    "CriticConfig",
     "EnvConfig",
     "EvalConfig",
     "LedgerConfig",
@@ -28,6 +41,7 @@ __all__ = [
     "StalenessConfig",
     "TelemetryConfig",
     "TrainerConfig",
+    "ValueTrainerConfig",
     "WeightsConfig",
 ]
 
@@ -41,6 +55,8 @@ class ClusterConfig(Section):
     """Ray cluster to join (`auto`, `ray://host:port`, `host:port`); none starts one on this machine."""
     num_cpus: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """CPUs a Ray started here may hand out; none: the cores of the machine."""
+    colocate: Annotated[tuple[Literal["trainer", "critic", "reference"], ...], BeforeValidator(list_to_tuple)] = ()
+    """Roles whose ranks share processes, and so a share of the machine: they compute one after another, not at once."""
 
 
 class ModelConfig(Section):
@@ -189,6 +205,51 @@ class TrainerConfig(Section):
     """Compute threads of one rank."""
 
 
+class ValueTrainerConfig(Section):
+    """The ranks that train a model which says one number."""
+
+    engine: PartName = "fsdp"
+    """Value engine: an installed name, or `package.module:Engine`."""
+    options: Table = Field(default_factory=dict)
+    """Arguments of the engine."""
+    world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Ranks the model and the rows are sharded over."""
+    lr: LearningRate = 1e-5
+    """Peak learning rate."""
+    schedule: Schedule = "constant"
+    """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Steps over which the rate grows linearly to its peak."""
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """AdamW's decoupled decay of matrices."""
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    """Gradients longer than this are scaled down to it."""
+    num_cpus: Cores = 1.0
+    """CPUs reserved for one rank."""
+    num_gpus: Cores = 0.0
+    """GPUs reserved for one rank."""
+    threads: Threads = 1
+    """Compute threads of one rank."""
+
+
+class CriticConfig(ValueTrainerConfig):
+    """The critic of advantages that need `values` (`gae`): what to expect before each token. Not made for others.
+
+    Its learning rate is usually larger than the policy's, since it has to follow it.
+    """
+
+    path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")] | None = None
+    """Model it begins as, a folder or a name on the hub; none: the policy's own, with a head that says 0."""
+    minibatches: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Optimizer steps one batch is split into."""
+    epochs: Annotated[int, Field(ge=1, le=1_000)] = 1
+    """Passes over one batch."""
+    clip: Annotated[float, Field(gt=0, le=1e9)] | None = 0.2
+    """How far the optimizer steps on one batch may move a value before it gets no further gradient; none: no bound."""
+    trace: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of what it learns: 1 is the return that really came (arXiv:2503.01491), less leans on its own values."""
+
+
 class RewardConfig(Section):
     """Who says how good a trajectory was."""
 
@@ -196,6 +257,12 @@ class RewardConfig(Section):
     """`environment`: the sum of its steps' rewards; else a reward model's installed name or `package.module:Model`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the reward model."""
+    workers: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Workers that score, each with a reward model of its own; the rows of a group are split over them."""
+    num_cpus: Cores = 0.0
+    """CPUs reserved for one of them."""
+    num_gpus: Cores = 0.0
+    """GPUs reserved for one of them."""
 
 
 class StalenessConfig(Section):

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from asyncrl.agents.chat import load_renderer
-from asyncrl.algorithms import PolicyObjective
+from asyncrl.algorithms import PolicyObjective, ValueObjective
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, InfrastructureError
 from asyncrl.interfaces import (
@@ -30,11 +29,13 @@ from asyncrl.interfaces import (
 )
 from asyncrl.ledger import LedgerBase
 from asyncrl.parts import load_part, make_part
+from asyncrl.pipeline.critic_worker import CriticSpec, CriticWorker
+from asyncrl.pipeline.placement import GroupRequest, MakeGroup, group_maker, local_group, together
 from asyncrl.pipeline.reward_worker import RewardWorker
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
-from asyncrl.single_controller import ClassWithInitArgs, Worker, WorkerGroup
+from asyncrl.single_controller import WorkerGroup
 from asyncrl.weights.transport import TransportSpec
 
 __all__ = [
@@ -42,16 +43,33 @@ __all__ = [
     "Assembly",
     "Role",
     "chat_options",
+    "critic_options",
     "fit_prompts",
     "import_once",
     "make_environments",
+    "needs_critic",
+    "needs_reference",
     "trainer_options",
     "warm_start_options",
 ]
 
-Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference", "buffer"]
+Role: TypeAlias = Literal["trainer", "rollout", "reward", "reference", "critic", "buffer"]
+ROLES: tuple[Role, ...] = ("trainer", "rollout", "reward", "reference", "critic")
+
+
 _HOST_ENGINE = "remote"  # keeps another engine in a process of its own
-ROLES: tuple[Role, ...] = ("trainer", "rollout", "reward", "reference")
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the advantage asks for values."""
+    return config.steps > 0 and "values" in config.algorithm.estimator().needs
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether something asks for the log-probs of a frozen policy."""
+    if config.steps == 0:
+        return False
+    return config.algorithm.kl_coefficient > 0 or "divergences" in config.algorithm.estimator().needs
 
 
 def trainer_options(config: Config) -> dict[str, Any]:
@@ -69,6 +87,24 @@ def trainer_options(config: Config) -> dict[str, Any]:
         "temperature": config.rollout.temperature,
         **({"lora": trainer.lora.model_dump()} if trainer.lora is not None else {}),
         **_common_options(config),
+    }
+
+
+def critic_options(config: Config) -> dict[str, Any]:
+    """Keyword arguments of the critic's engine."""
+    critic = config.critic
+    return {
+        **_common_options(config),
+        "objective": ValueObjective(clip=critic.clip),
+        "lr": critic.lr,
+        "schedule": critic.schedule if config.steps else "constant",
+        "warmup_steps": critic.warmup_steps,
+        "total_steps": config.steps * critic.minibatches * critic.epochs,
+        "minibatches": critic.minibatches,
+        "epochs": critic.epochs,
+        "threads": critic.threads,
+        "weight_decay": critic.weight_decay,
+        "max_grad_norm": critic.max_grad_norm,
     }
 
 
@@ -98,19 +134,6 @@ def _common_options(config: Config) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class _Request:
-    """A worker group to be made: what, how many ranks, on which share of a machine."""
-
-    role: Role
-    name: str
-    worker: type[Worker]
-    spec: Any
-    world_size: int
-    num_cpus: float
-    num_gpus: float
-
-
 class Assembly:
     """The worker groups of a run and what connects them.
 
@@ -121,7 +144,8 @@ class Assembly:
 
     Attributes:
         environments: tasks and demonstrations, for the driver's own use.
-        trainer, pool, reward, reference: worker groups; the last two only where the configuration asks for them.
+        trainer, pool, reward, reference, critic: worker groups; the last three only where the configuration asks for
+            them.
     """
 
     def __init__(self, config: Config, *, log_folder: Path, meter_folder: Path | None = None) -> None:
@@ -134,16 +158,17 @@ class Assembly:
         self.pool: RolloutPool
         self.reward: Any = None
         self.reference: Any = None
-        self._make_group: Callable[[_Request], WorkerGroup] = _local_group
+        self.critic: Any = None
+        self._make_group: MakeGroup = local_group
 
     async def start(self, roles: Sequence[Role] = ROLES) -> None:
         """Start the cluster, if one is needed, and the worker processes of ``roles`` that the run uses."""
         requests = [request for request in self._requests() if request.role in roles]
-        make_group = self._ray_backend(requests) if self.config.cluster.backend == "ray" else _local_group
+        make_group = group_maker(self.config.cluster, requests, log_folder=self._log_folder, stack=self._stack)
         self._make_group = make_group
         groups: list[WorkerGroup] = []
         replicas: dict[str, WorkerGroup] = {}
-        of_replica: dict[str, _Request] = {}
+        of_replica: dict[str, GroupRequest] = {}
         # A stack of their own: those that are made later, too, are closed after the pool that makes them.
         living = await self._stack.enter_async_context(AsyncExitStack())
         for request in requests:
@@ -152,6 +177,9 @@ class Assembly:
             living.push_async_callback(group.aclose)
             if request.role == "rollout":
                 replicas[request.name], of_replica[request.name] = group, request
+            elif request.shared:
+                for role, of_role in group.spawn(request.shared).items():
+                    setattr(self, role, of_role)
             else:
                 setattr(self, request.role, group)
         started = await asyncio.gather(*(group.ready() for group in groups), return_exceptions=True)
@@ -199,7 +227,8 @@ class Assembly:
         """A replay buffer for this run, with room for what an earlier life has left."""
         config = self.config
         columns = ["scores"] if config.reward.source != "environment" else []
-        columns += ["reference_log_probs"] if config.algorithm.kl_coefficient > 0 else []
+        columns += ["reference_log_probs"] if needs_reference(config) else []
+        columns += ["values"] if needs_critic(config) else []
         buffer: ReplayBuffer = make_part(
             "asyncrl.replay_buffers",
             config.buffer.kind,
@@ -219,7 +248,7 @@ class Assembly:
         if not isinstance(buffer, PlacedReplayBuffer):
             return
         worker, options = buffer.worker()
-        group = self._make_group(_Request("buffer", "buffer", worker, options, 1, 0.0, 0.0))
+        group = self._make_group(GroupRequest("buffer", "buffer", worker, options, 1, 0.0, 0.0))
         self._stack.push_async_callback(group.aclose)
         await group.ready()
         await buffer.attach(group)
@@ -229,31 +258,7 @@ class Assembly:
         """Close groups, transports and the cluster. Idempotent."""
         await self._stack.aclose()
 
-    def _ray_backend(self, requests: list[_Request]) -> Callable[[_Request], WorkerGroup]:
-        from asyncrl.single_controller.ray_cluster import RayCluster
-
-        cluster = self.config.cluster
-        needed = sum(request.world_size * request.num_cpus for request in requests)
-        self._stack.enter_context(
-            RayCluster(
-                address=cluster.address,
-                num_cpus=cluster.num_cpus or max(float(os.cpu_count() or 1), needed),
-                log_folder=self._log_folder,
-            )
-        )
-        from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-
-        def make(request: _Request) -> WorkerGroup:
-            # Threads that wait for one another must sleep, not spin: other workers compute on these cores.
-            made = RayClassWithInitArgs(request.worker, request.spec).options(env_vars={"OMP_WAIT_POLICY": "PASSIVE"})
-            seats = RayResourcePool(
-                [request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus
-            )
-            return RayWorkerGroup(resource_pool=seats, ray_cls_with_init=made, name=request.name)
-
-        return make
-
-    def _requests(self) -> list[_Request]:
+    def _requests(self) -> list[GroupRequest]:
         config = self.config
         trainer = config.trainer
         transport = TransportSpec(
@@ -261,25 +266,40 @@ class Assembly:
         )
         spec = TrainerSpec(engine=trainer.engine, engine_options=dict(trainer.options), transport=transport)
         requests = [
-            _Request("trainer", "trainer", TrainerWorker, spec, trainer.world_size, trainer.num_cpus, trainer.num_gpus)
+            GroupRequest(
+                "trainer", "trainer", TrainerWorker, spec, trainer.world_size, trainer.num_cpus, trainer.num_gpus
+            )
         ]
         rollout = config.rollout
         rollout_spec = _rollout_spec(config, transport, self._meter_folder)
         requests += [
-            _Request(
+            GroupRequest(
                 "rollout", f"rollout-{replica}", RolloutWorker, rollout_spec, 1, rollout.num_cpus, rollout.num_gpus
             )
             for replica in range(rollout.replicas)
         ]
         if config.reward.source != "environment":
             reward_spec = (config.reward.source, dict(config.reward.options))
-            requests.append(_Request("reward", "reward", RewardWorker, reward_spec, 1, 0.0, 0.0))
-        if config.algorithm.kl_coefficient > 0 and trainer.lora is None:
+            reward = config.reward
+            requests.append(
+                GroupRequest(
+                    "reward", "reward", RewardWorker, reward_spec, reward.workers, reward.num_cpus, reward.num_gpus
+                )
+            )
+        if needs_reference(config) and trainer.lora is None:
             frozen = TrainerSpec(engine=trainer.engine, engine_options=dict(trainer.options))
             requests.append(
-                _Request("reference", "reference", TrainerWorker, frozen, 1, trainer.num_cpus, trainer.num_gpus)
+                GroupRequest("reference", "reference", TrainerWorker, frozen, 1, trainer.num_cpus, trainer.num_gpus)
             )
-        return requests
+        if needs_critic(config):
+            critic = config.critic
+            critic_spec = CriticSpec(engine=critic.engine, engine_options=dict(critic.options))
+            requests.append(
+                GroupRequest(
+                    "critic", "critic", CriticWorker, critic_spec, critic.world_size, critic.num_cpus, critic.num_gpus
+                )
+            )
+        return together(requests, config.cluster.colocate)
 
 
 def import_once(config: Config) -> None:
@@ -368,12 +388,4 @@ def _rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path |
             latency_s=config.env.latency_s,
             max_attempts=rollout.max_attempts,
         ),
-    )
-
-
-def _local_group(request: _Request) -> WorkerGroup:
-    from asyncrl.single_controller.local import LocalWorkerGroup
-
-    return LocalWorkerGroup(
-        ClassWithInitArgs(request.worker, request.spec), world_size=request.world_size, name=request.name
     )

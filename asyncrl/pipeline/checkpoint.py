@@ -2,6 +2,7 @@
 
     checkpoints/step-000040/
         trainer/       weights, optimizer, schedule and RNG, by the training engine
+        critic/        the same of the critic, where there is one
         model/         the same weights as a Hugging Face folder: what rollouts start from, and what `eval` takes
         driver.json    the driver's own state, and where the ledger ended
         manifest.json  size and digest of each file above, under a digest of its own; written last
@@ -72,6 +73,12 @@ class _Sealed(msgspec.Struct, frozen=True):
     xxh3_64: str
 
 
+class CheckpointingCritic(Protocol):
+    """The call a checkpoint makes on the critic's worker group."""
+
+    def save(self, folder: Path) -> Any: ...
+
+
 class CheckpointingTrainer(Protocol):
     """The calls a checkpoint makes on the trainer's worker group."""
 
@@ -91,13 +98,22 @@ class Checkpoints:
         self._in_use = in_use
         self._files = files or DurableFiles()
 
-    async def save(self, trainer: CheckpointingTrainer, state: DriverState, *, step: int) -> Path:
+    async def save(
+        self,
+        trainer: CheckpointingTrainer,
+        state: DriverState,
+        *,
+        step: int,
+        critic: CheckpointingCritic | None = None,
+    ) -> Path:
         """Write a checkpoint of ``step``; no update may begin before this returns."""
         final = self._folder / f"step-{step:06d}"
         partial = self._folder / f".step-{step:06d}.partial"
         await asyncio.to_thread(self._files.make_folder, partial)
         await trainer.save(partial / "trainer")
         await trainer.export(partial / "model")
+        if critic is not None:
+            await critic.save(partial / "critic")
         await asyncio.to_thread(self._finish, partial, final, msgspec.json.encode(state))
         return final
 

@@ -1,6 +1,6 @@
 """The loop: one batch's way from prompt to published weights, as stages that overlap on different batches.
 
-    prompts -> admission -> rollout (-> reward, reference) -> buffer -> update -> publish -> engines
+    prompts -> admission -> rollout (-> reward, reference, values) -> buffer -> update -> publish -> engines
        ^                                                                            |
        '------------------------ a new version admits new groups ------------------'
 
@@ -17,75 +17,28 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
-from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure
 from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
-from asyncrl.pipeline.certificate import Certificate, check_summary
+from asyncrl.pipeline.certificate import check_summary
 from asyncrl.pipeline.checkpoint_pace import CheckpointPace
+from asyncrl.pipeline.credit import TokenCredit
 from asyncrl.pipeline.evaluation import EvaluationResult, evaluate, part_means
+from asyncrl.pipeline.group_stages import GroupStages
 from asyncrl.pipeline.journal import Journal
-from asyncrl.pipeline.learner import Learner
+from asyncrl.pipeline.judge import Judge
+from asyncrl.pipeline.learner import Critic, Learner
 from asyncrl.pipeline.reference import Score
 from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw, StalenessPolicy
+from asyncrl.pipeline.training_plan import StepRecord, TrainingPlan
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.weights.fingerprint import manifest_fingerprint
 
-__all__ = ["Driver", "Observer", "StepRecord", "TrainingPlan"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
-    """The numbers of a run.
-
-    Attributes:
-        steps: training steps in all, those before a resume included.
-        groups_per_step: groups (prompts) in a batch.
-        group_size: rollouts of each prompt (G).
-        advantage: from rewards, groups and lengths to advantages.
-        optimizer_steps: of one update.
-        mismatch_limit: nats per token by which engine and trainer may differ on the first step; None asks nothing.
-        seed: every prompt's, rollout's and turn's seed derives from it.
-        eval_tasks: held-out tasks of an evaluation.
-        eval_every: steps between evaluations beside training; 0 for none.
-        success_reward: reward from which an episode counts as a success.
-        checkpoint_every: steps between checkpoints; 0 for none, None for :class:`CheckpointPace` to say.
-        sample_trajectories: groups per step whose first trajectory is written down as text.
-    """
-
-    steps: int
-    groups_per_step: int
-    group_size: int
-    advantage: AdvantageEstimator
-    seed: int
-    eval_tasks: int
-    optimizer_steps: int = 1
-    mismatch_limit: float | None = None
-    eval_every: int = 0
-    success_reward: float = 1.0
-    checkpoint_every: int | None = 0
-    sample_trajectories: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """What is known after a training step."""
-
-    step: int
-    weight_version: int
-    metrics: dict[str, float]
-    certificate: Certificate
-    rewards: tuple[float, ...]
-    lengths: tuple[int, ...]
-    buffer_ready: int
-    buffer_pending: int
-    reward_parts: dict[str, float] = field(default_factory=dict)
+__all__ = ["Driver", "Observer"]
 
 
 class Observer(Protocol):
@@ -101,7 +54,9 @@ class Observer(Protocol):
 class Trainer(Protocol):
     """The calls the loop makes on the trainer's worker group."""
 
-    def update(self, batch: DataProtoFuture, oldest_version: int | None = None) -> Any: ...
+    def update(
+        self, batch: DataProtoFuture, oldest_version: int | None = None, credit: TokenCredit | None = None
+    ) -> Any: ...
 
     def publish(self, version: int) -> Any: ...
 
@@ -113,8 +68,9 @@ class Driver:
     """Runs a plan on parts that were put together elsewhere (:mod:`asyncrl.pipeline.assembly`).
 
     Attributes:
-        reward: adds ``scores`` [B] and tells them in its header; None when the environment's reward counts.
-        reference: adds ``reference_log_probs``; None without a KL term.
+        reward: adds ``scores`` [B]; None when the environment's reward counts.
+        reference: adds ``reference_log_probs``; None where nothing asks for it.
+        critic: says values of every group's tokens, and learns beside the trainer; None without one.
         penalty: takes the divergence that the reference tells off the rewards; None where it is no part of them.
         save_checkpoint: awaited between two steps, with this driver and the step that is done.
         journal: keeps the ledger told, and says what a resumed run finds there.
@@ -137,6 +93,7 @@ class Driver:
     accounts: TokenAccounts = field(default_factory=TokenAccounts)
     reward: Score | None = None
     reference: Score | None = None
+    critic: Critic | None = None
     penalty: RewardPenalty | None = None
     save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
     policy: StalenessPolicy = POLICIES["wait"]
@@ -146,6 +103,8 @@ class Driver:
     outstanding: set[int] = field(default_factory=set)
     continued: Counter[str] = field(default_factory=Counter)
     restarted: Counter[str] = field(default_factory=Counter)
+    _judge: Judge = field(init=False)
+    _stages: GroupStages = field(init=False)
     _learner: Learner = field(init=False)
     _unfinished: dict[int, int] = field(init=False)
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -158,14 +117,30 @@ class Driver:
 
     def __post_init__(self) -> None:
         self._unfinished = {slot: turns.tokens for slot, turns in self.journal.recovered.turns.items()}
+        self._judge = Judge(
+            estimator=self.plan.advantage,
+            by_turns=self.reward is None,
+            penalty=self.penalty,
+            trace=self.plan.trace,
+            kl_estimator=self.plan.kl_estimator,
+        )
+        self._stages = GroupStages(
+            buffer=self.buffer,
+            journal=self.journal,
+            timeline=self.timeline,
+            judge=self._judge,
+            reward=self.reward,
+            reference=self.reference,
+            values=self.critic.values if self.critic is not None else None,
+        )
         self._learner = Learner(
             trainer=self.trainer,
-            advantage=self.plan.advantage,
+            critic=self.critic,
+            judge=self._judge,
             policy=self.policy,
             max_staleness=self.law.max_staleness,
             optimizer_steps=self.plan.optimizer_steps,
             referred=self.reference is not None,
-            penalty=self.penalty,
             mismatch_limit=self.plan.mismatch_limit,
         )
 
@@ -202,8 +177,14 @@ class Driver:
         for slot in sorted(self.outstanding | used):
             await self.buffer.admit(slot)
             if (group := found.groups.get(slot)) is not None:
-                rows = DataProtoFuture.of(group.rows)
-                entering = self._enter(group.summary, rows, rewarded=group.rewarded, uses=group.uses)
+                entering = self._stages.enter(
+                    group.summary,
+                    DataProtoFuture.of(group.rows),
+                    greedy=self._greedy_beside(stages, slot),
+                    rewarded=group.rewarded,
+                    uses=group.uses,
+                )
+                self.law.finished_group(slot)
                 stages.create_task(entering, name=f"group {slot}")
 
     # ------------------------------------------------------------------------------------------ prompts and rollouts
@@ -224,21 +205,55 @@ class Driver:
             if slot not in self.journal.recovered.waiting:  # their places are held
                 with self.timeline.wait("issue", "room in the buffer"):
                     await self.buffer.admit(slot)
-            stages.create_task(self._group(slot), name=f"group {slot}")
+            stages.create_task(self._group(stages, slot), name=f"group {slot}")
 
-    async def _group(self, slot: int) -> None:
+    async def _group(self, stages: asyncio.TaskGroup, slot: int) -> None:
         """Roll one group out, have it scored, and put it into the buffer."""
+        greedy = self._greedy_beside(stages, slot)
         try:
             rows, summary = await self._roll_out(slot)
         except EnvironmentFailure as failure:
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row > 2 * self.plan.groups_per_step:
-                raise
+            if greedy is not None:
+                greedy.cancel()
+            self._failed(failure)
             self._take_over(slot, {})
             self.buffer.drop(slot, "environment_failed", tokens=failure.tokens_generated)
             return
         self._failures_in_a_row = 0
-        await self._enter(summary, rows)
+        self.law.finished_group(slot)
+        await self._stages.enter(summary, rows, greedy=greedy)
+        self._gauge()
+
+    def _failed(self, failure: EnvironmentFailure) -> None:
+        """Raise what fails again and again; one failure costs its group only."""
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row > 2 * self.plan.groups_per_step:
+            raise failure
+
+    def _greedy_beside(self, stages: asyncio.TaskGroup, slot: int) -> asyncio.Task[float | None] | None:
+        """The greedy answer to a prompt, if the advantage compares with one, while its samples are rolled out."""
+        if "greedy_rewards" not in self.plan.advantage.needs:
+            return None
+        return stages.create_task(self._greedy(slot), name=f"baseline {slot}")
+
+    async def _greedy(self, slot: int) -> float | None:
+        """Reward of the greedy answer; None if its environment failed. Its tokens are not counted among the samples."""
+        prompts = prompt_rows(
+            [self.environments.task(slot, split="train")],
+            slot=slot,
+            seeds=[derive_seed(self.plan.seed, "baseline", slot)],
+            purpose="baseline",
+        )
+        try:
+            rows = await self.pool.rollout(prompts)
+        except EnvironmentFailure as failure:
+            self._failed(failure)
+            return None
+        if self.reward is not None:
+            _, (score,) = await self._stages.score(rows, name=f"baseline {slot}")
+            return score
+        (reward,) = (await rows.header()).meta_info["summary"]["rewards"]
+        return float(reward)
 
     async def _roll_out(self, slot: int) -> tuple[DataProtoFuture, GroupSummary]:
         plan = self.plan
@@ -286,41 +301,6 @@ class Driver:
         self.continued.update(trajectories=continued.get("rows", 0), tokens=tokens)
         self.restarted.update(continued.get("restarted", {}))
 
-    async def _enter(
-        self, summary: GroupSummary, rows: DataProtoFuture, *, rewarded: bool = False, uses: int = 0
-    ) -> None:
-        """Put a group into the buffer, and what other stages add to it as it comes: it is ready when all is there."""
-        self.law.finished_group(summary.slot)
-        self.buffer.put(summary, rows, uses=uses)
-        if self.reward is not None or self.reference is not None:
-            async with asyncio.TaskGroup() as stages:
-                if self.reward is not None:
-                    stages.create_task(self._rewarded(summary, rows, rewarded=rewarded))
-                if self.reference is not None:
-                    stages.create_task(self._referred(summary.slot, rows))
-        self._gauge()
-
-    async def _rewarded(self, summary: GroupSummary, rows: DataProtoFuture, *, rewarded: bool) -> None:
-        assert self.reward is not None
-        if rewarded:  # in an earlier life, and recorded
-            scores = DataProtoFuture.of(DataProto.from_dict({"scores": torch.tensor(summary.rewards)}))
-            rewards = summary.rewards
-        else:
-            with self.timeline.span("reward", f"group {summary.slot}"):
-                scores = self.reward(rows)
-                rewards = tuple((await scores.header()).meta_info["scores"])
-            self.journal.rewarded(summary.slot, rewards)
-        self.buffer.extend(summary.slot, ("scores",), scores, rewards=rewards)
-
-    async def _referred(self, slot: int, rows: DataProtoFuture) -> None:
-        assert self.reference is not None
-        with self.timeline.span("reference", f"group {slot}"):
-            reference = self.reference(rows)
-            header = await reference.header()
-        if self.penalty is not None:
-            self.penalty.told(slot, header.meta_info["divergences"])
-        self.buffer.extend(slot, ("reference_log_probs",), reference)
-
     def _dropped(self, group: DroppedGroup) -> None:
         """A group was given up, here or by the buffer: a later prompt takes its place."""
         self.journal.dropped(group)
@@ -328,8 +308,7 @@ class Driver:
         self._dropped_rows += self.plan.group_size
         self._dropped_tokens += group.tokens
         self.outstanding.discard(group.slot)
-        if self.penalty is not None:
-            self.penalty.forget(group.slot)
+        self._judge.forget(group.slot)
         self.law.dropped(group.slot)
         self._admission_changed.set()
 

@@ -6,29 +6,39 @@ ledger, through the very same code (:mod:`asyncrl.pipeline.replay`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.interfaces import GroupSummary, SelectedGroup
+from asyncrl.errors import InvalidDataError
+from asyncrl.interfaces import SelectedGroup
 from asyncrl.pipeline.canary import check_first_step
 from asyncrl.pipeline.certificate import Certificate, certify
+from asyncrl.pipeline.credit import TokenCredit
+from asyncrl.pipeline.judge import Judge
 from asyncrl.pipeline.reward_penalty import RewardPenalty
 from asyncrl.pipeline.staleness import StalenessPolicy
 
-__all__ = ["TRAINED_COLUMNS", "Learned", "Learner"]
+__all__ = ["TRAINED_COLUMNS", "Critic", "Learned", "Learner"]
 
 TRAINED_COLUMNS = ("input_ids", "loss_mask", "behaviour_log_probs", "weight_versions")
-"""What an update reads of a row; nothing else of it is sent to the trainer. Advantages are added here."""
+"""What an update reads of a row; nothing else of it is sent to the trainer, but for what advantages need."""
 
 
 class _Trainer(Protocol):
-    def update(self, batch: DataProtoFuture, oldest_version: int | None = None) -> Any: ...
+    def update(
+        self, batch: DataProtoFuture, oldest_version: int | None = None, credit: TokenCredit | None = None
+    ) -> Any: ...
+
+
+class Critic(Protocol):
+    """The calls a run makes on the critic's worker group."""
+
+    def values(self, batch: DataProtoFuture) -> DataProtoFuture: ...
+
+    def update(self, batch: DataProtoFuture, credit: TokenCredit, oldest_version: int | None = None) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +66,28 @@ class Learner:
 
     Attributes:
         trainer: updated on every batch.
-        advantage: from rewards, groups and lengths to advantages.
+        judge: what rows are trained with: advantages, or how they are made.
+        critic: learns beside the trainer, from the same batch; None without one.
         policy: what becomes of tokens past the bound.
         max_staleness: the bound, in versions.
         optimizer_steps: of one update.
         referred: whether rows carry ``reference_log_probs``.
-        penalty: takes the divergence that the reference tells off the rewards; None where it is no part of them.
         mismatch_limit: nats per token by which engine and trainer may differ on the first step; None asks nothing.
     """
 
     trainer: _Trainer
-    advantage: AdvantageEstimator
+    judge: Judge
     policy: StalenessPolicy
     max_staleness: int
     optimizer_steps: int = 1
     referred: bool = False
-    penalty: RewardPenalty | None = None
+    critic: Critic | None = None
     mismatch_limit: float | None = None
+
+    @property
+    def penalty(self) -> RewardPenalty | None:
+        """Takes the divergence that the reference tells off the rewards; None where it is no part of them."""
+        return self.judge.penalty
 
     def oldest_version(self, step: int) -> int | None:
         """Lowest version whose tokens ``step`` trains on; None if every token may be."""
@@ -105,18 +120,19 @@ class Learner:
             dropped_rows=dropped_rows,
             dropped_tokens=dropped_tokens,
         )
-        columns = [*TRAINED_COLUMNS, *(["reference_log_probs"] if self.referred else [])]
+        judgement = self.judge.judge(summaries)
+        columns = [*TRAINED_COLUMNS, *self.judge.row_columns]
+        columns += ["reference_log_probs"] if self.referred else []
         batch = DataProtoFuture.concat(
             [_future(group.rows).select(columns, non_tensor_batch_keys=[], meta_info_keys=[]) for group in groups]
         )
-        batch = batch.union(DataProto.from_dict(tensors={"advantages": self.advantages(summaries)}))
-        (metrics, *_others) = await self.trainer.update(batch, oldest if certificate.masked_tokens else None)
+        batch = batch.union(judgement.columns)
+        metrics = await self._update(batch, oldest if certificate.masked_tokens else None, judgement.credit)
         # After a resume there may be rows that went on over new weights, with keys and values of the old ones.
         fresh = certificate.maximum == 0 and not certificate.masked_tokens
         if first and self.mismatch_limit is not None and fresh:
             check_first_step(metrics, limit=self.mismatch_limit, one_step=self.optimizer_steps == 1)
-        if self.penalty is not None:
-            metrics = metrics | self.penalty.stepped(summaries)
+        metrics = metrics | self.judge.stepped(summaries)
         again = certify(
             [group.summary for group in groups if group.uses], trainer_version=step - 1, oldest_version=oldest
         )
@@ -128,15 +144,16 @@ class Learner:
             lengths=tuple(length for summary in summaries for length in summary.lengths),
         )
 
-    def advantages(self, summaries: Sequence[GroupSummary]) -> Tensor:
-        """[B] or ragged, of the rows of these groups in order."""
-        rewards = [reward for summary in summaries for reward in summary.rewards]
-        returns = rewards if self.penalty is None else self.penalty.rewards(summaries)
-        owners = [summary.slot for summary in summaries for _ in summary.rewards]
-        lengths = [length for summary in summaries for length in summary.lengths]
-        return self.advantage(
-            {"rewards": torch.tensor(returns), "groups": torch.tensor(owners), "lengths": torch.tensor(lengths)}
-        )
+    async def _update(self, batch: DataProtoFuture, oldest: int | None, credit: TokenCredit | None) -> dict[str, float]:
+        """Policy and critic learn from the same batch at the same time; the critic's metrics begin with ``critic_``."""
+        if self.critic is None:
+            (alone, *_ranks) = await self.trainer.update(batch, oldest, credit)
+            return dict(alone)
+        if credit is None:
+            raise InvalidDataError(f"advantage {self.judge.estimator.name!r} leaves a critic nothing to learn from")
+        updates = asyncio.gather(self.trainer.update(batch, oldest, credit), self.critic.update(batch, credit, oldest))
+        (metrics, *_others), (told, *_more) = await updates
+        return {**metrics, **{f"critic_{name}": value for name, value in told.items()}}
 
 
 def _future(rows: DataProto | DataProtoFuture) -> DataProtoFuture:

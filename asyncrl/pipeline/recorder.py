@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.interfaces import TextTracker, Tracker
-from asyncrl.pipeline.driver import StepRecord
 from asyncrl.pipeline.evaluation import EvaluationResult
+from asyncrl.pipeline.training_plan import StepRecord
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.trajectory_text import trajectory_text

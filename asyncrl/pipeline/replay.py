@@ -27,15 +27,16 @@ from asyncrl.data import DataProtoFuture
 from asyncrl.errors import ConfigError, RecordingError
 from asyncrl.interfaces import SelectedGroup
 from asyncrl.ledger import RecordedGroup
-from asyncrl.pipeline.assembly import Assembly, import_once, trainer_options
+from asyncrl.pipeline.assembly import Assembly, import_once, needs_reference, trainer_options
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
-from asyncrl.pipeline.driver import StepRecord
 from asyncrl.pipeline.fork import fork_config, forked_keys
+from asyncrl.pipeline.group_stages import numbers_of
 from asyncrl.pipeline.interruption import run_to_end
 from asyncrl.pipeline.learner import Learned, Learner
 from asyncrl.pipeline.recorder import Recorder
 from asyncrl.pipeline.recording import Recording
-from asyncrl.pipeline.reference import Score, make_penalty, make_reference
+from asyncrl.pipeline.reference import Score, make_judge, make_reference
+from asyncrl.pipeline.training_plan import StepRecord
 from asyncrl.telemetry.log import open_log
 from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -116,6 +117,7 @@ def replay(
             forks[life] = fork_config(recorded, settings)
             forked |= {*forked_keys(recorded, forks[life])}
             check_algorithm(forks[life])
+            _check_advantage(forks[life])
         configs[step] = forks[life]
     trackers = configs[last].telemetry.trackers if "telemetry.trackers" in settings else ()
     first = _nearby(configs[from_step + 1], progress=progress, trackers=trackers)
@@ -124,6 +126,17 @@ def replay(
     replaying = _Replay(recording, run, first, configs, forked=tuple(sorted(forked)))
     with open_log(run.logs / "replay.log"):
         return run_to_end(replaying.run(from_step, last))
+
+
+def _check_advantage(config: Config) -> None:
+    """A ledger keeps what was sampled, not what a critic thought of it or what a greedy answer would have earned."""
+    missing = sorted({"values", "greedy_rewards"} & {*config.algorithm.estimator().needs})
+    if missing:
+        raise ConfigError(
+            f"advantage {config.algorithm.advantage!r} needs {', '.join(missing)}, which no recording has",
+            path="algorithm.advantage",
+            remedy="fork with another advantage, --algorithm.advantage grpo",
+        )
 
 
 def _nearby(config: Config, *, progress: str, trackers: tuple[str, ...]) -> Config:
@@ -242,7 +255,7 @@ class _Replay:
                 raise RecordingError(
                     f"{model} is not the model that the run began with: its weights are {found}, not {expected}"
                 )
-        if config.algorithm.kl_coefficient > 0:
+        if needs_reference(config):
             group = assembly.trainer
             if config.trainer.lora is None:
                 group = assembly.reference
@@ -253,12 +266,11 @@ class _Replay:
     def _make_learner(self, config: Config, coefficient: float | None) -> Learner:
         return Learner(
             trainer=self._assembly.trainer,
-            advantage=config.algorithm.estimator(),
+            judge=make_judge(config, coefficient),
             policy=config.staleness_policy,
             max_staleness=config.max_staleness,
             optimizer_steps=config.trainer.minibatches * config.trainer.epochs,
             referred=self._reference is not None,
-            penalty=make_penalty(config, coefficient),
         )
 
     async def _follow(self, step: int) -> None:
@@ -295,10 +307,9 @@ class _Replay:
             rows = DataProtoFuture.of(each.rows)
             if self._reference is not None:  # group by group, as it was asked then
                 reference = self._reference(rows)
-                told = (await reference.header()).meta_info
-                if self._learner.penalty is not None:
-                    self._learner.penalty.told(each.summary.slot, told["divergences"])
-                rows = rows.union(reference)
+                if self._learner.judge.wants_divergences:
+                    self._learner.judge.told(each.summary.slot, await numbers_of(reference, "divergences"))
+                rows = rows.union(reference.select(["reference_log_probs"], [], []))
             groups.append(SelectedGroup(summary=each.summary, rows=rows))
         return await self._learner.learn(step, groups), len(groups)
 

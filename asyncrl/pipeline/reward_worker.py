@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from inspect import signature
 from typing import Any
 
@@ -27,17 +28,19 @@ class RewardWorker(Worker):
         part = load_part("asyncrl.reward_models", self._source, path="reward.source")
         takes_tokenizer = "tokenizer" in signature(part).parameters
         options = {"tokenizer": model_path, **self._options} if takes_tokenizer else self._options
-        self._model = make_part("asyncrl.reward_models", self._source, options=options, path="reward.source")
+        # In a thread: a model is loaded for seconds, and this loop serves others.
+        self._model = await asyncio.to_thread(
+            make_part, "asyncrl.reward_models", self._source, options=options, path="reward.source"
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def score(self, batch: DataProto) -> DataProto:
-        """Column ``scores`` [B] float32; the header's ``meta_info["scores"]`` tells them to the driver."""
+        """Column ``scores`` [B] float32."""
         if self._model is None:
             raise RuntimeError("the reward worker was not started: call start(model_path) first")
         scored = await self._model.score(batch)
         assert scored.batch is not None
-        scores = scored.batch["rewards"]
-        return DataProto.from_dict(tensors={"scores": scores}, meta_info={"scores": scores.tolist()})
+        return DataProto.from_dict(tensors={"scores": scored.batch["rewards"]})
 
     async def aclose(self) -> None:
         """Close the reward model."""

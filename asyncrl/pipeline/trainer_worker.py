@@ -12,6 +12,7 @@ from asyncrl.errors import WeightVersionError
 from asyncrl.interfaces import TrainingEngine, WeightTransport
 from asyncrl.parts import make_part
 from asyncrl.pipeline.ages import with_ages
+from asyncrl.pipeline.credit import TokenCredit, with_token_advantages, with_turn_advantages
 from asyncrl.pipeline.masking import mask_older
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights.fingerprint import fingerprint_of
@@ -81,8 +82,17 @@ class TrainerWorker(Worker):
         return self._held().supervise(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
-    def update(self, batch: DataProto, oldest_version: int | None = None) -> dict[str, float]:
-        """One policy step: the weights of the next version. Tokens of versions below ``oldest_version`` are masked."""
+    def update(
+        self, batch: DataProto, oldest_version: int | None = None, credit: TokenCredit | None = None
+    ) -> dict[str, float]:
+        """One policy step: the weights of the next version. Tokens of versions below ``oldest_version`` are masked.
+
+        Advantages are those of the batch, of its ``turn_advantages``, or made of ``credit``.
+        """
+        if credit is not None:
+            batch = with_token_advantages(batch, credit)
+        elif batch.batch is not None and "turn_advantages" in batch.batch.keys():  # noqa: SIM118  iterates rows
+            batch = with_turn_advantages(batch)
         young = batch if oldest_version is None else mask_older(batch, oldest_version)
         metrics = self._held().update(with_ages(young, version=self._version))
         self._version += 1
@@ -94,20 +104,20 @@ class TrainerWorker(Worker):
 
         A policy of adapters answers for the frozen weights they stand beside: it is its own reference.
 
-        With an ``estimator``, the header's ``meta_info["divergences"]`` tells the driver what each row diverged.
+        With an ``estimator`` also ``divergences`` [B]: what each row diverged, its sampled tokens summed, in nats.
         """
         engine: Any = self._held()  # one that takes `lora` has a method more than the contract
         scored = engine.reference_log_probs(batch) if self._adapted else engine.log_probs(batch)
         assert scored.batch is not None
         reference = scored.batch["log_probs"]
-        told: dict[str, Any] = {}
+        found = {"reference_log_probs": reference}
         if estimator is not None:
             from asyncrl.algorithms import row_divergences
 
             assert batch.batch is not None
             sampled, mask = batch.batch["behaviour_log_probs"], batch.batch["loss_mask"]
-            told["divergences"] = row_divergences(sampled, reference, mask, estimator=estimator).tolist()
-        return DataProto.from_dict(tensors={"reference_log_probs": reference}, meta_info=told)
+            found["divergences"] = row_divergences(sampled, reference, mask, estimator=estimator)
+        return DataProto.from_dict(tensors=found)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish(self, version: int) -> WeightManifest | None:

@@ -25,14 +25,16 @@ from asyncrl.pipeline.assembly import (
     Assembly,
     Role,
     chat_options,
+    critic_options,
     fit_prompts,
     import_once,
+    needs_reference,
     trainer_options,
     warm_start_options,
 )
 from asyncrl.pipeline.canary import MISMATCH_LIMITS
 from asyncrl.pipeline.checkpoint import Checkpoints, read_driver_state
-from asyncrl.pipeline.driver import Driver, TrainingPlan
+from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.journal import Journal
 from asyncrl.pipeline.recorder import Recorder
 from asyncrl.pipeline.reference import make_penalty, make_reference
@@ -43,6 +45,7 @@ from asyncrl.pipeline.resumption import (
     resumed_accounts,
     still_outstanding,
 )
+from asyncrl.pipeline.training_plan import TrainingPlan
 from asyncrl.pipeline.warm_start import demonstrations, file_conversations, supervise
 from asyncrl.pipeline.watch import Watch
 from asyncrl.rollout.metering import metered_tokens
@@ -53,7 +56,7 @@ from asyncrl.telemetry.trackers import open_trackers
 
 __all__ = ["TrainingRun", "load_renderer", "model_folder"]
 
-TRAINING_STAGES = ("rollout", "reward", "reference", "train", "publish")
+TRAINING_STAGES = ("rollout", "baseline", "reward", "reference", "values", "train", "publish")
 """Stages whose overlap is reported: those a batch passes through."""
 
 
@@ -211,9 +214,10 @@ class TrainingRun:
                 assembly.pool.start(model, weight_version=step),
                 *([assembly.reference.build(origin, trainer_options(config))] if assembly.reference else []),
                 *([assembly.reward.start(model)] if assembly.reward else []),
+                *([self._build_critic(origin)] if assembly.critic else []),
             )
         reward, reference = assembly.reward, assembly.reference
-        if config.trainer.lora is not None and config.algorithm.kl_coefficient > 0:
+        if config.trainer.lora is not None and needs_reference(config):
             reference = assembly.trainer  # without its adapters it is the policy of version 0
         plan, found = _plan(config), self._journal.recovered
         held, again = still_outstanding(
@@ -252,6 +256,7 @@ class TrainingRun:
             staleness=Counter(self._resumed.staleness if self._resumed is not None else {}),
             reward=reward.score if reward is not None else None,
             reference=make_reference(config, reference) if reference is not None else None,
+            critic=assembly.critic,
             penalty=make_penalty(config, self._resumed.kl_coefficient if self._resumed is not None else None),
             save_checkpoint=self._save,
             policy=config.staleness_policy,
@@ -283,12 +288,17 @@ class TrainingRun:
         if self._checkpoint is not None:
             await self._assembly.trainer.load(self._checkpoint / "trainer")
 
+    async def _build_critic(self, origin: str) -> None:
+        await self._assembly.critic.build(self._config.critic.path or origin, critic_options(self._config))
+        if self._checkpoint is not None:
+            await self._assembly.critic.load(self._checkpoint / "critic")
+
     async def _save(self, driver: Driver, step: int) -> None:
         balance = await self._balance(driver)
         ledger = self._journal.ledger
         position = await ledger.durable() if ledger is not None else None
         state = driver_state(driver, balance, step=step, history=self._recorder.history, position=position)
-        await self._checkpoints.save(self._assembly.trainer, state, step=step)
+        await self._checkpoints.save(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
 
     async def _balance(self, driver: Driver) -> TokenBalance:
         """The token equation now. Exact when nothing is being generated, as at the end of a run."""
@@ -363,6 +373,8 @@ def _plan(config: Config) -> TrainingPlan:
         success_reward=config.eval.success_reward,
         checkpoint_every=config.checkpoint.every,
         sample_trajectories=config.telemetry.trajectories_per_step,
+        trace=config.critic.trace,
+        kl_estimator=config.algorithm.kl_estimator,
     )
 
 

@@ -19,8 +19,8 @@ from asyncrl.interfaces import GenerationChunk, GenerationRequest, TokenGenerato
 
 __all__ = ["MeteredEngine", "TokenAccount", "TokenMeter", "meter_tokens", "metered_tokens"]
 
-_PURPOSES = ("train", "eval")
-_COUNTS = struct.Struct("<qq")
+_PURPOSES = ("train", "eval", "baseline")
+_COUNTS = struct.Struct("<qqq")
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         tokens: how many the policy sampled.
         oldest_version: lowest weight version among them; -1 without any.
         newest_version: highest one.
-        turns: JSON: ``[[start, end, finish_reason, message], ...]``, tokens ``start <= t < end`` of the trajectory.
+        turns: JSON: ``[[start, end, finish_reason, message, reward], ...]``, tokens ``start <= t < end``.
         spans: JSON: ``[[version, start, end], ...]``, runs of sampled tokens of one version, in order.
         task: JSON.
         info: msgpack of the environment's last ``info``.
@@ -56,7 +56,14 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     log_probs: bytes
 
 
-_TurnForm = tuple[int, int, str, Message]
+class _TurnForm(msgspec.Struct, frozen=True, array_like=True):
+    """A turn in the column ``turns``; records of before rewards were kept by turn have none."""
+
+    start: int
+    end: int
+    finish_reason: FinishReason
+    message: Message
+    reward: float = 0.0
 
 
 def encode_rows(trajectories: Sequence[Trajectory]) -> bytes:
@@ -116,7 +123,9 @@ def _record(row: int, trajectory: Trajectory) -> RowRecord:
             tokens=int(mask.sum()),
             oldest_version=int(sampled.min()) if len(sampled) else -1,
             newest_version=int(sampled.max()) if len(sampled) else -1,
-            turns=_json([(turn.start, turn.end, turn.finish_reason, turn.message) for turn in trajectory.turns]),
+            turns=_json(
+                [(turn.start, turn.end, turn.finish_reason, turn.message, turn.reward) for turn in trajectory.turns]
+            ),
             spans=_json(spans),
             task=_json(trajectory.task),
             info=_ENCODER.encode(packed(dict(trajectory.info))),
@@ -145,8 +154,14 @@ def read_trajectory(record: RowRecord) -> Trajectory:
         weight_versions=tuple(versions.tolist()),
         reward=record.reward,
         turns=tuple(
-            Turn(start=start, end=end, finish_reason=_FINISH.decode(f'"{reason}"'), message=message)
-            for start, end, reason, message in turns
+            Turn(
+                start=turn.start,
+                end=turn.end,
+                finish_reason=turn.finish_reason,
+                message=turn.message,
+                reward=turn.reward,
+            )
+            for turn in turns
         ),
         finish_reason=_END.decode(f'"{record.finish_reason}"'),
         info=_INFO.decode(record.info),
@@ -161,4 +176,3 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[RowRecord])
 _INFO = msgspec.msgpack.Decoder(dict, ext_hook=extension)
 _END = msgspec.json.Decoder(EpisodeEnd)
-_FINISH = msgspec.json.Decoder(FinishReason)

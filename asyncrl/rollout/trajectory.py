@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from asyncrl.errors import InvalidDataError
@@ -24,12 +26,16 @@ EpisodeEnd: TypeAlias = Literal["done", "max_turns", "max_tokens"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One sampled turn: tokens ``start <= t < end`` of the trajectory, and the message they were read as."""
+    """One sampled turn: tokens ``start <= t < end`` of the trajectory, the message they were read as, and its reward.
+
+    A turn that was not shown to the environment, because it was cut, has earned nothing.
+    """
 
     start: int
     end: int
     finish_reason: FinishReason
     message: Message
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +80,29 @@ class Trajectory:
         return sum(self.loss_mask)
 
     @property
+    def turn_numbers(self) -> list[int]:
+        """L, turn in which the token was sampled; -1 where not sampled."""
+        numbers = [-1] * len(self.token_ids)
+        for number, turn in enumerate(self.turns):
+            numbers[turn.start : turn.end] = [number] * (turn.end - turn.start)
+        return numbers
+
+    @property
+    def turn_anchors(self) -> tuple[int, ...]:
+        """For each turn a hash of what the environment said just before it, by its tokens: 63 bits."""
+        said = [0, *(turn.end for turn in self.turns)]
+        words = [self.token_ids[begin : turn.start] for begin, turn in zip(said, self.turns, strict=False)]
+        return tuple(_fingerprint(each) for each in words)
+
+    @property
     def version_tokens(self) -> dict[int, int]:
         """How many tokens were sampled under each weight version, oldest first."""
         counts = Counter(v for v, mine in zip(self.weight_versions, self.loss_mask, strict=True) if mine)
         return dict(sorted(counts.items()))
+
+
+def _fingerprint(token_ids: Sequence[int]) -> int:
+    return int.from_bytes(blake2b(array("q", token_ids).tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def trajectories_to_batch(trajectories: Sequence[Trajectory], *, slot: int) -> DataProto:
@@ -104,6 +129,10 @@ def trajectories_to_batch(trajectories: Sequence[Trajectory], *, slot: int) -> D
             [torch.tensor(t.behaviour_log_probs, dtype=torch.float32) for t in trajectories]
         ),
         "weight_versions": ragged_from_list([torch.tensor(t.weight_versions, dtype=torch.int32) for t in trajectories]),
+        "turns": ragged_from_list([torch.tensor(t.turn_numbers, dtype=torch.int32) for t in trajectories]),
+        "turn_rewards": ragged_from_list(
+            [torch.tensor([turn.reward for turn in t.turns], dtype=torch.float32) for t in trajectories]
+        ),
     }
     rows = len(trajectories)
     inspection: dict[str, list[Any]] = {
@@ -150,6 +179,8 @@ def summarise(trajectories: Sequence[Trajectory], *, slot: int) -> GroupSummary:
         lengths=tuple(trajectory.sampled_tokens for trajectory in trajectories),
         environment=str(trajectories[0].task.get("environment", "")),
         reward_parts=_reward_parts(trajectories),
+        turn_rewards=tuple(tuple(turn.reward for turn in trajectory.turns) for trajectory in trajectories),
+        turn_anchors=tuple(trajectory.turn_anchors for trajectory in trajectories),
     )
 
 

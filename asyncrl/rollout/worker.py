@@ -36,6 +36,9 @@ from asyncrl.weights.transport import TransportSpec
 
 __all__ = ["EpisodeLimits", "RolloutSpec", "RolloutWorker"]
 
+GREEDY_PURPOSES = ("eval", "baseline")
+"""What is rolled out greedily: held-out tasks, and the answer that a policy's samples are compared with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
@@ -121,7 +124,7 @@ class RolloutWorker(Worker):
         """Run one episode per row (:func:`asyncrl.rollout.prompts.prompt_rows`), all at once.
 
         Returns the trajectory columns of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
-        group's summary. With ``purpose == "eval"`` they are greedy, or as ``sampling`` says.
+        group's summary. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says.
 
         Raises:
             EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
@@ -176,7 +179,7 @@ class RolloutWorker(Worker):
 
     def _sampling(self, purpose: str, changes: Mapping[str, Any]) -> SamplingParams:
         sampling = self._spec.sampling
-        if purpose == "eval" and not changes:
+        if purpose in GREEDY_PURPOSES and not changes:
             return replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
         return replace(sampling, **changes)
 
@@ -277,8 +280,8 @@ class RolloutWorker(Worker):
         return {
             "engine": asdict(self._running_engine().statistics()),
             "meter": str(self._meter.path or ""),
-            "delivered": {purpose: self._meter.delivered(purpose) for purpose in ("train", "eval")},
-            "in_flight": {purpose: self._meter.in_flight(purpose) for purpose in ("train", "eval")},
+            "delivered": {purpose: self._meter.delivered(purpose) for purpose in ("train", *GREEDY_PURPOSES)},
+            "in_flight": {purpose: self._meter.in_flight(purpose) for purpose in ("train", *GREEDY_PURPOSES)},
         }
 
     async def aclose(self) -> None:

@@ -263,7 +263,7 @@ class ModelledTrainer:
         self.trained: list[Trained] = []
         self.published: set[int] = set()
 
-    def update(self, batch: DataProtoFuture, oldest_version: int | None = None) -> Future[Any]:
+    def update(self, batch: DataProtoFuture, oldest_version: int | None = None, credit: object = None) -> Future[Any]:
         return self._calls.value("trainer.update", lambda: self._update(batch, oldest_version))
 
     def publish(self, version: int) -> Future[Any]:
@@ -331,8 +331,7 @@ class ModelledRewards:
             assert self._scenario.reward_s is not None
             await asyncio.sleep(self._scenario.reward_s.sample(self._dice))
             rewards = [float(row % 2) for row in range(header.rows)]
-            scores = {"scores": torch.tensor(rewards)}
-            return Plan.of(DataProto.from_dict(tensors=scores, meta_info={"scores": rewards}))
+            return Plan.of(DataProto.from_dict(tensors={"scores": torch.tensor(rewards)}))
 
         return self._calls.batch("reward.score", score)
 

@@ -20,10 +20,11 @@ from asyncrl.parts import load_part
 from asyncrl.pipeline.accounts import TokenBalance
 from asyncrl.pipeline.certificate import Certificate
 from asyncrl.pipeline.checkpoint import DriverState
-from asyncrl.pipeline.driver import Driver, StepRecord, TrainingPlan
+from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.evaluation import EvaluationResult
 from asyncrl.pipeline.resumption import admission_law, driver_state, resumed_accounts
 from asyncrl.pipeline.staleness import AdmissionLaw
+from asyncrl.pipeline.training_plan import StepRecord, TrainingPlan
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.simulation.clock import run_virtually
 from asyncrl.simulation.parts import ModelledReplica, ModelledRewards, ModelledTrainer, Trained

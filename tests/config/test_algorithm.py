@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ SMALLEST: dict[str, Any] = {
     "model": {"source": "scratch"},
     "env": {"name": "calculator"},
 }
+
+
+@pytest.fixture(autouse=True)
+def _advantages(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("advantages_of_ones_own")
+    module.of_dreams = lambda dreams: dreams  # type: ignore[attr-defined]
+    module.of_two_kinds = lambda values, groups: values - groups  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def config(*, max_staleness: int = 2, trainer: Any = (), **algorithm: Any) -> Config:
@@ -73,9 +82,12 @@ def test_parts_are_named_and_take_options() -> None:
         ({"loss": "asyncrl.algorithms:TokenLosses", "loss_options": {"loss": 1}}, "algorithm.loss", "no PolicyLoss"),
         ({"correction": "asyncrl.algorithms:PPO"}, "algorithm.correction", "no Correction"),
         ({"advantage": "asyncrl.algorithms.kl:LOG_RATIO_LIMIT"}, "algorithm.advantage", "no function"),
-        ({"advantage": "gae"}, "algorithm.advantage", "a critic's value of every token"),
-        ({"advantage": "remax"}, "algorithm.advantage", "greedy answer"),
-        ({"advantage": "gigpo"}, "algorithm.advantage", "turn_anchors"),
+        (
+            {"advantage": "advantages_of_ones_own:of_dreams"},
+            "algorithm.advantage",
+            "needs dreams",
+        ),
+        ({"advantage": "advantages_of_ones_own:of_two_kinds"}, "algorithm.advantage", "sees rows without their groups"),
         ({"trainer": {"group_size": 1}}, "trainer.group_size", "no baseline"),
         ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "algorithm.advantage_options.k", "group_size = 8"),
     ],
@@ -130,6 +142,9 @@ def test_what_goes_wrong_is_refused_with_the_reason_unless_asked_for(
         {"kl_coefficient": 0.1, "kl_estimator": "k2"},
         {"kl_estimator": "k1"},
         {"advantage": "reinforce_plus_plus", "trainer": {"group_size": 1}},
+        {"advantage": "gae", "whiten": True, "trainer": {"group_size": 1}},
+        {"advantage": "remax", "trainer": {"group_size": 1}},
+        {"advantage": "gigpo"},
         {"advantage": "pass_at_k", "advantage_options": {"k": 8}},
     ],
     ids=str,
@@ -168,8 +183,10 @@ def test_the_divergence_counts_in_one_place() -> None:
         "algorithm": {"kl_placement": "reward", "kl_coefficient": 0.1},
         "buffer": {"options": {"max_uses": 2}},
     }
-    with pytest.raises(ConfigError, match="told once for a group"):
+    with pytest.raises(ConfigError, match="divergences are told once for a group"):
         check_algorithm(Config.from_mapping(again))
+    with pytest.raises(ConfigError, match="greedy rewards are told once for a group"):
+        check_algorithm(Config.from_mapping({**again, "algorithm": {"advantage": "remax"}}))
 
 
 def test_a_run_without_training_is_asked_nothing() -> None:
@@ -178,7 +195,7 @@ def test_a_run_without_training_is_asked_nothing() -> None:
 
 
 def test_all_that_is_refused_is_told_together() -> None:
-    error = refused(correction="none", advantage="gae")
+    error = refused(correction="none", trainer={"group_size": 1})
     assert "2 problems" in str(error)
 
 

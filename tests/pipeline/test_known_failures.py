@@ -27,9 +27,10 @@ from asyncrl.ledger import (
     Recovered,
 )
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
-from asyncrl.pipeline.driver import Driver, TrainingPlan
+from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.resumption import admission_law, still_outstanding
 from asyncrl.pipeline.staleness import POLICIES, AdmissionLaw
+from asyncrl.pipeline.training_plan import TrainingPlan
 from asyncrl.rollout.record import decode_rows, encode_rows
 from asyncrl.rollout.trajectory import Trajectory, Turn
 from asyncrl.simulation.clock import run_virtually

@@ -23,8 +23,8 @@ def trajectory(**changes: Any) -> Trajectory:
         "weight_versions": (-1, -1, 5, 6, -1, 6),
         "reward": 1.0,
         "turns": (
-            Turn(start=2, end=4, finish_reason="stop", message={"role": "assistant", "content": "hm"}),
-            Turn(start=5, end=6, finish_reason="length", message={"role": "assistant", "content": "nine"}),
+            Turn(start=2, end=4, finish_reason="stop", message={"role": "assistant", "content": "hm"}, reward=0.25),
+            Turn(start=5, end=6, finish_reason="length", message={"role": "assistant", "content": "nine"}, reward=0.75),
         ),
         "finish_reason": "done",
         "info": {"calls": 1},
@@ -72,12 +72,16 @@ def test_a_group_becomes_a_batch() -> None:
         "loss_mask": torch.bool,
         "behaviour_log_probs": torch.float32,
         "weight_versions": torch.int32,
+        "turns": torch.int32,
+        "turn_rewards": torch.float32,
         "rewards": torch.float32,
         "num_turns": torch.int64,
         "slot": torch.int64,
         "row": torch.int64,
     }
     assert columns["rewards"].tolist() == [1.0, 0.0]
+    assert [row.tolist() for row in rows_of(columns["turns"])] == [[-1, -1, 0, 0, -1, 1], [-1, 0]]
+    assert [row.tolist() for row in rows_of(columns["turn_rewards"])] == [[0.25, 0.75], [0.0]]
     assert columns["num_turns"].tolist() == [2, 1]
     assert columns["slot"].tolist() == [12, 12]
     assert columns["row"].tolist() == [0, 1]
@@ -103,6 +107,8 @@ def test_the_summary_travels_in_the_header() -> None:
         version_tokens={4: 1, 5: 1, 6: 2},
         rewards=(1.0, 0.0),
         lengths=(3, 1),
+        turn_rewards=((0.25, 0.75), (0.0,)),
+        turn_anchors=(trajectory().turn_anchors, short().turn_anchors),
     )
     group = [trajectory(), short()]
     assert summarise(group, slot=12) == expected
@@ -126,3 +132,13 @@ def test_a_group_needs_rows_and_sampled_tokens() -> None:
     silent = trajectory(token_ids=(1,), loss_mask=(False,), behaviour_log_probs=(0.0,), weight_versions=(-1,), turns=())
     with pytest.raises(InvalidDataError, match="no sampled token"):
         summarise([silent], slot=1)
+
+
+def test_turns_begin_alike_where_the_environment_said_the_same() -> None:
+    first, second = trajectory(), trajectory(token_ids=(1, 2, 7, 7, 8, 9))  # other words of its own, the same prompts
+    assert first.turn_anchors == second.turn_anchors
+    assert len(set(first.turn_anchors)) == 2
+    assert all(0 <= anchor < 2**63 for anchor in first.turn_anchors)
+    other = trajectory(token_ids=(1, 2, 3, 4, 6, 9))
+    assert (other.turn_anchors[0], other.turn_anchors[1]) == (first.turn_anchors[0], other.turn_anchors[1])
+    assert other.turn_anchors[1] != first.turn_anchors[1]

@@ -14,6 +14,7 @@ from .output import quiet_pipe, show
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.config.document import Document
 
 __all__ = [
     "check_outside",
@@ -23,6 +24,7 @@ __all__ = [
     "plot_command",
     "sft_command",
     "train_command",
+    "train_reward_model_command",
     "trajectories_command",
 ]
 
@@ -57,6 +59,30 @@ def sft_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
 
     summary = sft(config)
     _show_summary(summary, as_json=namespace.json)
+    return 0
+
+
+def train_reward_model_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """``asyncrl train-reward-model``."""
+    from asyncrl.config import RewardTrainingConfig, load_document
+    from asyncrl.datasets.source import check_files
+    from asyncrl.parts import check_part
+
+    if namespace.file is None and not settings:
+        raise ConfigError("no configuration given; write asyncrl COMMAND FILE.toml", remedy="give a FILE.toml")
+    config = load_document(RewardTrainingConfig, namespace.file, settings)
+    check_part("asyncrl.value_engines", config.trainer.engine, path="trainer.engine")
+    if config.model.source is not None:
+        check_part("asyncrl.model_sources", config.model.source, path="model.source")
+    for name in config.telemetry.trackers:
+        check_part("asyncrl.trackers", name, path="telemetry.trackers")
+    check_files(config.preferences.files, key="preferences.files")
+    _check_model_path(config.model.path)
+    if namespace.dry_run:
+        return _dry_run(config)
+    from asyncrl.pipeline.run import train_reward_model
+
+    _show_summary(train_reward_model(config), as_json=namespace.json)
     return 0
 
 
@@ -152,6 +178,7 @@ def check_outside(config: Config) -> None:
         ("asyncrl.environments", config.env.name, "env.name"),
         ("asyncrl.rollout_engines", config.rollout.engine, "rollout.engine"),
         ("asyncrl.training_engines", config.trainer.engine, "trainer.engine"),
+        ("asyncrl.value_engines", config.critic.engine, "critic.engine"),
         ("asyncrl.weight_transports", config.weights.transport, "weights.transport"),
         ("asyncrl.replay_buffers", config.buffer.kind, "buffer.kind"),
     ]
@@ -169,9 +196,9 @@ def check_outside(config: Config) -> None:
         from asyncrl.datasets.source import check_files
 
         check_files(config.sft.data, key="sft.data")
-    model = config.model.path
-    if model is not None and model.startswith(("/", "./", "../", "~")):  # else it may be a name on the hub
-        _existing(Path(model).expanduser(), "model.path")
+    _check_model_path(config.model.path)
+    if config.critic.path is not None:
+        _check_model_path(config.critic.path, "critic.path")
 
 
 def _configuration(file: Path | None, settings: Sequence[str]) -> Config:
@@ -184,7 +211,12 @@ def _configuration(file: Path | None, settings: Sequence[str]) -> Config:
     return config
 
 
-def _dry_run(config: Config) -> int:
+def _check_model_path(model: str | None, name: str = "model.path") -> None:
+    if model is not None and model.startswith(("/", "./", "../", "~")):  # else it may be a name on the hub
+        _existing(Path(model).expanduser(), name)
+
+
+def _dry_run(config: Document) -> int:
     show(config.to_toml().rstrip("\n"))
     return 0
 

@@ -99,7 +99,7 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
                 return why_command(namespace)
             from . import commands
 
-            command = getattr(commands, f"{namespace.command}_command")
+            command = getattr(commands, f"{namespace.command.replace('-', '_')}_command")
             return int(command(namespace, settings))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -154,6 +154,11 @@ def command_line() -> CommandLine:
     ]
     sft = add("sft", "only the supervised warm start", settings=True)
     options["sft"] += [sft.add_argument("--json", action="store_true", help="print the summary as JSON")]
+
+    compare = add("train-reward-model", "train a reward model on comparisons", settings=True)
+    options["train-reward-model"] += [
+        compare.add_argument("--json", action="store_true", help="print the summary as JSON")
+    ]
 
     evaluate = add("eval", "measure the held-out score: avg@k and pass@k with intervals", settings=True)
     options["eval"] += [

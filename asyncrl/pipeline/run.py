@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.agents.chat import ChatRenderer, load_renderer
-from asyncrl.config import Config, EnvConfig, load_config
+from asyncrl.config import Config, EnvConfig, ModelConfig, RewardTrainingConfig, load_config
 from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure
 from asyncrl.interfaces import CountedTasks
+from asyncrl.pipeline import reward_training
 from asyncrl.pipeline.answers import FailedTask, answer_tasks
 from asyncrl.pipeline.answers_file import AnswersFile
 from asyncrl.pipeline.assembly import Assembly, chat_options, fit_prompts, import_once, make_environments
@@ -29,7 +30,7 @@ from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.timeline import Timeline
 
-__all__ = ["evaluate", "generate", "sft", "train"]
+__all__ = ["evaluate", "generate", "sft", "train", "train_reward_model"]
 
 _T = TypeVar("_T")
 
@@ -67,6 +68,25 @@ def sft(config: Config) -> dict[str, Any]:
     """Only the supervised warm start; returns ``{"model": folder, ...}``."""
     run = RunDirectory.create(config.runs, config.name)
     return _in_run(config, run, lambda training: training.supervise_only(), checkpoint=None)
+
+
+def train_reward_model(config: RewardTrainingConfig) -> dict[str, Any]:
+    """Learn to score answers from comparisons; returns the summary: ``{"model": folder, "held_out_accuracy": ...}``.
+
+    Raises:
+        AsyncRLError: what ended the run, by name.
+    """
+    run = RunDirectory.create(config.runs, config.name)
+    run.write_config(config.to_toml())
+    _quiet_vendors(config.model)
+    progress = make_progress(config.telemetry.progress)
+    progress.note(f"run {run.path}")
+    try:
+        with open_log(run.logs / "driver.log"):
+            return run_to_end(reward_training.train_reward_model(config, run, progress))
+    finally:
+        progress.close()
+        run.close()
 
 
 def evaluate(
@@ -255,7 +275,7 @@ async def _serving(
     A model that is made on the spot is made of what ``made_with`` poses, whatever it is asked about.
     """
     run = RunDirectory.create(config.runs, f"{config.name}-eval")
-    _quiet_vendors(config)
+    _quiet_vendors(config.model)
     assembly = Assembly(config, log_folder=run.logs)
     try:
         await asyncio.to_thread(import_once, config)
@@ -293,7 +313,7 @@ def _in_run(
     checkpoint: Path | None,
 ) -> _T:
     run.write_config(config.to_toml())
-    _quiet_vendors(config)
+    _quiet_vendors(config.model)
     timeline = Timeline()
     progress = make_progress(config.telemetry.progress, waits=timeline.current_waits)
     progress.note(f"run {run.path}")
@@ -310,9 +330,9 @@ def _in_run(
         run.close()
 
 
-def _quiet_vendors(config: Config) -> None:
+def _quiet_vendors(model: ModelConfig) -> None:
     """Keep what says nothing to a user off the display."""
-    if config.model.path is None or Path(config.model.path).is_dir():
+    if model.path is None or Path(model.path).is_dir():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nothing is downloaded
     # torch tells its own developers of a deprecated call inside torch.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

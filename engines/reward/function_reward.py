@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from asyncrl.data import DataProto
-from asyncrl.data.ragged import rows_of
 from asyncrl.errors import ConfigError, RewardError, SchemaError
 from asyncrl.rewards.user_function import UserFunction
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from engines.reward.row_texts import RowTexts, sampled_tokens
 
 __all__ = ["FunctionReward"]
 
@@ -85,8 +82,7 @@ class FunctionReward:
                 path="tokenizer",
                 remedy="name the model's tokenizer, or let the function take token_ids",
             )
-        self._tokenizer_name = tokenizer
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._texts = RowTexts(tokenizer) if tokenizer is not None else None
         self._closed = False
 
     async def score(self, batch: DataProto) -> DataProto:
@@ -127,8 +123,7 @@ class FunctionReward:
     def _arguments(self, batch: DataProto) -> Iterator[dict[str, Any]]:
         """What the function gets for each row."""
         columns = batch.non_tensor_batch
-        texts = self._tokenizer_name is not None
-        derived = {"token_ids", *(_TEXTS if texts else ())} - set(columns)
+        derived = {"token_ids", *(_TEXTS if self._texts is not None else ())} - set(columns)
         unknown = sorted(self._required - derived - set(columns))
         if unknown:
             raise SchemaError(
@@ -136,44 +131,15 @@ class FunctionReward:
                 f"{', '.join(sorted(columns)) or 'none'}"
             )
         wanted = derived | set(columns) if self._takes_others else (derived | set(columns)) & self._wanted
-        tokens = list(_sampled(batch)) if wanted & derived else [((), ())] * len(batch)
+        tokens = list(sampled_tokens(batch)) if wanted & derived else [((), ())] * len(batch)
         for row, (prompt, sampled) in enumerate(tokens):
             given: dict[str, Any] = {name: _plain(columns[name][row]) for name in wanted & set(columns)}
             if "token_ids" in wanted & derived:
                 given["token_ids"] = list(sampled)
             for name, ids in (("completion", sampled), ("prompt", prompt)):
-                if name in wanted & derived:
-                    given[name] = self._decode(list(ids))
+                if self._texts is not None and name in wanted & derived:
+                    given[name] = self._texts.text(ids)
             yield given
-
-    def _decode(self, token_ids: list[int]) -> str:
-        if self._tokenizer is None:
-            self._tokenizer = _load_tokenizer(str(self._tokenizer_name))
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    return tokenizer
-
-
-def _sampled(batch: DataProto) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each row, the tokens before the first sampled one, and the sampled ones.
-
-    What was sampled is told by ``weight_versions`` where there are any: ``loss_mask`` may leave out sampled tokens.
-    """
-    columns: Mapping[str, torch.Tensor] = batch.batch if batch.batch is not None else {}
-    marks = next((name for name in ("weight_versions", "loss_mask") if name in columns.keys()), None)  # noqa: SIM118
-    if marks is None or "input_ids" not in columns.keys():  # noqa: SIM118  # a TensorDict iterates over rows
-        raise SchemaError("token_ids and texts need the columns input_ids and weight_versions (or loss_mask)")
-    for ids, mark in zip(rows_of(columns["input_ids"]), rows_of(columns[marks]), strict=True):
-        sampled = mark >= 0 if marks == "weight_versions" else mark.bool()
-        first = int(sampled.int().argmax()) if bool(sampled.any()) else len(ids)
-        yield tuple(ids[:first].tolist()), tuple(ids[sampled].tolist())
 
 
 def _plain(value: object) -> object:

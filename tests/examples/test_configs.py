@@ -90,3 +90,35 @@ def test_a_pretrained_model_goes_the_same_way(tmp_path: Path):
     assert accounted_for(summary)
     (text,) = tmp_path.glob("runs/*/trajectories.jsonl")
     assert "<|im_start|>assistant" in json.loads(text.read_text().splitlines()[0])["text"]
+
+
+SMALLEST = ["--steps", "2", "--sft.steps", "3", "--eval.tasks", "4", "--cluster.backend", "local"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "online_dpo", "lora"])
+def test_it_runs_at_its_smallest(name: str, tmp_path: Path) -> None:
+    if name == "lora":
+        pytest.importorskip("peft")
+    few = ["--trainer.groups-per-step", "4"]
+    done = asyncrl("train", str(EXAMPLES / f"{name}.toml"), *SMALLEST, *few, cwd=tmp_path, timeout_s=110)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path)
+    assert summary["weight_version"] == 2
+    assert accounted_for(summary)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ppo_learns_with_its_critic(tmp_path: Path) -> None:
+    done = asyncrl(
+        "train", str(EXAMPLES / "ppo.toml"), "--cluster.backend", "local", "--steps", "30", cwd=tmp_path, timeout_s=280
+    )
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path)
+    assert summary["success_after"] >= summary["success_before"] + 0.15  # 128 tasks: noise is 0.06
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    explained = [step["train/critic_explained_variance"] for step in steps if "train/loss" in step]
+    assert sum(explained[-5:]) / 5 > 0.1
+    assert accounted_for(summary)

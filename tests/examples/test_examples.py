@@ -121,3 +121,17 @@ def test_one_preference_step_is_the_gradient_of_dpo(tmp_path: Path) -> None:
         trainer.close()
     assert metrics["loss"] == pytest.approx(loss.loss.mean().item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_way_through_a_reward_model_runs_at_its_smallest() -> None:
+    found = load("ppo_with_reward_model").main(steps=2, warm_steps=20, comparisons=64)
+    assert found.keys() == {"judge", "before", "after"}
+    assert all(0.0 <= share <= 1.0 for share in found.values())
+
+
+@pytest.mark.slow
+def test_supervision_then_reinforcement_runs_at_its_smallest() -> None:
+    before, after = load("sft_then_rl").main(steps=2, warm_steps=20)
+    assert 0.0 <= before <= 1.0
+    assert 0.0 <= after <= 1.0

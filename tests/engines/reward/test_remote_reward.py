@@ -1,0 +1,143 @@
+"""Rewards over HTTP: what is asked, what is sent again, and what is an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from asyncrl.data import DataProto
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.interfaces import RewardModel
+from engines.reward.remote_reward import RemoteReward
+
+Answer = Callable[[list[dict[str, Any]]], Awaitable[web.Response]]
+
+
+@asynccontextmanager
+async def asking(answer: Answer, **options: Any) -> AsyncIterator[RemoteReward]:
+    """A server that answers like this, and a reward that asks it."""
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        return await answer((await request.json())["rows"])
+
+    app = web.Application()
+    app.router.add_post("/score", reply)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    (address,) = runner.addresses
+    reward = RemoteReward(url=f"http://127.0.0.1:{address[1]}/score", pause_s=0.001, **options)
+    try:
+        yield reward
+    finally:
+        await reward.close()
+        await runner.cleanup()
+
+
+def batch(count: int) -> DataProto:
+    return DataProto.from_dict(
+        tensors={"rewards": torch.zeros(count)},
+        non_tensors={"task": [{"answer": number} for number in range(count)], "reply": ["yes"] * count},
+    )
+
+
+async def right(rows: list[dict[str, Any]]) -> web.Response:
+    return web.json_response({"rewards": [row["task"]["answer"] / 2 for row in rows]})
+
+
+async def test_rows_are_asked_about_in_parts_and_answered_in_their_order() -> None:
+    sizes: list[int] = []
+
+    async def answer(rows: list[dict[str, Any]]) -> web.Response:
+        sizes.append(len(rows))
+        assert rows[0].keys() == {"task", "reply"}
+        return await right(rows)
+
+    async with asking(answer, batch_size=3, concurrency=2) as reward:
+        part: RewardModel = reward
+        assert (await part.score(batch(7))).batch["rewards"].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert sorted(sizes) == [1, 3, 3]
+    with pytest.raises(RewardError, match="after it was closed"):
+        await reward.score(batch(1))
+
+
+async def test_a_server_that_stumbles_is_asked_again() -> None:
+    times = 0
+
+    async def answer(rows: list[dict[str, Any]]) -> web.Response:
+        nonlocal times
+        times += 1
+        return await right(rows) if times == 3 else web.Response(status=(503, 429)[times - 1], text="not now")
+
+    async with asking(answer) as reward:
+        assert (await reward.score(batch(2))).batch["rewards"].tolist() == [0.0, 0.5]
+    assert times == 3
+
+
+async def test_one_that_never_gets_up_is_an_error_and_no_number() -> None:
+    async def answer(rows: list[dict[str, Any]]) -> web.Response:
+        return web.Response(status=500, text="out of memory")
+
+    async with asking(answer, attempts=2) as reward:
+        with pytest.raises(RewardError, match="no rewards in 2 attempts: status 500: out of memory"):
+            await reward.score(batch(1))
+
+
+async def test_one_that_hangs_passes_its_deadline() -> None:
+    async def answer(rows: list[dict[str, Any]]) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with asking(answer, attempts=1, deadline_s=0.05) as reward:
+        with pytest.raises(RewardError, match=r"no answer within 0\.05 s"):
+            await reward.score(batch(1))
+
+
+@pytest.mark.parametrize(
+    ("response", "what"),
+    [
+        (web.Response, "answered no JSON"),
+        (lambda: web.json_response({"rewards": [1.0]}), "of 2 numbers"),
+        (lambda: web.json_response([1.0, 2.0]), "of 2 numbers"),
+        (lambda: web.json_response({"rewards": [1.0, "2"]}), "gave row 1 the reward '2'"),
+        (lambda: web.json_response({"rewards": [True, 1.0]}), "gave row 0 the reward True"),
+        (lambda: web.Response(text='{"rewards": [1.0, NaN]}'), "which is no finite number"),
+        (lambda: web.Response(status=404, text="where?"), "answered with status 404: where"),
+    ],
+)
+async def test_an_answer_that_is_none_is_an_error_at_once(response: Callable[[], web.Response], what: str) -> None:
+    times = 0
+
+    async def answer(rows: list[dict[str, Any]]) -> web.Response:
+        nonlocal times
+        times += 1
+        return response()
+
+    async with asking(answer) as reward:
+        with pytest.raises(RewardError, match=what):
+            await reward.score(batch(2))
+    assert times == 1
+
+
+async def test_nobody_there_is_told() -> None:
+    reward = RemoteReward(url="http://127.0.0.1:9/", attempts=2, pause_s=0.001)
+    with pytest.raises(RewardError, match="gave no rewards in 2 attempts: ClientConnectorError"):
+        await reward.score(batch(1))
+    await reward.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [({"url": "ftp://x"}, "url"), ({"deadline_s": 0.0}, "deadline_s"), ({"attempts": 0}, "attempts")],
+)
+def test_what_cannot_be_used_is_refused(options: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RemoteReward(**({"url": "http://x/"} | options))
+    assert caught.value.path == path

@@ -3,9 +3,10 @@
     PYTHONPATH=examples asyncrl train examples/calculator.toml \
         --algorithm.advantage custom_algorithm:sign_of_the_median --algorithm.loss custom_algorithm:SquaredDistance
 
-A function's positional parameters are the columns it wants (rewards, groups, lengths), its keyword-only ones are
-options. A loss is a frozen dataclass: its fields are options, and it sees tokens of whole rows, never the batch, so
-micro-batches and ranks cannot change it. Corrections, KL, entropy and aggregation are added around it.
+A function's positional parameters are the columns it wants (rewards, groups, lengths; greedy_rewards, turn_rewards or
+values bring the stage that makes them into the run), its keyword-only ones are options. A loss is a frozen dataclass:
+its fields are options, and it sees tokens of whole rows, never the batch, so micro-batches and ranks cannot change it.
+Corrections, KL, entropy and aggregation are added around it.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,99 @@
+"""PPO with a critic and a reward model of one's own: supervised start, comparisons, reward model, reinforcement.
+
+    python examples/ppo_with_reward_model.py [--steps 40]
+
+A model of 0.1 million random weights imitates demonstrations that mostly guess. A second one, begun from the first,
+learns from 400 comparisons that asking the calculator is better than guessing. Then PPO follows what *that* one likes;
+the share of right answers, which nobody trains on, goes from below a half to nearly all. Two minutes on two cores.
+
+Every stage is also a command: asyncrl sft FILE.toml, asyncrl train-reward-model FILE.toml, asyncrl train FILE.toml.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from asyncrl.agents.calculator import CalculatorFactory
+from asyncrl.config import Config, RewardTrainingConfig
+from asyncrl.pipeline.run import sft, train, train_reward_model
+
+DIGITS: dict[str, Any] = {"min_operand": 1, "max_operand": 9, "operation_shares": [1.0], "misread_share": 0.0}
+LOCAL: dict[str, Any] = {"backend": "local"}
+QUIET: dict[str, Any] = {"progress": "none"}
+SIZE = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320, "max_position": 128}
+
+
+def write_comparisons(path: Path, count: int) -> None:
+    """Questions with two answers each: one asks the calculator, the other guesses."""
+    asking = CalculatorFactory(**DIGITS, guess_share=0.0)
+    guessing = CalculatorFactory(**DIGITS, guess_share=1.0)
+    with path.open("w") as file:
+        for number in range(count):
+            pair = {"chosen": asking.demonstration(number), "rejected": guessing.demonstration(number)}
+            file.write(json.dumps(pair) + "\n")
+
+
+def main(*, steps: int = 40, warm_steps: int = 150, comparisons: int = 400) -> dict[str, Any]:
+    """Returns how well the reward model knows pairs it has not seen, and the right answers before and after."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        world = {"name": "calculator", "max_turns": 3, "options": {**DIGITS, "guess_share": 0.6}}
+        policy: dict[str, Any] = {
+            "name": "policy",
+            "steps": steps,
+            "runs": str(folder),
+            "cluster": LOCAL,
+            "telemetry": QUIET,
+            "env": world,
+            "rollout": {"max_new_tokens": 24, "max_tokens": 64, "options": {"max_running_requests": 64}},
+        }
+        start = sft(
+            Config.from_mapping(
+                {
+                    **policy,
+                    "model": {"source": "scratch", "options": SIZE},
+                    "sft": {"steps": warm_steps, "batch_size": 32, "lr": 3e-3},
+                }
+            )
+        )
+        write_comparisons(folder / "comparisons.jsonl", comparisons)
+        judge = train_reward_model(
+            RewardTrainingConfig.from_mapping(
+                {
+                    "name": "reward-model",
+                    "runs": str(folder),
+                    "cluster": LOCAL,
+                    "telemetry": QUIET,
+                    "model": {"path": start["model"]},
+                    "preferences": {"files": str(folder / "comparisons.jsonl")},
+                    "trainer": {"lr": 1e-3},
+                }
+            )
+        )
+        print(f"the reward model is right about {judge['held_out_accuracy']:.3f} of pairs it has not seen")
+        summary = train(
+            Config.from_mapping(
+                {
+                    **policy,
+                    "model": {"path": start["model"]},
+                    "algorithm": {"advantage": "gae", "loss": "ppo", "whiten": True},
+                    "trainer": {"groups_per_step": 64, "group_size": 1, "lr": 5e-4},
+                    "critic": {"path": judge["model"], "lr": 3e-3, "minibatches": 2},
+                    "reward": {"source": "model", "options": {"path": judge["model"]}},
+                    "eval": {"tasks": 128},
+                }
+            )
+        )
+        print(f"right answers: {summary['success_before']:.3f} before, {summary['success_after']:.3f} after")
+        return {
+            "judge": judge["held_out_accuracy"],
+            **{each: summary[f"success_{each}"] for each in ("before", "after")},
+        }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    main(**vars(parser.parse_args()))

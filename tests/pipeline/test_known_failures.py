@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import CheckpointError, DeadlineError, EnvironmentFailure, InvalidDataError
 from asyncrl.interfaces import GroupSummary
@@ -318,7 +319,7 @@ def run_small(parts: Parts, driver: type[Driver]) -> None:
                     steps=STEPS,
                     groups_per_step=GROUPS,
                     group_size=2,
-                    advantage=lambda columns: torch.zeros(len(columns["rewards"])),
+                    advantage=AdvantageEstimator("none", lambda rewards: torch.zeros_like(rewards), {}),
                     seed=0,
                     eval_tasks=0,
                     sample_trajectories=0,

@@ -3,8 +3,8 @@
     python examples/ppo_with_reward_model.py [--steps 40]
 
 A model of 0.1 million random weights imitates demonstrations that mostly guess. A second one, begun from the first,
-learns from 400 comparisons that asking the calculator is better than guessing. Then PPO follows what *that* one likes;
-the share of right answers, which nobody trains on, goes from below a half to nearly all. Two minutes on two cores.
+learns from 400 comparisons that asking the calculator is better than guessing. Then PPO follows what *that* one likes.
+What it prints, the share of right answers, nobody trains on.
 
 Every stage is also a command: asyncrl sft FILE.toml, asyncrl train-reward-model FILE.toml, asyncrl train FILE.toml.
 """

@@ -3,8 +3,8 @@
     python examples/sft_then_rl.py [--steps 40]
 
 400 conversations are written down, most of which guess instead of asking the calculator. A model of 0.1 million random
-weights imitates them; asynchronous GRPO then finds out that asking pays. A minute or two on two cores. The same with
-files of one's own, in any form that docs/data.md names:
+weights imitates them, then learns by asynchronous GRPO. The same with files of one's own, in any form that docs/data.md
+names:
 
     asyncrl sft FILE.toml --sft.data conversations.parquet && asyncrl train FILE.toml --model.path RUN/...
 """

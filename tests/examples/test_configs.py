@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.cli.main import main
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -37,9 +39,9 @@ def make_larger_data(folder: Path, *, rows: int) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
-def test_every_configuration_is_valid(file: Path, tmp_path: Path) -> None:
-    done = asyncrl("train", str(file), "--dry-run", cwd=tmp_path, timeout_s=60)
-    assert done.returncode == 0, done.stderr
+def test_every_configuration_is_valid(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(file), "--dry-run"]) == 0
     assert not list(tmp_path.iterdir())
 
 
@@ -105,20 +107,4 @@ def test_it_runs_at_its_smallest(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = summary_of(tmp_path)
     assert summary["weight_version"] == 2
-    assert accounted_for(summary)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ppo_learns_with_its_critic(tmp_path: Path) -> None:
-    done = asyncrl(
-        "train", str(EXAMPLES / "ppo.toml"), "--cluster.backend", "local", "--steps", "30", cwd=tmp_path, timeout_s=280
-    )
-    assert done.returncode == 0, done.stderr
-    summary = summary_of(tmp_path)
-    assert summary["success_after"] >= summary["success_before"] + 0.15  # 128 tasks: noise is 0.06
-    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    explained = [step["train/critic_explained_variance"] for step in steps if "train/loss" in step]
-    assert sum(explained[-5:]) / 5 > 0.1
     assert accounted_for(summary)

@@ -122,7 +122,7 @@ episodes = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     episodes=episodes,
     discount=st.sampled_from([1.0, 0.9]),

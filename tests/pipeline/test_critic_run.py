@@ -51,6 +51,7 @@ def test_a_critic_learns_beside_the_policy_and_goes_on_after_a_resume(small_conf
     del third
 
 
+@pytest.mark.slow
 def test_roles_share_processes_and_penalties_are_taken_off_tokens(small_config: MakeConfig) -> None:
     config = small_config(
         steps=2,
@@ -66,6 +67,7 @@ def test_roles_share_processes_and_penalties_are_taken_off_tokens(small_config: 
     assert second["train/critic_grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_reward_models_score_stands_at_the_end(small_config: MakeConfig) -> None:
     reward = {"source": "function", "options": {"function": "worlds:length_score"}}
     config = small_config(steps=2, eval={"tasks": 0}, algorithm=GAE, reward=reward)
@@ -81,6 +83,7 @@ def test_remax_compares_with_a_greedy_answer(small_config: MakeConfig) -> None:
     assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"]
 
 
+@pytest.mark.slow
 def test_a_group_whose_greedy_answer_fails_is_replaced(small_config: MakeConfig) -> None:
     config = small_config(
         steps=2,
@@ -95,6 +98,7 @@ def test_a_group_whose_greedy_answer_fails_is_replaced(small_config: MakeConfig)
     assert "baseline_failed" not in summary["tokens"]["dropped"]  # the samples failed as well, and first or last
 
 
+@pytest.mark.slow
 def test_online_dpo_refers_to_a_frozen_policy(small_config: MakeConfig) -> None:
     config = small_config(steps=2, max_staleness=0, eval={"tasks": 0}, algorithm={"advantage": "online_dpo"})
     assert "reference" in {each.role for each in Assembly(config, log_folder=Path("unused"))._requests()}
@@ -105,6 +109,7 @@ def test_online_dpo_refers_to_a_frozen_policy(small_config: MakeConfig) -> None:
     assert first["train/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_gigpo_gives_every_turn_its_own_credit(small_config: MakeConfig) -> None:
     config = small_config(steps=2, eval={"tasks": 0}, algorithm={"advantage": "gigpo"})
     train(config)

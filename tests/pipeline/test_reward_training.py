@@ -118,6 +118,7 @@ def test_it_learns_what_is_liked_and_a_run_follows_it(
     assert train(run_config)["weight_version"] == 2
 
 
+@pytest.mark.slow
 def test_another_vocabulary_is_refused(tmp_path: Path, model: str, small_config: Callable[..., Config]) -> None:
     other = tmp_path / "other"
     make_scratch_model(other, conversations=[answer("entirely other words")], vocab_size=300, **SIZE)

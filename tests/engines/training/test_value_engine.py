@@ -71,7 +71,7 @@ def test_a_value_is_read_off_before_its_token(model_folder: MakeFolder, engine: 
         assert torch.allclose(row, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), 0.3])
 def test_a_step_is_the_gradient_of_the_plain_loop(
     model_folder: MakeFolder, engine: Callable[..., Any], clip: float | None
 ) -> None:
@@ -135,7 +135,7 @@ def test_the_policys_checkpoint_is_none_of_a_critic(
         engine().load(tmp_path / "policy")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_it_is_passed_around_as_a_model_for_sequence_classification(
     model_folder: MakeFolder, engine: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:

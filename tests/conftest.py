@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 # A shell starts what it runs in the background with SIGINT ignored, and so would every process that a test starts and
 # interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Ray lowers the priority of its workers: whatever else a machine does would starve them past every deadline.
+os.environ.setdefault("RAY_worker_niceness", "0")

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from asyncrl.data.progress import Progress
     from asyncrl.single_controller.controller_loop import Work
     from asyncrl.single_controller.decorator import Registration
+    from asyncrl.single_controller.mesh_inquiry import Inquiry
     from asyncrl.single_controller.retry import Repeats
     from asyncrl.single_controller.worker_group import WorkerGroup
 
@@ -83,6 +84,7 @@ class Invocation:
         "_all_came",
         "_failures",
         "_group",
+        "_in_line",
         "_lock",
         "_mesh",
         "_missing",
@@ -126,6 +128,7 @@ class Invocation:
         self.progress = progress
         self._lock = threading.Lock()
         self._over = False
+        self._in_line = False
         self._work: Work | None = None
         self._shares: Sequence[Share] = ()
         self._sequences = array("Q")
@@ -152,6 +155,7 @@ class Invocation:
                 error = self._try_to_send()
             else:
                 line.ahead += 1
+                self._in_line = True
                 # The caller may go on changing its own.
                 self._scatter.snapshot()
         if not now:
@@ -164,29 +168,42 @@ class Invocation:
     async def _wait_and_send(self) -> None:
         group, scatter = self._group, self._scatter
         line = group._line
-        in_line = True
-        try:
+        with line.asking.join() as asking, line.unsent.join() as unsent:
+            await asking.first()
             await workers_there(group)
-            await group._meshes.let_pass(in_line=self._plain)
-            mode = self._registration.dispatch_mode
-            if isinstance(mode, MeshDispatch) and scatter.mesh is None:
-                scatter.mesh = await group._meshes.find(mode.mesh_name)
+            inquiry = self._mesh_inquiry()
+            if inquiry is not None:
+                await inquiry.first_answer()
+            asking.leave()
+            if self._plain:
+                await unsent.first()
+            if inquiry is not None:
+                scatter.mesh = await inquiry.mesh()
             if not all(future.done() for future in scatter.futures):
-                line.leave()
-                in_line = False
+                unsent.leave()
+                self._leave_line()
             await self._arrivals()
             scatter.apply_custom()
             await self._arrivals()
             await workers_there(group)  # some may have died meanwhile, and be made again
             with line.lock:
                 error = self._try_to_send()
-        finally:
-            if in_line:
-                line.leave()
         if error is not None:
             raise error
 
+    def _mesh_inquiry(self) -> Inquiry | None:
+        mode = self._registration.dispatch_mode
+        if not isinstance(mode, MeshDispatch) or self._scatter.mesh is not None:
+            return None
+        return self._group._meshes.ask(mode.mesh_name)
+
+    def _leave_line(self) -> None:
+        if self._in_line:
+            self._in_line = False
+            self._group._line.leave()
+
     def _waited(self, task: asyncio.Task[None]) -> None:
+        self._leave_line()
         if task.cancelled():
             self._end(None)
         elif (error := task.exception()) is not None:

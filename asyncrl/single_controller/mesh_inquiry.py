@@ -10,14 +10,46 @@ from asyncrl.errors import DispatchError, InfrastructureError
 from asyncrl.single_controller.controller_loop import TaskOwner
 from asyncrl.single_controller.mesh import Mesh, MeshPlace
 
-__all__ = ["Meshes"]
+__all__ = ["Inquiry", "Meshes"]
 
 
-class _Inquiry:
+class Inquiry:
+    """One mesh being asked for. On the controller loop."""
+
     def __init__(self) -> None:
-        self.first_answer = asyncio.Event()
-        self.finished = asyncio.Event()
-        self.error: BaseException | None = None
+        self._first_answer = asyncio.Event()
+        self._finished = asyncio.Event()
+        self._mesh: Mesh | None = None
+        self._error: BaseException | None = None
+
+    async def first_answer(self) -> None:
+        """Wait until the workers' loops have answered."""
+        await self._first_answer.wait()
+
+    async def mesh(self) -> Mesh:
+        """The mesh, once it is known.
+
+        Raises:
+            DispatchError: some workers are not in the mesh, or their places do not make one.
+        """
+        await self._finished.wait()
+        if self._mesh is None:
+            assert self._error is not None
+            raise copy.copy(self._error) from self._error.__cause__
+        return self._mesh
+
+    def has_first_answer(self) -> None:
+        """The workers' loops have answered."""
+        self._first_answer.set()
+
+    def end(self, result: Mesh | BaseException) -> None:
+        """This has come of it."""
+        if isinstance(result, Mesh):
+            self._mesh = result
+        else:
+            self._error = result
+        self._first_answer.set()
+        self._finished.set()
 
 
 class Meshes:
@@ -41,55 +73,41 @@ class Meshes:
         self._owner = owner
         self._group_name = group_name
         self._known: dict[str, Mesh] = {}
-        self._inquiries: dict[str, _Inquiry] = {}
+        self._inquiries: dict[str, Inquiry] = {}
 
     def known(self, name: str) -> Mesh | None:
         """The mesh, if it is known. From any thread."""
         return self._known.get(name)
 
-    async def find(self, name: str) -> Mesh:
-        """The mesh ``name``. On the loop.
-
-        Raises:
-            DispatchError: some workers are not in the mesh, or their places do not make one. The next call asks again.
-        """
-        if name in self._known:
-            return self._known[name]
+    def ask(self, name: str) -> Inquiry:
+        """Ask for a mesh, unless that is under way; after a failure the next call asks again. On the loop."""
         inquiry = self._inquiries.get(name)
         if inquiry is None:
-            inquiry = self._inquiries[name] = _Inquiry()
-            self._begin(name, inquiry)
-        await inquiry.first_answer.wait()
-        await inquiry.finished.wait()
-        if inquiry.error is not None:
-            raise copy.copy(inquiry.error) from inquiry.error.__cause__
-        return self._known[name]
+            inquiry = Inquiry()
+            if (mesh := self._known.get(name)) is not None:
+                inquiry.end(mesh)
+            else:
+                self._inquiries[name] = inquiry
+                self._begin(name, inquiry)
+        return inquiry
 
-    async def let_pass(self, *, in_line: bool) -> None:
-        """Wait for the calls that were made earlier and are waiting for their mesh. On the loop."""
-        passed: set[_Inquiry] = set()
-        while ahead := [each for each in self._inquiries.values() if each not in passed]:
-            passed.add(ahead[0])
-            await ahead[0].first_answer.wait()
-            if in_line:
-                await ahead[0].finished.wait()
-
-    def _begin(self, name: str, inquiry: _Inquiry) -> None:
-        def end(task: asyncio.Task[None]) -> None:
+    def _begin(self, name: str, inquiry: Inquiry) -> None:
+        def end(task: asyncio.Task[Mesh]) -> None:
             del self._inquiries[name]
             if task.cancelled():
-                inquiry.error = InfrastructureError(f"worker group {self._group_name} was shut down")
+                inquiry.end(InfrastructureError(f"worker group {self._group_name} was shut down"))
+            elif (error := task.exception()) is not None:
+                inquiry.end(error)
             else:
-                inquiry.error = task.exception()
-            inquiry.first_answer.set()
-            inquiry.finished.set()
+                self._known[name] = task.result()
+                inquiry.end(task.result())
 
         self._owner.spawn(lambda: self._inquire(name, inquiry), end)
 
-    async def _inquire(self, name: str, inquiry: _Inquiry) -> None:
+    async def _inquire(self, name: str, inquiry: Inquiry) -> Mesh:
         places = await self._ask(name, False)
         if None in places:
-            inquiry.first_answer.set()
+            inquiry.has_first_answer()
             places = await self._ask(name, True)
         if absent := [rank for rank, place in enumerate(places) if place is None]:
             raise DispatchError(
@@ -97,4 +115,4 @@ class Meshes:
                 f"self._register_dispatch_collect_info({name!r}, dp_rank=..., is_collect=...) in the worker's __init__ "
                 "or in a method called before, and wait for that method if it is async"
             )
-        self._known[name] = Mesh.of([place for place in places if place is not None], name=name)
+        return Mesh.of([place for place in places if place is not None], name=name)

@@ -781,10 +781,12 @@ class Ledger(Protocol):
         ...
 
     def append(self, event: LedgerEvent, *more: LedgerEvent, rows: bytes | None = None) -> bool:
-        """Let ``event`` happen, and ``more`` with it; ``rows`` come with a completed group (``rollout/record.py``).
+        """Let ``event`` happen, and ``more`` with it.
+
+        ``rows`` come with a completed group (``rollout/record.py``), or are turns (``rollout/turns.py``).
 
         Returns:
-            False if it came late or twice: then its result must not be used.
+            False if it came late or twice: then its result must not be used. Of turns, False if all of them did.
 
         Raises:
             InvalidDataError: the life of a prompt does not have it.

@@ -40,7 +40,8 @@ __all__ = [
     "Resumed",
     "Reused",
     "Rewarded",
-    "TurnAppended",
+    "SampledTurn",
+    "TurnsAppended",
 ]
 
 
@@ -59,17 +60,23 @@ class Dispatched(msgspec.Struct, frozen=True, tag="dispatched", kw_only=True):
     replica: str = ""
 
 
-class TurnAppended(msgspec.Struct, frozen=True, tag="turn", kw_only=True):
-    """One rollout has sampled ``tokens`` more, up to the end of its turn number ``turn``.
-
-    ``digest`` is that of the turn as recorded, 0 where none was given.
-    """
+class SampledTurn(msgspec.Struct, frozen=True, array_like=True):
+    """One rollout has sampled ``tokens`` more, up to the end of its turn number ``turn``."""
 
     slot: int
-    row: int
     attempt: int
+    row: int
     turn: int
     tokens: int
+
+
+class TurnsAppended(msgspec.Struct, frozen=True, tag="turns", kw_only=True):
+    """Rollouts under way have sampled these turns, of each row in order.
+
+    ``digest`` is that of the turns as recorded (further ones may be recorded with them), 0 where none were given.
+    """
+
+    turns: tuple[SampledTurn, ...]
     digest: int = 0
 
 
@@ -201,7 +208,7 @@ class Published(msgspec.Struct, frozen=True, tag="published", kw_only=True):
 LedgerEvent: TypeAlias = (
     Issued
     | Dispatched
-    | TurnAppended
+    | TurnsAppended
     | Completed
     | AttemptFailed
     | Aborted

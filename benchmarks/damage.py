@@ -31,10 +31,11 @@ from safetensors.torch import save_file
 
 from asyncrl.durable import DurableFiles
 from asyncrl.errors import CheckpointError, LedgerError
-from asyncrl.ledger import Completed, Consumed, Dispatched, Issued, LedgerBase
+from asyncrl.ledger import Completed, Consumed, Dispatched, Issued, LedgerBase, TurnsAppended
 from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, check
 from asyncrl.rollout.record import decode_rows, encode_rows
 from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.rollout.turns import TurnRecord, decode_turns, encode_turns, sampled_turns
 from buffers.ledger import SQLiteLedger
 
 PROMPTS = 6
@@ -69,8 +70,30 @@ def rows_of(slot: int) -> bytes:
     )
 
 
+def turns_of(turn: int) -> list[TurnRecord]:
+    """One turn of each row of a prompt under way, the same in every process."""
+    return [
+        TurnRecord(
+            slot=PROMPTS,
+            attempt=0,
+            row=row,
+            turn=turn,
+            tokens=30,
+            chain=0,
+            place=turn,
+            trial=0,
+            heard=bytes(80),
+            token_ids=bytes([row, turn, 0, 0] * 30),
+            log_probs=bytes([0, 0, row, 191] * 30),
+            spans=((0, 30),),
+            finish_reason="stop",
+        )
+        for row in range(4)
+    ]
+
+
 def make_ledger(folder: Path) -> dict[str, bytes]:
-    """The files of a ledger whose process was killed: six prompts, two of them trained on."""
+    """The files of a ledger whose process was killed: six prompts, two of them trained on, and one under way."""
     folder.mkdir()
     ledger = SQLiteLedger(folder / "ledger.sqlite", threaded=False, files=Hasty())
     for slot in range(PROMPTS):
@@ -78,6 +101,11 @@ def make_ledger(folder: Path) -> dict[str, bytes]:
         ledger.append(Dispatched(slot=slot, attempt=0, version=0))
         ledger.append(Completed(slot=slot, attempt=0, tokens=156), rows=rows_of(slot))
     ledger.append(Consumed(slot=0, step=1, position=0), Consumed(slot=1, step=1, position=1))
+    ledger.append(Issued(PROMPTS))
+    ledger.append(Dispatched(slot=PROMPTS, attempt=0, version=0))
+    for turn in (0, 1):
+        content = encode_turns(turns_of(turn))
+        ledger.append(TurnsAppended(turns=sampled_turns(content)), rows=content)
     files = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.endswith("-shm")}
     ledger.close()
     return files
@@ -149,9 +177,13 @@ def strike_ledger(folder: Path, files: dict[str, bytes], dice: random.Random) ->
     for slot, group in found.groups.items():
         if group.rows != decode_rows(rows_of(slot), slot=slot):
             return f"other rows for prompt {slot}", what
+    turns = decode_turns(found.turns[PROMPTS].content) if PROMPTS in found.turns else []
+    sampled = sorted(turns_of(0) + turns_of(1), key=lambda turn: (turn.row, turn.turn))
+    if any(turn not in sampled for turn in turns):
+        return "other turns of the prompt under way", what
     if found.notes:
         return "told", what
-    whole = sorted(found.groups) == list(range(PROMPTS)) and dict(found.batches) == {1: (0, 1)}
+    whole = sorted(found.groups) == list(range(PROMPTS)) and dict(found.batches) == {1: (0, 1)} and turns == sampled
     return "meaningless" if whole else "not told, and something is missing", what
 
 

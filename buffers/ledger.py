@@ -42,10 +42,10 @@ from asyncrl.ledger import (
     RecordedGroup,
     Recovered,
     Resumed,
-    TurnAppended,
+    TurnsAppended,
 )
 from buffers.ledger_archive import SQLiteLedgerArchive
-from buffers.ledger_file import Connect, Contents, Witness, discard, open_file, read, read_rows, set_aside
+from buffers.ledger_file import Connect, Contents, Witness, discard, open_file, read, read_rows, read_turns, set_aside
 from buffers.ledger_past import Past
 from buffers.ledger_query import query
 from buffers.ledger_schema import digest, encode_event
@@ -81,7 +81,7 @@ class SQLiteLedger:
         path: Path,
         *,
         resume: LedgerBase | None = None,
-        commit_latency_s: float = 0.05,
+        commit_latency_s: float = 0.2,
         fsync: Literal["commit", "checkpoint"] = "commit",
         queue_bytes: int = _WAL_BYTES,
         threaded: bool = True,
@@ -137,28 +137,31 @@ class SQLiteLedger:
         Args:
             event: what happened. Its ``digest`` is filled in from ``rows``.
             more: what happened with it: a crash leaves all of these events or none.
-            rows: of a completed group, by :func:`asyncrl.rollout.record.encode_rows`; or of a turn, by
+            rows: of a completed group, by :func:`asyncrl.rollout.record.encode_rows`; or turns, by
                 :func:`asyncrl.rollout.turns.encode_turns`.
 
         Returns:
-            False if it came late or twice: then its result must not be used.
+            False if it came late or twice: then its result must not be used. Of turns, False if all of them did.
 
         Raises:
             InvalidDataError: the life of a prompt does not have it, or rows come with another event.
             LedgerError: the ledger cannot be written.
         """
         self._writer.check()
+        happened: LedgerEvent = event
         attached: Rows | Unfinished | None = None
-        if rows is not None:
-            if isinstance(event, Completed):
-                attached = Rows(event.slot, event.attempt, rows)
-            elif isinstance(event, TurnAppended):
-                attached = Unfinished(event.slot, event.attempt, event.row, event.turn, rows)
-            else:
-                raise InvalidDataError(f"rows come with a completed group or a turn, not with {type(event).__name__}")
-            event = msgspec.structs.replace(event, digest=digest(rows))
         # What came late or twice is not written down: nobody who reads the file must find out that it did not count.
-        entries = [_entry(event, attached)] if self._state.apply(event) else []
+        if isinstance(event, TurnsAppended):
+            happened = self._state.in_time(event)
+        if rows is not None:
+            if isinstance(happened, Completed):
+                attached = Rows(happened.slot, happened.attempt, rows)
+            elif isinstance(happened, TurnsAppended):
+                attached = _unfinished(happened, rows)
+            else:
+                raise InvalidDataError(f"rows come with a completed group or turns, not with {type(event).__name__}")
+            happened = msgspec.structs.replace(happened, digest=digest(rows))
+        entries = [_entry(happened, attached)] if self._state.apply(event) else []
         entries += [_entry(other) for other in more if self._state.apply(other)]
         if entries:
             self._writer.submit(*entries)
@@ -293,12 +296,16 @@ class SQLiteLedger:
         file = open_file(draft, connect=self._connect, fsync=self._fsync)
         writer = LedgerWriter(file, witness, position=LedgerPosition(), on_commit=lambda: None, **pace)
         with closing(writer), closing(self._connect(damaged, isolation_level=None)) as source:
-            for event in contents.events:
-                rows = None
+            for sequence, event in enumerate(contents.events, 1):
+                content: bytes | None = None
+                attached: Rows | Unfinished | None = None
                 if isinstance(event, Completed) and event.digest:
-                    rows = read_rows(source, slot=event.slot, attempt=event.attempt, expected=event.digest)
-                attached = Rows(event.slot, event.attempt, rows) if isinstance(event, Completed) and rows else None
-                writer.submit(Entry(encode_event(event), attached))
+                    content = read_rows(source, slot=event.slot, attempt=event.attempt, expected=event.digest)
+                    attached = Rows(event.slot, event.attempt, content) if content is not None else None
+                elif isinstance(event, TurnsAppended) and event.digest:
+                    content = read_turns(source, sequence, expected=event.digest)
+                    attached = _unfinished(event, content) if content is not None else None
+                writer.submit(_entry(event, attached))
 
     def _go_on(self, base: LedgerBase, contents: Contents, notes: tuple[str, ...]) -> Recovered:
         """Take up the run at ``base``: undo what it does not know, keep what was sampled."""
@@ -306,6 +313,8 @@ class SQLiteLedger:
         if not contents.events and base.next_slot:
             self._rebase(base)
         past = Past(contents.events)
+        for sequence, slots in past.under_way.items():
+            self._writer.needs(sequence, slots)
         batches = {step: batch for step, batch in past.batches.items() if step > base.step}
         self.append(Resumed(base.step))
         completed = {slot for slot, where in state.live().items() if where is PromptState.COMPLETED}
@@ -331,12 +340,16 @@ class SQLiteLedger:
                 self.append(Lost(slot=slot, attempt=past.completed[slot].attempt))
                 notes = (*notes, f"the rows of prompt {slot} {why}; it is rolled out again")
         waiting = {slot: state.attempt(slot) + 1 for slot, where in state.live().items() if where is PromptState.ISSUED}
+        unfinished = past.unfinished(waiting, newest_version=newest, connection=self._connection)
+        if unfinished.unreadable:
+            which = ", ".join(map(str, unfinished.unreadable))
+            notes = (*notes, f"turns of prompts under way ({which}) cannot be read; they are sampled again")
         return Recovered(
             next_slot=state.next_slot,
             waiting=waiting,
             batches=whole,
             groups=groups,
-            turns=past.unfinished(waiting, newest_version=newest, connection=self._connection),
+            turns=unfinished.turns,
             dropped_tokens=past.dropped_tokens or base.dropped_tokens,
             notes=notes,
         )
@@ -355,6 +368,10 @@ class SQLiteLedger:
             ),
             *(Issued(slot) for slot in live),
         )
+
+
+def _unfinished(event: TurnsAppended, content: bytes) -> Unfinished:
+    return Unfinished(frozenset(turn.slot for turn in event.turns), content)
 
 
 def _entry(event: LedgerEvent, attached: Rows | Unfinished | None = None) -> Entry:

@@ -25,7 +25,7 @@ from asyncrl.ledger import LedgerEvent, LedgerPosition
 from asyncrl.rollout.record import RowRecord, write_records
 from buffers.ledger_schema import FORMAT, SCHEMA, chain, decode_event, digest
 
-__all__ = ["Connect", "Contents", "Witness", "discard", "open_file", "read", "read_rows", "read_turn", "set_aside"]
+__all__ = ["Connect", "Contents", "Witness", "discard", "open_file", "read", "read_rows", "read_turns", "set_aside"]
 
 Connect = Callable[..., sqlite3.Connection]
 """``sqlite3.connect``, or what stands in for it."""
@@ -190,11 +190,10 @@ def read_rows(connection: sqlite3.Connection, *, slot: int, attempt: int, expect
     return rows if digest(rows) == expected else None
 
 
-def read_turn(connection: sqlite3.Connection, key: tuple[int, int, int, int], *, expected: int) -> bytes | None:
-    """A turn of an unfinished prompt (slot, attempt, row, turn) as it was handed over; None if it is not that."""
-    where = "slot = ? AND attempt = ? AND row = ? AND turn = ?"
+def read_turns(connection: sqlite3.Connection, sequence: int, *, expected: int) -> bytes | None:
+    """The turns of event ``sequence`` as they were handed over; None if they are not what ``expected`` digests."""
     try:
-        line = connection.execute(f"SELECT body FROM unfinished WHERE {where}", key).fetchone()  # noqa: S608
+        line = connection.execute("SELECT body FROM unfinished WHERE sequence = ?", (sequence,)).fetchone()
     except sqlite3.DatabaseError:
         return None
     return line[0] if line is not None and digest(line[0]) == expected else None

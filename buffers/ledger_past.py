@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import takewhile
 
 from asyncrl.interfaces import GroupSummary
@@ -22,13 +23,22 @@ from asyncrl.ledger import (
     Resumed,
     Reused,
     Rewarded,
-    TurnAppended,
+    SampledTurn,
+    TurnsAppended,
 )
 from asyncrl.rollout.record import decode_rows
 from asyncrl.rollout.turns import TurnRecord, decode_turns, encode_turns, last_chains
-from buffers.ledger_file import read_rows, read_turn
+from buffers.ledger_file import read_rows, read_turns
 
 __all__ = ["Past"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What prompts under way have sampled: turns by slot, and the prompts of which some cannot be read."""
+
+    turns: Mapping[int, RecordedTurns]
+    unreadable: tuple[int, ...]
 
 
 class Past:
@@ -42,6 +52,8 @@ class Past:
         weights: fingerprints by version.
         dropped_tokens: tokens given up, by reason.
         first_step: step that the ledger begins after: 0, or that of the checkpoint it was begun anew from.
+        under_way: by number of the event that told of turns, the prompts among them that are neither rolled out nor
+            given up.
     """
 
     def __init__(self, events: Iterable[LedgerEvent]) -> None:
@@ -49,17 +61,20 @@ class Past:
         self.rewards: dict[int, tuple[float, ...]] = {}
         self.weights: dict[int, str] = {}
         self.first_step = 0
-        self._turns: dict[int, list[TurnAppended]] = {}
+        told: dict[int, TurnsAppended] = {}
+        waits: dict[int, dict[int, list[SampledTurn]]] = {}  # by slot and event
         dropped: Counter[str] = Counter()
         lives: list[Began] = []
         places: dict[int, dict[int, int]] = {}
-        for event in events:
+        for sequence, event in enumerate(events, 1):
             match event:
-                case TurnAppended():
+                case TurnsAppended():
                     if event.digest:
-                        self._turns.setdefault(event.slot, []).append(event)
+                        told[sequence] = event
+                        for turn in event.turns:
+                            waits.setdefault(turn.slot, {}).setdefault(sequence, []).append(turn)
                 case Completed():
-                    self._turns.pop(event.slot, None)
+                    waits.pop(event.slot, None)
                     self.completed[event.slot] = event
                     self.rewards.pop(event.slot, None)
                     dropped["environment_failed"] += event.wasted
@@ -74,8 +89,10 @@ class Past:
                     dropped.update(event.dropped_tokens)
                     self.first_step = event.step
                 case Dropped():
+                    waits.pop(event.slot, None)
                     dropped[event.reason] += event.tokens
                 case GivenUp():
+                    waits.pop(event.slot, None)
                     dropped[event.failure] += event.tokens
                 case Began():
                     lives.append(event)
@@ -88,19 +105,38 @@ class Past:
             life for place, life in enumerate(lives) if all(later.step > life.step for later in lives[place + 1 :])
         )
         self.batches = {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
+        self.under_way: dict[int, set[int]] = {}
+        for slot, found in waits.items():
+            for sequence in found:
+                self.under_way.setdefault(sequence, set()).add(slot)
+        self._waits = waits
+        self._digests = {sequence: told[sequence].digest for sequence in self.under_way}
         self.dropped_tokens = {reason: count for reason, count in dropped.items() if count}
 
-    def unfinished(
-        self, slots: Iterable[int], *, newest_version: int, connection: sqlite3.Connection
-    ) -> dict[int, RecordedTurns]:
+    def unfinished(self, slots: Iterable[int], *, newest_version: int, connection: sqlite3.Connection) -> Unfinished:
         """What rows of prompts under way have sampled, as far as it can be read, up to this version."""
+        wanted = set(slots)
+        counted = {
+            (told.slot, told.attempt, told.row, told.turn)
+            for slot in wanted
+            for turns in self._waits.get(slot, {}).values()
+            for told in turns
+        }
+        by_slot: dict[int, list[TurnRecord]] = {}
+        unreadable: set[int] = set()
+        for sequence, digest in self._digests.items():
+            concerned = self.under_way[sequence] & wanted
+            if not concerned:
+                continue
+            content = read_turns(connection, sequence, expected=digest)
+            if content is None:
+                unreadable |= concerned
+                continue
+            for turn in decode_turns(content):
+                if (turn.slot, turn.attempt, turn.row, turn.turn) in counted:
+                    by_slot.setdefault(turn.slot, []).append(turn)
         found: dict[int, RecordedTurns] = {}
-        for slot in slots:
-            turns: list[TurnRecord] = []
-            for told in self._turns.get(slot, ()):
-                key = (slot, told.attempt, told.row, told.turn)
-                content = read_turn(connection, key, expected=told.digest)
-                turns += decode_turns(content) if content is not None else []
+        for slot, turns in sorted(by_slot.items()):
             chains = [
                 list(takewhile(lambda turn: turn.newest_version <= newest_version, chain))
                 for chain in last_chains(turns).values()
@@ -108,7 +144,7 @@ class Past:
             kept = [turn for chain in chains for turn in chain]
             if kept:
                 found[slot] = RecordedTurns(content=encode_turns(kept), tokens=sum(turn.tokens for turn in kept))
-        return found
+        return Unfinished(found, tuple(sorted(unreadable)))
 
     def group(self, slot: int, *, connection: sqlite3.Connection, uses: int = 0) -> RecordedGroup | None:
         """A completed group as it was, or None if its rows cannot be read."""

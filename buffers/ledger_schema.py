@@ -9,11 +9,13 @@
                   the checksum of the event before: a line that is changed, lost or moved breaks the chain.
 ``trajectories``  the rows of completed attempts (columns: :class:`asyncrl.rollout.record.RowRecord`); the ``digest`` in
                   the ``completed`` event is the XXH3-64 of all rows of the group, encoded.
-``unfinished``    turns of prompts under way (``body``: :class:`asyncrl.rollout.turns.TurnRecord`), for as long as they
-                  are; the ``digest`` in the ``turn`` event is the XXH3-64 of the body.
+``unfinished``    turns of prompts under way (``body``: :func:`asyncrl.rollout.turns.encode_turns`), by the number of
+                  their ``turns`` event, whose ``digest`` is the XXH3-64 of the body; for as long as one of these
+                  prompts is under way.
 ``prompts``       view: the state of each prompt now, and where and when it was used.
 ``rows``          view: ``trajectories`` of the attempts that won, beside the state of their prompt.
 ``turns``         view: one line for each sampled turn of ``rows``.
+``sampled_turns`` view: one line for each turn that was told as it ended, whatever became of it.
 ``batches``       view: which prompts each step trained on, in order (``use`` > 0: not for the first time).
 """
 
@@ -27,7 +29,7 @@ from asyncrl.ledger import LedgerEvent
 
 __all__ = ["FORMAT", "SCHEMA", "chain", "decode_event", "digest", "encode_event", "signed"]
 
-FORMAT = 2
+FORMAT = 3
 """``PRAGMA user_version`` of a file with these tables."""
 
 SCHEMA = """
@@ -59,12 +61,8 @@ CREATE TABLE trajectories (
 ) STRICT;
 
 CREATE TABLE unfinished (
-  slot INTEGER NOT NULL,
-  attempt INTEGER NOT NULL,
-  row INTEGER NOT NULL,
-  turn INTEGER NOT NULL,
-  body BLOB NOT NULL,
-  PRIMARY KEY (slot, attempt, row, turn)
+  sequence INTEGER PRIMARY KEY,
+  body BLOB NOT NULL
 ) STRICT;
 
 CREATE VIEW batches AS
@@ -112,6 +110,12 @@ CREATE VIEW turns AS
          json_extract(j.value, '$[1]') AS end_token, json_extract(j.value, '$[2]') AS finish_reason,
          json_extract(j.value, '$[3]') AS message
   FROM rows r, json_each(r.turns) j;
+
+CREATE VIEW sampled_turns AS
+  SELECT e.sequence, json_extract(j.value, '$[0]') AS slot, json_extract(j.value, '$[1]') AS attempt,
+         json_extract(j.value, '$[2]') AS row, json_extract(j.value, '$[3]') AS turn,
+         json_extract(j.value, '$[4]') AS tokens
+  FROM events e, json_each(e.body, '$.turns') j WHERE e.kind = 'turns';
 """
 
 

@@ -2,7 +2,7 @@
 
                                   .------------- failed, aborted, resumed ------------.
                                   v                                                   |
-    issued(slot) --------------> ISSUED --dispatched(attempt, replica, version)--> DISPATCHED --turn(row, tokens)--.
+    issued(slot) --------------> ISSUED --dispatched(attempt, replica, version)--> DISPATCHED --turns(row, tokens)-.
                                   |                                                   |      ^                     |
                                   |                                                   |      '---------------------'
                                   |                                              completed(attempt)
@@ -58,7 +58,8 @@ from asyncrl.ledger import (
     Resumed,
     Reused,
     Rewarded,
-    TurnAppended,
+    SampledTurn,
+    TurnsAppended,
 )
 from buffers.slots import SlotRanges
 
@@ -152,8 +153,8 @@ class LedgerState:
                 return self._issue(event.slot)
             case Dispatched():
                 return self._dispatch(event)
-            case TurnAppended():
-                return self._append_turn(event)
+            case TurnsAppended():
+                return self._append_turns(event)
             case Completed() | AttemptFailed() | Aborted():
                 return self._end_attempt(event)
             case Rewarded():
@@ -207,18 +208,37 @@ class LedgerState:
         prompt.turns.clear()
         return True
 
-    def _append_turn(self, event: TurnAppended) -> bool:
-        prompt = self._of_attempt(event.slot, event.attempt)
-        expected = prompt.turns.get(event.row, 0) if prompt is not None else 0
-        if prompt is None or event.turn < expected:
-            return self._supersede()
-        if event.turn > expected:
-            raise InvalidDataError(
-                f"turn {event.turn} of prompt {event.slot}, row {event.row} came before turn {expected}; turns come in "
-                "order"
-            )
-        prompt.turns[event.row] = expected + 1
-        return True
+    def in_time(self, event: TurnsAppended) -> TurnsAppended:
+        """The same without turns that come late or twice.
+
+        Raises:
+            InvalidDataError: one comes before another that it follows.
+        """
+        counted: list[SampledTurn] = []
+        expected: dict[tuple[int, int], int] = {}
+        for told in event.turns:
+            prompt = self._of_attempt(told.slot, told.attempt)
+            if prompt is None:
+                continue
+            place = (told.slot, told.row)
+            if place not in expected:
+                expected[place] = prompt.turns.get(told.row, 0)
+            if told.turn > expected[place]:
+                raise InvalidDataError(
+                    f"turn {told.turn} of prompt {told.slot}, row {told.row} came before turn {expected[place]}; turns "
+                    "come in order"
+                )
+            if told.turn == expected[place]:
+                expected[place] += 1
+                counted.append(told)
+        return TurnsAppended(turns=tuple(counted), digest=event.digest)
+
+    def _append_turns(self, event: TurnsAppended) -> bool:
+        counted = self.in_time(event).turns
+        self._superseded += len(event.turns) - len(counted)
+        for told in counted:
+            self._live[told.slot].turns[told.row] = told.turn + 1
+        return bool(counted)
 
     def _end_attempt(self, event: Completed | AttemptFailed | Aborted) -> bool:
         prompt = self._of_attempt(event.slot, event.attempt)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 from asyncrl.errors import LedgerError
 from asyncrl.ledger import LedgerPosition
@@ -26,8 +28,8 @@ _ROW = (
     f"INSERT INTO trajectories (slot, attempt, {', '.join(RowRecord.__struct_fields__)}) "  # noqa: S608
     f"VALUES (?, ?{', ?' * len(RowRecord.__struct_fields__)})"
 )
-_TURN = "INSERT OR REPLACE INTO unfinished (slot, attempt, row, turn, body) VALUES (?, ?, ?, ?, ?)"
-_FORGET = "DELETE FROM unfinished WHERE slot = ?"
+_TURNS = "INSERT INTO unfinished (sequence, body) VALUES (?, ?)"
+_FORGET = "DELETE FROM unfinished WHERE sequence = ?"
 _CLOSE_TIMEOUT_S = 60.0
 
 
@@ -42,18 +44,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A turn of a prompt under way."""
+    """Turns of prompts under way, and of which ones."""
 
-    slot: int
-    attempt: int
-    row: int
-    turn: int
+    slots: frozenset[int]
     content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event's ``body``, the rows or the turn that come with it, and whose turns are needed no more."""
+    """An event's ``body``, the rows or the turns that come with it, and whose turns are needed no more."""
 
     body: str
     attached: Rows | Unfinished | None = None
@@ -100,6 +99,8 @@ class LedgerWriter:
         self._submitted = position.sequence
         self._position = position
         self._error: BaseException | None = None
+        self._events_of: dict[int, set[int]] = {}  # by prompt under way: events whose turns are kept for it
+        self._prompts_of: dict[int, set[int]] = {}  # and the other way round
         self.commits = 0
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True) if threaded else None
         if self._thread is not None:
@@ -142,6 +143,22 @@ class LedgerWriter:
         if self._thread is None:
             self._commit_all()
             self.check()
+
+    def needs(self, sequence: int, slots: Iterable[int]) -> None:
+        """The turns of this event are kept until all these prompts are settled. From outside: before any entry."""
+        self._prompts_of[sequence] = set(slots)
+        for slot in self._prompts_of[sequence]:
+            self._events_of.setdefault(slot, set()).add(sequence)
+
+    def _settle(self, slot: int) -> list[int]:
+        """A prompt needs its turns no more; events whose turns nobody needs now."""
+        needless = []
+        for sequence in sorted(self._events_of.pop(slot, ())):
+            self._prompts_of[sequence].discard(slot)
+            if not self._prompts_of[sequence]:
+                del self._prompts_of[sequence]
+                needless.append(sequence)
+        return needless
 
     def hurry(self) -> None:
         """Somebody waits: commit what there is now."""
@@ -199,7 +216,7 @@ class LedgerWriter:
         sequence, checksum = self._position.sequence, self._position.checksum
         events: list[tuple[int, str, int]] = []
         rows: list[tuple[object, ...]] = []
-        turns: dict[int, list[tuple[object, ...]]] = {}
+        turns: dict[int, bytes] = {}
         settled: list[tuple[int]] = []
         for entry in entries:
             sequence += 1
@@ -208,23 +225,21 @@ class LedgerWriter:
             attached = entry.attached
             if isinstance(attached, Rows):
                 key = (attached.slot, attached.attempt)
-                rows += [
-                    (*key, *(getattr(record, name) for name in RowRecord.__struct_fields__))
-                    for record in read_records(attached.content)
-                ]
+                rows += [(*key, *msgspec.structs.astuple(record)) for record in read_records(attached.content)]
             elif attached is not None:
-                line = (attached.slot, attached.attempt, attached.row, attached.turn, attached.content)
-                turns.setdefault(attached.slot, []).append(line)
+                turns[sequence] = attached.content
+                self.needs(sequence, attached.slots)
             if entry.settles is not None:
-                turns.pop(entry.settles, None)  # told and settled within one commit: never written
-                settled.append((entry.settles,))
+                needless = self._settle(entry.settles)
+                # Told and settled within one commit: never written.
+                settled += [(number,) for number in needless if turns.pop(number, None) is None]
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
             if rows:
                 connection.executemany(_ROW, rows)
             if turns:
-                connection.executemany(_TURN, [line for lines in turns.values() for line in lines])
+                connection.executemany(_TURNS, list(turns.items()))
             if settled:
                 connection.executemany(_FORGET, settled)
             connection.executemany(_EVENT, events)

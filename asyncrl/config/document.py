@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from .problem import Problem, dotted, problems_of, raise_problems
-from .section import DEEPEST_TABLE, Section
+from .section import DEEPEST_TABLE, Section, is_there_by_default
 from .toml import nested_deeper, table_to_toml
 
 __all__ = ["Document", "RunName", "Seed"]
@@ -40,8 +40,12 @@ class Document(Section):
     def to_toml(self) -> str:
         """The resolved configuration: every value, also the defaults. Reading it back gives an equal one."""
         tables = self.model_dump(mode="python", exclude_none=True)
-        for section in tables.values():
+        for name, section in tables.items():
             if isinstance(section, dict):
+                values = getattr(self, name)
+                for key, field in type(values).model_fields.items() if isinstance(values, Section) else ():
+                    if getattr(values, key) is None and is_there_by_default(field):
+                        section[key] = "none"
                 for key in [key for key, value in section.items() if key.endswith("options") and value == {}]:
                     del section[key]
         return table_to_toml(tables)

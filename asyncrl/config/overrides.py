@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from asyncrl.errors import ConfigError
 
 from .problem import field_at
-from .section import DEEPEST_TABLE
+from .section import DEEPEST_TABLE, is_there_by_default
 from .toml import value_from_toml
 
 __all__ = ["Override", "apply_overrides", "parse_overrides"]
@@ -58,7 +58,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[Override], mode
     """A copy of ``data`` with the overrides in it, later ones over earlier ones.
 
     Values are TOML literals, and text where they are none or where ``model`` wants text. ``none`` takes an optional
-    key away.
+    key away, also one that is there by default.
     """
     result = copy.deepcopy(dict(data))
     for override in overrides:
@@ -70,7 +70,10 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[Override], mode
             table = child
         value = _value(override, model)
         if value is None:
+            field = field_at(model, override.path)
             table.pop(override.path[-1], None)
+            if field is not None and is_there_by_default(field):
+                table[override.path[-1]] = "none"
         else:
             table[override.path[-1]] = value
     return result

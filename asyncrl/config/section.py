@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from .toml import nested_deeper
@@ -22,6 +24,7 @@ __all__ = [
     "Table",
     "Texts",
     "Threads",
+    "is_there_by_default",
     "list_to_tuple",
 ]
 
@@ -40,6 +43,26 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_a_word(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {
+            key: None if value == "none" and key in fields and is_there_by_default(fields[key]) else value
+            for key, value in data.items()
+        }
+
+
+def is_there_by_default(field: FieldInfo) -> bool:
+    """Whether an optional field has a value unless it is taken away: by the text ``none``, as TOML has no null."""
+    return field.default_factory is None and not field.is_required() and field.default is not None and _optional(field)
+
+
+def _optional(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) in {Union, types.UnionType} and type(None) in get_args(field.annotation)
 
 
 def _path(value: Any) -> Any:

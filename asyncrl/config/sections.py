@@ -322,7 +322,7 @@ class LedgerConfig(Section):
     """Ledger: an installed name, or `package.module:Ledger`; `none` keeps none, and a killed run samples again."""
     fsync: Literal["commit", "checkpoint"] = "commit"
     """When records are brought to the disk: `commit` outlives the machine, `checkpoint` only the process."""
-    commit_latency_s: Annotated[float, Field(ge=0, le=60)] = 0.05
+    commit_latency_s: Annotated[float, Field(ge=0, le=60)] = 0.2
     """Longest time a record waits for others to be written with."""
 
 

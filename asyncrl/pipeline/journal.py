@@ -18,9 +18,9 @@ from asyncrl.ledger import (
     Recovered,
     Reused,
     Rewarded,
-    TurnAppended,
+    TurnsAppended,
 )
-from asyncrl.rollout.turns import decode_turns, encode_turns
+from asyncrl.rollout.turns import sampled_turns
 
 __all__ = ["FAILURES", "Journal"]
 
@@ -71,11 +71,8 @@ class Journal:
 
     def turns(self, content: bytes) -> None:
         """Turns of rollouts under way have ended (:mod:`asyncrl.rollout.turns`)."""
-        if self.ledger is None:
-            return
-        for turn in decode_turns(content):
-            told = TurnAppended(slot=turn.slot, row=turn.row, attempt=turn.attempt, turn=turn.turn, tokens=turn.tokens)
-            self.ledger.append(told, rows=encode_turns([turn]))
+        if self.ledger is not None:
+            self.ledger.append(TurnsAppended(turns=sampled_turns(content)), rows=content)
 
     def completed(self, slot: int, *, attempt: int, tokens: int, wasted: int, rows: bytes | None) -> None:
         """The rollouts of a prompt are here; ``wasted`` tokens went into rows that had to be begun again."""

@@ -7,7 +7,9 @@ them: same tensors, bit for bit, and the same summary.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from itertools import compress, groupby
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -105,32 +107,32 @@ def decode_rows(rows: bytes, *, slot: int) -> DataProto:
 
 
 def _record(row: int, trajectory: Trajectory) -> RowRecord:
-    mask = np.asarray(trajectory.loss_mask, dtype=bool)
-    versions = np.asarray(trajectory.weight_versions, dtype=np.int64)
+    token_ids = trajectory.token_ids
+    log_probs = tuple(compress(trajectory.behaviour_log_probs, trajectory.loss_mask))
     # A span ends where the version changes; what was not sampled has version -1 and is left out.
-    cuts = np.flatnonzero(np.diff(versions)) + 1
-    starts = [0, *cuts.tolist()] if len(versions) else []
-    ends = [*cuts.tolist(), len(versions)]
-    spans = [
-        (int(versions[start]), start, end) for start, end in zip(starts, ends, strict=False) if versions[start] >= 0
-    ]
-    sampled = versions[mask]
+    spans: list[tuple[int, int, int]] = []
+    end = 0
+    for version, run in groupby(trajectory.weight_versions):
+        start, end = end, end + sum(1 for _ in run)
+        if version >= 0:
+            spans.append((version, start, end))
+    versions = [version for version, _start, _end in spans]
     try:
         return RowRecord(
             row=row,
             reward=trajectory.reward,
             finish_reason=trajectory.finish_reason,
-            tokens=int(mask.sum()),
-            oldest_version=int(sampled.min()) if len(sampled) else -1,
-            newest_version=int(sampled.max()) if len(sampled) else -1,
+            tokens=len(log_probs),
+            oldest_version=min(versions, default=-1),
+            newest_version=max(versions, default=-1),
             turns=_json(
                 [(turn.start, turn.end, turn.finish_reason, turn.message, turn.reward) for turn in trajectory.turns]
             ),
             spans=_json(spans),
             task=_json(trajectory.task),
             info=_ENCODER.encode(packed(dict(trajectory.info))),
-            input_ids=np.asarray(trajectory.token_ids, dtype="<i4").tobytes(),
-            log_probs=np.asarray(trajectory.behaviour_log_probs, dtype="<f4")[mask].tobytes(),
+            input_ids=struct.pack(f"<{len(token_ids)}i", *token_ids),
+            log_probs=struct.pack(f"<{len(log_probs)}f", *log_probs),
         )
     except (TypeError, msgspec.MsgspecError) as error:
         raise CodecError(f"row {row} cannot be recorded: its task or a message is no JSON: {error}") from error
@@ -169,10 +171,11 @@ def read_trajectory(record: RowRecord) -> Trajectory:
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    return _JSON.encode(value).decode()
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+_JSON = msgspec.json.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[RowRecord])
 _INFO = msgspec.msgpack.Decoder(dict, ext_hook=extension)
 _END = msgspec.json.Decoder(EpisodeEnd)

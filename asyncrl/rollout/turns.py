@@ -13,15 +13,18 @@ An episode that is begun again, after a failure of its environment or because th
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import msgspec
 import numpy as np
 
 from asyncrl.errors import CodecError
 from asyncrl.interfaces import FinishReason, Generation
+from asyncrl.ledger import SampledTurn
 
 __all__ = [
     "Continuation",
@@ -32,17 +35,19 @@ __all__ = [
     "decode_turns",
     "encode_turns",
     "last_chains",
+    "sampled_turns",
 ]
 
 
 class TurnRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A sampled turn, and what the model read before it.
+    """A sampled turn, and what the model read before it. It begins as :class:`asyncrl.ledger.SampledTurn` does.
 
     Attributes:
         slot: number of the prompt.
         attempt: at that prompt.
         row: number of the rollout in its group.
         turn: how many turns this row had sampled before, in all chains of this attempt.
+        tokens: sampled ones.
         chain: how often the row was begun before.
         place: number of the turn in its chain.
         trial: how often its environment had failed; seeds depend on it.
@@ -57,6 +62,7 @@ class TurnRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     attempt: int
     row: int
     turn: int
+    tokens: int
     chain: int
     place: int
     trial: int
@@ -65,11 +71,6 @@ class TurnRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     log_probs: bytes
     spans: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
-
-    @property
-    def tokens(self) -> int:
-        """Sampled tokens."""
-        return len(self.token_ids) // 4
 
     @property
     def newest_version(self) -> int:
@@ -110,6 +111,18 @@ def decode_turns(content: bytes) -> list[TurnRecord]:
         raise CodecError(f"not the turns of a rollout: {error}") from error
 
 
+def sampled_turns(content: bytes) -> tuple[SampledTurn, ...]:
+    """Which turns these bytes hold, without their tokens.
+
+    Raises:
+        CodecError: these bytes are no turns.
+    """
+    try:
+        return _HEADS.decode(content)
+    except (UnicodeError, msgspec.MsgspecError) as error:
+        raise CodecError(f"not the turns of a rollout: {error}") from error
+
+
 def last_chains(turns: Iterable[TurnRecord]) -> dict[int, list[TurnRecord]]:
     """By row: the last chain of the newest attempt that has one, in order, as far as it has no gap."""
     found: dict[int, list[TurnRecord]] = {}
@@ -121,6 +134,43 @@ def last_chains(turns: Iterable[TurnRecord]) -> dict[int, list[TurnRecord]]:
     return {row: [turn for place, turn in enumerate(chain) if turn.place == place] for row, chain in found.items()}
 
 
+class _Sampled(msgspec.Struct, kw_only=True):
+    """A turn as it was sampled. Turns of a group that is complete by the time they are asked for are never encoded."""
+
+    slot: int
+    attempt: int
+    row: int
+    turn: int
+    chain: int
+    place: int
+    trial: int
+    heard: Sequence[int]
+    generation: Generation
+
+    def record(self) -> TurnRecord:
+        told = self.generation
+        ends: list[tuple[int, int]] = []
+        end = 0
+        for version, run in groupby(told.weight_versions):
+            end += sum(1 for _ in run)
+            ends.append((version, end))
+        return TurnRecord(
+            slot=self.slot,
+            attempt=self.attempt,
+            row=self.row,
+            turn=self.turn,
+            tokens=len(told.token_ids),
+            chain=self.chain,
+            place=self.place,
+            trial=self.trial,
+            heard=struct.pack(f"<{len(self.heard)}i", *self.heard),
+            token_ids=struct.pack(f"<{len(told.token_ids)}i", *told.token_ids),
+            log_probs=struct.pack(f"<{len(told.log_probs)}f", *told.log_probs),
+            spans=tuple(ends),
+            finish_reason=told.finish_reason,
+        )
+
+
 class TurnFeed:
     """New turns of this worker, until somebody asks for them.
 
@@ -130,10 +180,10 @@ class TurnFeed:
 
     def __init__(self, *, gather_s: float) -> None:
         self._gather_s = gather_s
-        self._turns: dict[tuple[int, int], list[TurnRecord]] = {}  # by slot and attempt
+        self._turns: dict[tuple[int, int], list[_Sampled]] = {}  # by slot and attempt
         self._some = asyncio.Event()
 
-    def tell(self, turn: TurnRecord) -> None:
+    def tell(self, turn: _Sampled) -> None:
         """A turn has ended."""
         self._turns.setdefault((turn.slot, turn.attempt), []).append(turn)
         self._some.set()
@@ -149,7 +199,7 @@ class TurnFeed:
             await self._some.wait()
             await asyncio.sleep(self._gather_s)
         groups, self._turns = self._turns, {}
-        return encode_turns(turn for turns in groups.values() for turn in turns)
+        return encode_turns(turn.record() for turns in groups.values() for turn in turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +267,8 @@ class RowTurns:
         """A turn has ended."""
         if self._feed is None:
             return
-        versions = np.asarray(generation.weight_versions, dtype=np.int64)
-        ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)] if len(versions) else []
         self._feed.tell(
-            TurnRecord(
+            _Sampled(
                 slot=self._slot,
                 attempt=self._attempt,
                 row=self._row,
@@ -228,11 +276,8 @@ class RowTurns:
                 chain=self._chain,
                 place=self._place,
                 trial=self._trial,
-                heard=np.asarray(heard, dtype="<i4").tobytes(),
-                token_ids=np.asarray(generation.token_ids, dtype="<i4").tobytes(),
-                log_probs=np.asarray(generation.log_probs, dtype="<f4").tobytes(),
-                spans=tuple((int(versions[end - 1]), end) for end in ends),
-                finish_reason=generation.finish_reason,
+                heard=heard,
+                generation=generation,
             )
         )
         self._turn += 1
@@ -241,3 +286,4 @@ class RowTurns:
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[TurnRecord])
+_HEADS = msgspec.msgpack.Decoder(tuple[SampledTurn, ...])

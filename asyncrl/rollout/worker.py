@@ -79,7 +79,7 @@ class RolloutSpec:
     environment_options: Mapping[str, Any] = field(default_factory=dict)
     chat: Mapping[str, Any] = field(default_factory=dict)
     meter_folder: Path | None = None
-    gather_s: float = 0.05
+    gather_s: float = 0.2
 
 
 class RolloutWorker(Worker):

@@ -18,11 +18,11 @@ from asyncrl.ledger import (
     Published,
     Resumed,
     Rewarded,
-    TurnAppended,
+    TurnsAppended,
 )
 from asyncrl.rollout.record import encode_rows
 from asyncrl.rollout.trajectory import Trajectory, Turn
-from asyncrl.rollout.turns import TurnRecord, decode_turns, encode_turns
+from asyncrl.rollout.turns import TurnRecord, decode_turns, encode_turns, sampled_turns
 from buffers.ledger import SQLiteLedger
 
 
@@ -46,12 +46,13 @@ def roll_out(ledger: SQLiteLedger, slot: int) -> None:
     ledger.append(Completed(slot=slot, attempt=0, tokens=4), rows=rows_of(slot / 10))
 
 
-def tell(ledger: SQLiteLedger, slot: int, *, row: int, turn: int, version: int, attempt: int = 0) -> None:
-    record = TurnRecord(
+def sampled(slot: int, *, row: int, turn: int, version: int, attempt: int = 0) -> TurnRecord:
+    return TurnRecord(
         slot=slot,
         attempt=attempt,
         row=row,
         turn=turn,
+        tokens=3,
         chain=0,
         place=turn,
         trial=0,
@@ -61,8 +62,11 @@ def tell(ledger: SQLiteLedger, slot: int, *, row: int, turn: int, version: int, 
         spans=((version, 3),),
         finish_reason="stop",
     )
-    told = TurnAppended(slot=slot, row=row, attempt=attempt, turn=turn, tokens=3)
-    ledger.append(told, rows=encode_turns([record]))
+
+
+def tell(ledger: SQLiteLedger, *records: TurnRecord) -> bool:
+    content = encode_turns(records)
+    return ledger.append(TurnsAppended(turns=sampled_turns(content)), rows=content)
 
 
 def test_it_tells_what_every_step_was_trained_on_and_by_whom(tmp_path: Path):
@@ -105,19 +109,25 @@ def test_a_resumed_run_finds_turns_of_prompts_that_were_under_way(tmp_path: Path
         for slot in range(3):
             ledger.append(Issued(slot))
             ledger.append(Dispatched(slot=slot, attempt=0, version=0))
-        tell(ledger, 0, row=0, turn=0, version=0)
-        tell(ledger, 0, row=1, turn=0, version=0)
-        tell(ledger, 0, row=0, turn=1, version=1)  # of weights that the resumed run does not make again
-        tell(ledger, 1, row=0, turn=0, version=0)
+        tell(ledger, sampled(0, row=0, turn=0, version=0), sampled(1, row=0, turn=0, version=0))
+        tell(ledger, sampled(0, row=1, turn=0, version=0))
+        tell(ledger, sampled(1, row=0, turn=1, version=0))
+        # Of weights that the resumed run does not make again:
+        tell(ledger, sampled(0, row=0, turn=1, version=1), sampled(2, row=0, turn=0, version=0))
         ledger.append(Completed(slot=1, attempt=0, tokens=4), rows=rows_of(1.0))
-        tell(ledger, 2, row=0, turn=0, version=0)
         ledger.append(Dispatched(slot=2, attempt=1, version=0))  # the replica was lost: another try
-        tell(ledger, 2, row=0, turn=0, version=0, attempt=1)
-        tell(ledger, 2, row=0, turn=1, version=0, attempt=0)  # comes too late
+        late = sampled(2, row=0, turn=1, version=0, attempt=0)
+        assert tell(ledger, late, sampled(2, row=0, turn=0, version=0, attempt=1))
+        assert not tell(ledger, late)
         end = ledger.position
     with sqlite3.connect(path) as other:
-        kept = other.execute("SELECT slot, attempt, row, turn FROM unfinished ORDER BY 1, 2, 3, 4").fetchall()
-    assert kept == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (2, 0, 0, 0), (2, 1, 0, 0)]
+        told = other.execute("SELECT slot, attempt, row, turn FROM sampled_turns ORDER BY sequence, 1, 2").fetchall()
+        kept = other.execute("SELECT count(*) FROM unfinished").fetchall()
+    assert told == [
+        *[(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 1, 0), (1, 0, 0, 1), (0, 0, 0, 1), (2, 0, 0, 0)],
+        (2, 1, 0, 0),  # without the late one
+    ]
+    assert kept == [(4,)]  # not those that only prompt 1 needed, which is complete
     base = LedgerBase(step=0, next_slot=0, consumed=0, outstanding=(), position=type(end)())
     with SQLiteLedger(path, resume=base) as ledger:
         found = ledger.recovered
@@ -127,3 +137,28 @@ def test_a_resumed_run_finds_turns_of_prompts_that_were_under_way(tmp_path: Path
         told = [(turn.row, turn.attempt, turn.turn) for turn in decode_turns(found.turns[0].content)]
         assert told == [(0, 0, 0), (1, 0, 0)]
         assert [turn.attempt for turn in decode_turns(found.turns[2].content)] == [1]
+        for slot in (0, 2):
+            ledger.append(Dispatched(slot=slot, attempt=2, version=0))
+            with sqlite3.connect(path) as other:
+                assert other.execute("SELECT count(*) FROM unfinished").fetchone() != (0,)
+            ledger.append(Completed(slot=slot, attempt=2, tokens=4), rows=rows_of(1.0))
+    with sqlite3.connect(path) as other:
+        assert other.execute("SELECT count(*) FROM unfinished").fetchone() == (0,)
+
+
+def test_turns_that_are_not_what_was_written_are_left_out(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path) as ledger:
+        for slot in range(2):
+            ledger.append(Issued(slot))
+            ledger.append(Dispatched(slot=slot, attempt=0, version=0))
+        tell(ledger, sampled(0, row=0, turn=0, version=0), sampled(1, row=0, turn=0, version=0))
+        tell(ledger, sampled(0, row=0, turn=1, version=0), sampled(1, row=1, turn=0, version=0))
+    with sqlite3.connect(path) as other:
+        damaged = encode_turns([sampled(0, row=0, turn=1, version=0)])
+        other.execute("UPDATE unfinished SET body = ? WHERE sequence = 6", (damaged,))
+    with SQLiteLedger(path, resume=LedgerBase(step=0, next_slot=0, consumed=0, outstanding=())) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert {slot: turns.tokens for slot, turns in found.turns.items()} == {0: 3, 1: 3}
+        assert found.notes == ("turns of prompts under way (0, 1) cannot be read; they are sampled again",)

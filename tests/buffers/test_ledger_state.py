@@ -24,7 +24,8 @@ from asyncrl.ledger import (
     Resumed,
     Reused,
     Rewarded,
-    TurnAppended,
+    SampledTurn,
+    TurnsAppended,
 )
 from buffers.ledger_state import LedgerState, PromptState
 
@@ -36,6 +37,11 @@ def rolled_out(slot: int, attempt: int = 0) -> tuple[LedgerEvent, ...]:
     )
 
 
+def turns(*told: tuple[int, int, int, int, int]) -> TurnsAppended:
+    """Turns by slot, attempt, row, number and tokens."""
+    return TurnsAppended(turns=tuple(SampledTurn(*turn) for turn in told))
+
+
 def lived(*events: LedgerEvent) -> LedgerState:
     return LedgerState().replay(events)
 
@@ -44,8 +50,8 @@ def test_a_prompt_from_issue_to_checkpoint():
     state = lived(
         Issued(0),
         Dispatched(slot=0, attempt=0, version=3, replica="r1"),
-        TurnAppended(slot=0, row=1, attempt=0, turn=0, tokens=4),
-        TurnAppended(slot=0, row=1, attempt=0, turn=1, tokens=2),
+        turns((0, 0, 1, 0, 4)),
+        turns((0, 0, 1, 1, 2)),
         Completed(slot=0, attempt=0, tokens=6),
         Rewarded(slot=0, rewards=(1.0, 0.0)),
         Consumed(slot=0, step=4, position=0),
@@ -63,7 +69,7 @@ def test_a_late_result_of_an_old_attempt_never_wins():
         Dispatched(slot=0, attempt=1, version=0),  # the first replica does not answer
     )
     assert not state.apply(Completed(slot=0, attempt=0, tokens=9))
-    assert not state.apply(TurnAppended(slot=0, row=0, attempt=0, turn=0, tokens=9))
+    assert not state.apply(turns((0, 0, 0, 0, 9)))
     assert state.live() == {0: PromptState.DISPATCHED}
     assert state.apply(Completed(slot=0, attempt=1, tokens=5))
     assert not state.apply(Completed(slot=0, attempt=0, tokens=9))
@@ -75,10 +81,27 @@ def test_a_late_result_of_an_old_attempt_never_wins():
 
 def test_a_turn_told_twice_counts_once_and_none_is_skipped():
     state = lived(Issued(0), Dispatched(slot=0, attempt=0, version=0))
-    assert state.apply(TurnAppended(slot=0, row=0, attempt=0, turn=0, tokens=4))
-    assert not state.apply(TurnAppended(slot=0, row=0, attempt=0, turn=0, tokens=4))
+    assert state.apply(turns((0, 0, 0, 0, 4)))
+    assert not state.apply(turns((0, 0, 0, 0, 4)))
     with pytest.raises(InvalidDataError, match="turns come in order"):
-        state.apply(TurnAppended(slot=0, row=0, attempt=0, turn=2, tokens=4))
+        state.apply(turns((0, 0, 0, 2, 4)))
+
+
+def test_of_turns_told_together_those_in_time_count():
+    state = lived(
+        Issued(0), Issued(1), Dispatched(slot=0, attempt=0, version=0), Dispatched(slot=1, attempt=0, version=0)
+    )
+    state.apply(Dispatched(slot=1, attempt=1, version=0))
+    told = turns((0, 0, 0, 0, 4), (1, 0, 0, 0, 3), (0, 0, 0, 1, 2), (0, 0, 0, 0, 4))
+    assert state.in_time(told) == turns((0, 0, 0, 0, 4), (0, 0, 0, 1, 2))
+    assert state.statistics().superseded == 0
+    assert state.apply(told)
+    assert state.statistics().superseded == 2
+    with pytest.raises(InvalidDataError, match="turn 3 of prompt 0, row 0 came before turn 2"):
+        state.apply(turns((1, 1, 0, 0, 3), (0, 0, 0, 3, 1)))
+    assert state.apply(turns((1, 1, 0, 0, 3)))  # it was not told: a refused event changes nothing
+    with pytest.raises(InvalidDataError, match="never dispatched"):
+        state.apply(turns((1, 2, 0, 0, 3)))
 
 
 def test_a_failed_attempt_is_tried_again_and_a_prompt_that_keeps_failing_is_given_up():

@@ -1,5 +1,7 @@
 """Settings from the command line."""
 
+import tomllib
+
 import pytest
 
 from asyncrl.config import Config, apply_overrides, load_config, parse_overrides
@@ -60,6 +62,14 @@ def test_none_takes_an_optional_key_away(load):
     config = load("--buffer.capacity-groups", "64", "--buffer.capacity-groups", "none", "--telemetry.progress", "none")
     assert config.buffer.capacity_groups is None
     assert config.telemetry.progress == "none"
+
+
+@pytest.mark.parametrize(("table", "key"), [("ledger", "kind"), ("simulation", "saturation")])
+def test_none_takes_away_what_is_there_by_default_also_in_a_file(load, table, key):
+    taken = load(f"--{table}.{key}", "none")
+    assert getattr(getattr(load(), table), key) is not None
+    assert getattr(getattr(taken, table), key) is None
+    assert Config.from_mapping(tomllib.loads(taken.to_toml())) == taken
 
 
 def test_one_word_is_a_list_of_one(load):

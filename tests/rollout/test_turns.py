@@ -8,7 +8,17 @@ import pytest
 
 from asyncrl.errors import CodecError
 from asyncrl.interfaces import Generation
-from asyncrl.rollout.turns import Continuation, RowTurns, TurnFeed, TurnRecord, decode_turns, encode_turns, last_chains
+from asyncrl.ledger import SampledTurn
+from asyncrl.rollout.turns import (
+    Continuation,
+    RowTurns,
+    TurnFeed,
+    TurnRecord,
+    decode_turns,
+    encode_turns,
+    last_chains,
+    sampled_turns,
+)
 
 
 def said(*versions: int) -> Generation:
@@ -24,6 +34,7 @@ def turn(*, row: int = 0, attempt: int = 0, number: int = 0, chain: int = 0, pla
         attempt=attempt,
         row=row,
         turn=number,
+        tokens=2,
         chain=chain,
         place=place,
         trial=0,
@@ -44,7 +55,9 @@ async def test_a_turn_comes_back_as_it_was():
     turns.sampled((1, 2, 3), said(4, 4, 5))
     turns.begin(trial=1)
     turns.sampled((1, 2, 3), said())
-    first, second = decode_turns(await waiting)
+    content = await waiting
+    assert sampled_turns(content) == (SampledTurn(5, 2, 1, 0, 3), SampledTurn(5, 2, 1, 1, 0))
+    first, second = decode_turns(content)
     assert (first.slot, first.attempt, first.row, first.turn, first.chain, first.place) == (5, 2, 1, 0, 0, 0)
     assert (second.turn, second.chain, second.place, second.trial) == (1, 1, 0, 1)
     assert first.heard_ids() == (1, 2, 3)
@@ -52,6 +65,8 @@ async def test_a_turn_comes_back_as_it_was():
     assert (first.tokens, first.newest_version, second.newest_version) == (3, 5, -1)
     with pytest.raises(CodecError, match="not the turns"):
         decode_turns(b"turns")
+    with pytest.raises(CodecError, match="not the turns"):
+        sampled_turns(b"turns")
 
 
 async def test_turns_of_a_complete_group_are_not_told():

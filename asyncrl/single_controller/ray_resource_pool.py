@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,9 @@ NEXT_TO_NOTHING = {"memory": 1.0}
 
 TRACE = 1e-4
 """Of an accelerator type: enough to be placed where there is one, and never used up."""
+
+SETTLES_WITHIN_S = 1
+"""A placement group for which there is room has been placed by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +269,7 @@ class RayResourcePool(ResourcePool):
             free = not any(self._users) and not self._kept
             groups, self._groups = (self._groups, []) if free else ([], self._groups)
         for group in groups:
-            remove_placement_group(group)
+            _remove(group)
 
     def _new_name(self) -> str:
         return f"{self.name_prefix}{uuid.uuid4().hex[:8]}" if self.name_prefix else ""
@@ -478,6 +482,13 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
     if len(set(taken)) < len(taken):
         raise ResourceError(f"{rp1!r} and {rp2!r} cannot be merged: some seats are in both")
     return SubRayResourcePool(_joined(parts))
+
+
+def _remove(group: PlacementGroup) -> None:
+    # Ray loses the resources of one that is removed while it is being placed (ray-project/ray#64693).
+    with contextlib.suppress(Exception):  # what Ray raises if somebody else has removed it
+        group.wait(SETTLES_WITHIN_S)
+    remove_placement_group(group)
 
 
 def _joined(parts: Sequence[tuple[RayResourcePool, range]]) -> list[tuple[RayResourcePool, range]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -133,3 +134,19 @@ def test_a_worker_that_takes_nothing_has_a_seat():
     with RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Member)) as group:
         ((_, rank),) = group.seat().result(timeout=TIMEOUT_S)
     assert rank == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_seats_given_back_at_once_are_free_again() -> None:
+    """Ray by itself loses some: without the wait in ``release`` one round in seven leaves CPUs taken for good."""
+    for turn in range(40):
+        for _ in range(1 + turn % 3):
+            pool = RayResourcePool([1 + turn % 2])
+            pool.acquire()
+            pool.release()
+    deadline = time.monotonic() + 20.0
+    while (free := ray.available_resources().get("CPU")) != 8 and time.monotonic() < deadline:
+        time.sleep(0.1)  # Ray tells nobody when
+    assert free == 8

@@ -129,7 +129,9 @@ class TestOnACluster:
             assert len(one.seat().result(TIMEOUT_S)) == 1
 
 
-def test_a_worker_that_takes_nothing_has_a_seat():
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_that_takes_nothing_has_a_seat() -> None:
     pool = RayResourcePool([1], cpus_per_worker=0.0)
     with RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Member)) as group:
         ((_, rank),) = group.seat().result(timeout=TIMEOUT_S)

@@ -62,19 +62,13 @@ def configuration(case: str, *, seed: int, steps: int, latency_s: float, lr: flo
         },
         "env": {
             "name": "calculator",
-            "max_turns": 3,
+            "max_turns": 4,
             "latency_s": latency_s,
-            "options": {
-                "min_operand": 1,
-                "max_operand": 9,
-                "operation_shares": [1.0],
-                "guess_share": 0.6,
-                "misread_share": 0.0,
-            },
+            "options": {"min_operand": 1, "max_operand": 9},
         },
-        "sft": {"steps": 150, "batch_size": 32, "lr": 3e-3},
-        "rollout": {"max_new_tokens": 24, "max_tokens": 64, "options": {"max_running_requests": 512}},
-        "trainer": {"groups_per_step": 8, "group_size": 8, "minibatches": 4, "lr": lr},
+        "sft": {"steps": 200, "batch_size": 32, "lr": 3e-3},
+        "rollout": {"max_new_tokens": 24, "max_tokens": 96, "options": {"max_running_requests": 512}},
+        "trainer": {"groups_per_step": 8, "group_size": 8, "minibatches": 4, "lr": lr, "schedule": "linear"},
         "staleness": {"policy": "wait"},
         "eval": {"tasks": 128},
         "telemetry": {"progress": "none"},
@@ -114,7 +108,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=100, help="seeds that no setting was chosen on")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--latency-s", type=float, default=0.05)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cases", default=",".join(CASES))
     given = parser.parse_args()

@@ -1,15 +1,16 @@
 """PPO with a critic and a reward model of one's own: supervised start, comparisons, reward model, reinforcement.
 
-    python examples/ppo_with_reward_model.py [--steps 40]
+    python examples/ppo_with_reward_model.py [--steps 60]
 
-A model of 0.1 million random weights imitates demonstrations that mostly guess. A second one, begun from the first,
-learns from 400 comparisons that asking the calculator is better than guessing. Then PPO follows what *that* one likes.
-What it prints, the share of right answers, nobody trains on.
+A model of 0.1 million random weights imitates demonstrations that mostly stop early. A second one, begun from the
+first, learns from 400 comparisons that computing to the end is better. Then PPO follows what *that* one likes. What it
+prints, the share of right answers, nobody trains on.
 
 Every stage is also a command: asyncrl sft FILE.toml, asyncrl train-reward-model FILE.toml, asyncrl train FILE.toml.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -19,27 +20,27 @@ from asyncrl.agents.calculator import CalculatorFactory
 from asyncrl.config import Config, RewardTrainingConfig
 from asyncrl.pipeline.run import sft, train, train_reward_model
 
-DIGITS: dict[str, Any] = {"min_operand": 1, "max_operand": 9, "operation_shares": [1.0], "misread_share": 0.0}
+DIGITS: dict[str, Any] = {"min_operand": 1, "max_operand": 9}
 LOCAL: dict[str, Any] = {"backend": "local"}
 QUIET: dict[str, Any] = {"progress": "none"}
 SIZE = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320, "max_position": 128}
 
 
 def write_comparisons(path: Path, count: int) -> None:
-    """Questions with two answers each: one asks the calculator, the other guesses."""
-    asking = CalculatorFactory(**DIGITS, guess_share=0.0)
-    guessing = CalculatorFactory(**DIGITS, guess_share=1.0)
+    """Questions with two answers each: one computes to the end, the other stops early, misreads or guesses."""
+    patient = CalculatorFactory(**DIGITS, guess_share=0.0, early_stop_share=0.0, misread_share=0.0)
+    hasty = CalculatorFactory(**DIGITS, guess_share=0.3, early_stop_share=0.9, misread_share=0.3)
+    pairs = ((patient.demonstration(number), hasty.demonstration(number)) for number in itertools.count())
     with path.open("w") as file:
-        for number in range(count):
-            pair = {"chosen": asking.demonstration(number), "rejected": guessing.demonstration(number)}
-            file.write(json.dumps(pair) + "\n")
+        for chosen, rejected in itertools.islice((pair for pair in pairs if pair[0] != pair[1]), count):
+            file.write(json.dumps({"chosen": chosen, "rejected": rejected}) + "\n")
 
 
-def main(*, steps: int = 40, warm_steps: int = 150, comparisons: int = 400) -> dict[str, Any]:
+def main(*, steps: int = 60, warm_steps: int = 200, comparisons: int = 400) -> dict[str, Any]:
     """Returns how well the reward model knows pairs it has not seen, and the right answers before and after."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        world = {"name": "calculator", "max_turns": 3, "options": {**DIGITS, "guess_share": 0.6}}
+        world = {"name": "calculator", "max_turns": 4, "options": DIGITS}
         policy: dict[str, Any] = {
             "name": "policy",
             "steps": steps,
@@ -47,7 +48,7 @@ def main(*, steps: int = 40, warm_steps: int = 150, comparisons: int = 400) -> d
             "cluster": LOCAL,
             "telemetry": QUIET,
             "env": world,
-            "rollout": {"max_new_tokens": 24, "max_tokens": 64, "options": {"max_running_requests": 64}},
+            "rollout": {"max_new_tokens": 24, "max_tokens": 96, "options": {"max_running_requests": 64}},
         }
         start = sft(
             Config.from_mapping(
@@ -82,7 +83,7 @@ def main(*, steps: int = 40, warm_steps: int = 150, comparisons: int = 400) -> d
                     "trainer": {"groups_per_step": 64, "group_size": 1, "lr": 5e-4},
                     "critic": {"path": judge["model"], "lr": 3e-3, "minibatches": 2},
                     "reward": {"source": "model", "options": {"path": judge["model"]}},
-                    "eval": {"tasks": 128},
+                    "eval": {"tasks": 128, "reward": "environment"},
                 }
             )
         )
@@ -95,5 +96,5 @@ def main(*, steps: int = 40, warm_steps: int = 150, comparisons: int = 400) -> d
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     main(**vars(parser.parse_args()))

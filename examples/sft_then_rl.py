@@ -2,7 +2,7 @@
 
     python examples/sft_then_rl.py [--steps 40]
 
-400 conversations are written down, most of which guess instead of asking the calculator. A model of 0.1 million random
+400 conversations are written down, most of which stop before they are done. A model of 0.1 million random
 weights imitates them, then learns by asynchronous GRPO. The same with files of one's own, in any form that docs/data.md
 names:
 
@@ -19,8 +19,7 @@ from asyncrl.agents.calculator import CalculatorFactory
 from asyncrl.config import Config
 from asyncrl.pipeline.run import sft, train
 
-WORLD: dict[str, Any] = {"min_operand": 1, "max_operand": 9, "operation_shares": [1.0]}
-WORLD |= {"guess_share": 0.6, "misread_share": 0.0}
+WORLD: dict[str, Any] = {"min_operand": 1, "max_operand": 9}
 SIZE = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320, "max_position": 128}
 
 
@@ -32,7 +31,7 @@ def write_conversations(path: Path, count: int) -> None:
             file.write(json.dumps({"messages": tasks.demonstration(number)}) + "\n")
 
 
-def main(*, steps: int = 40, warm_steps: int = 150) -> tuple[float, float]:
+def main(*, steps: int = 40, warm_steps: int = 200) -> tuple[float, float]:
     """Returns the share of right answers before and after reinforcement."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -44,8 +43,8 @@ def main(*, steps: int = 40, warm_steps: int = 150) -> tuple[float, float]:
             "runs": str(folder),
             "cluster": {"backend": "local"},
             "telemetry": {"progress": "none"},
-            "env": {"name": "calculator", "max_turns": 3, "options": WORLD},
-            "rollout": {"max_new_tokens": 24, "max_tokens": 64, "options": {"max_running_requests": 64}},
+            "env": {"name": "calculator", "max_turns": 4, "options": WORLD},
+            "rollout": {"max_new_tokens": 24, "max_tokens": 96, "options": {"max_running_requests": 64}},
             "trainer": {"groups_per_step": 8, "group_size": 8, "lr": 5e-4},
             "eval": {"tasks": 128},
         }

@@ -346,8 +346,11 @@ class EvalConfig(Section):
     """Training steps between evaluations; 0: only before and after."""
     first: bool = True
     """Evaluate before the first training step as well."""
+    reward: Literal["configured", "environment"] = "configured"
+    """Whose rewards are the score: those of `reward.source`, as in training, or the environment's own, whoever rewards
+    training. With a reward model the latter is what nobody trains on."""
     success_reward: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
-    """Reward from which an answer counts as a success."""
+    """Reward from which an answer counts as a success, on the scale of whoever gives the rewards of the score."""
 
 
 class CheckpointConfig(Section):

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from asyncrl.agents.chat import ChatRenderer
 from asyncrl.errors import EnvironmentFailure
 from asyncrl.interfaces import EnvironmentFactory
+from asyncrl.pipeline.group_stages import numbers_of
+from asyncrl.pipeline.reference import Score
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 from asyncrl.rollout.record import read_records, read_trajectory
@@ -36,6 +38,7 @@ async def answer_tasks(
     samples: int,
     seed: int,
     sampling: Mapping[str, Any],
+    score: Score | None = None,
     split: Literal["train", "held_out"] = "held_out",
 ) -> AsyncGenerator[list[dict[str, Any]] | FailedTask, None]:
     """The ``samples`` answers to each task, as each task is done; a bounded number of tasks is under way. Close it.
@@ -48,6 +51,7 @@ async def answer_tasks(
         samples: answers to each task.
         seed: sample i of task n depends on it, n and i alone.
         sampling: fields of :class:`asyncrl.interfaces.SamplingParams` that replace the pool's.
+        score: gives the answers their rewards, in place of the environment.
         split: of the tasks.
     """
     waiting = iter(numbers)
@@ -63,11 +67,18 @@ async def answer_tasks(
             sampling=sampling,
         )
         try:
-            header = await (await pool.rollout(rows)).header()
+            answered = await pool.rollout(rows)
+            header = await answered.header()
         except EnvironmentFailure as failure:
             return FailedTask(number, failure)
         trajectories = [read_trajectory(record) for record in read_records(header.meta_info["record"])]
-        return [answer_record(number, row, each, renderer) for row, each in enumerate(trajectories)]
+        rewards = [each.reward for each in trajectories]
+        if score is not None:
+            rewards = await numbers_of(score(answered), "scores")
+        return [
+            answer_record(number, row, each, renderer, reward=reward)
+            for row, (each, reward) in enumerate(zip(trajectories, rewards, strict=True))
+        ]
 
     async with asyncio.TaskGroup() as tasks:
         running = {tasks.create_task(answer(number)) for number, _ in zip(waiting, range(_TASKS_AT_ONCE), strict=False)}
@@ -79,7 +90,9 @@ async def answer_tasks(
                 yield each.result()
 
 
-def answer_record(number: int, sample: int, trajectory: Trajectory, renderer: ChatRenderer) -> dict[str, Any]:
+def answer_record(
+    number: int, sample: int, trajectory: Trajectory, renderer: ChatRenderer, *, reward: float
+) -> dict[str, Any]:
     """One answer as it is written to files.
 
     ``token_ids`` are all tokens of the conversation as the model saw them; where ``weight_versions`` is -1 a token was
@@ -94,7 +107,7 @@ def answer_record(number: int, sample: int, trajectory: Trajectory, renderer: Ch
         "task": task,
         "text": renderer.decode(trajectory.token_ids),
         "response": str(trajectory.turns[-1].message.get("content") or "") if trajectory.turns else "",
-        "reward": trajectory.reward,
+        "reward": reward,
         REWARD_PARTS: dict(trajectory.info.get(REWARD_PARTS, {})),
         "finish": trajectory.finish_reason,
         "truncated": any(turn.finish_reason == "length" for turn in trajectory.turns),

@@ -422,6 +422,7 @@ class Driver:
                 tasks=self.plan.eval_tasks,
                 seed=self.plan.seed,
                 success_reward=self.plan.success_reward,
+                score=self.reward if self.plan.eval_reward == "configured" else None,
             )
 
     def _gauge(self) -> None:

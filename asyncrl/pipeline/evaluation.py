@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.interfaces import CountedTasks, EnvironmentFactory
+from asyncrl.pipeline.group_stages import numbers_of
+from asyncrl.pipeline.reference import Score
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 
@@ -58,9 +60,13 @@ async def evaluate(
     tasks: int,
     seed: int,
     success_reward: float = 1.0,
+    score: Score | None = None,
     split: Literal["train", "held_out"] = "held_out",
 ) -> EvaluationResult:
-    """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool; no task twice."""
+    """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool; no task twice.
+
+    Their rewards are the environment's, or those that ``score`` gives.
+    """
     if split == "held_out" and isinstance(environments, CountedTasks):
         tasks = min(tasks, environments.held_out_rows)
     version = pool.weight_version
@@ -74,8 +80,12 @@ async def evaluate(
             purpose="eval",
         )
         calls.append(pool.rollout(rows))
-    summaries = [(await done.header()).meta_info["summary"] for done in await asyncio.gather(*calls)]
+    answered = await asyncio.gather(*calls)
+    summaries = [(await rows.header()).meta_info["summary"] for rows in answered]
     rewards = [reward for summary in summaries for reward in summary["rewards"]]
+    if score is not None:
+        scored = await asyncio.gather(*(numbers_of(score(rows), "scores") for rows in answered))
+        rewards = [reward for part in scored for reward in part]
     tokens = sum(summary["tokens"] for summary in summaries)
     return EvaluationResult(
         weight_version=version,

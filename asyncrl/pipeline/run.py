@@ -128,6 +128,7 @@ def evaluate(
         samples=samples,
         sampling=_eval_sampling(config, samples=samples, temperature=temperature),
         out=out,
+        rewarded=config.reward.source != "environment" and config.eval.reward == "configured",
     )
     return {"weight_version": version, **summarise_answers(answers, success_reward=config.eval.success_reward)}
 
@@ -202,8 +203,12 @@ def _answer(
     samples: int,
     sampling: Mapping[str, Any],
     out: Path | None,
+    rewarded: bool = False,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Answers to the first held-out tasks (of a data set to all, where ``tasks`` is None), and their version."""
+    """Answers to the first held-out tasks (of a data set to all, where ``tasks`` is None), and their version.
+
+    Their rewards are the environment's, or with ``rewarded`` those of ``reward.source``.
+    """
     settings = {
         "model": config.model.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json"),
@@ -213,12 +218,14 @@ def _answer(
         "seed": config.seed,
         "checkpoint": str(checkpoint) if checkpoint is not None else None,
     }
+    if rewarded:
+        settings["reward"] = {"source": config.reward.source, "options": dict(config.reward.options)}
     file = AnswersFile(out, settings=settings, samples=samples) if out is not None else None
     failed: list[FailedTask] = []
     answers: list[dict[str, Any]] = []
 
     async def main() -> int:
-        async with _serving(config, checkpoint, made_with=made_with) as (assembly, renderer):
+        async with _serving(config, checkpoint, made_with=made_with, rewarded=rewarded) as (assembly, renderer):
             environments = assembly.environments
             rows = environments.held_out_rows if isinstance(environments, CountedTasks) else None
             if tasks is None and rows is None:
@@ -237,6 +244,7 @@ def _answer(
                     samples=samples,
                     seed=config.seed,
                     sampling=sampling,
+                    score=assembly.reward.score if rewarded else None,
                 )
                 async with aclosing(answering):
                     async for answered in answering:
@@ -268,9 +276,9 @@ def _answer(
 
 @asynccontextmanager
 async def _serving(
-    config: Config, checkpoint: Path | None, *, made_with: Config
+    config: Config, checkpoint: Path | None, *, made_with: Config, rewarded: bool
 ) -> AsyncIterator[tuple[Assembly, ChatRenderer]]:
-    """Rollout replicas alone, serving the configured model or a checkpoint's, and its renderer.
+    """Rollout replicas serving the configured model or a checkpoint's, its renderer, and who rewards answers if asked.
 
     A model that is made on the spot is made of what ``made_with`` poses, whatever it is asked about.
     """
@@ -286,8 +294,10 @@ async def _serving(
         renderer = await asyncio.to_thread(load_renderer, model, **chat_options(config))
         if note := await asyncio.to_thread(fit_prompts, config, assembly.environments, model):
             logging.getLogger("asyncrl").warning(note)
-        await assembly.start(roles=("rollout",))
+        await assembly.start(roles=("rollout", "reward") if rewarded else ("rollout",))
         await assembly.pool.start(model, weight_version=0)
+        if rewarded:
+            await assembly.reward.start(model)
         yield assembly, renderer
     finally:
         await assembly.aclose()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from asyncrl.algorithms import AdvantageEstimator, KLEstimator
@@ -26,6 +26,7 @@ class TrainingPlan:
         seed: every prompt's, rollout's and turn's seed derives from it.
         eval_tasks: held-out tasks of an evaluation.
         eval_every: steps between evaluations beside training; 0 for none.
+        eval_reward: whose rewards an evaluation counts; ``configured`` is the reward stage, where there is one.
         success_reward: reward from which an episode counts as a success.
         checkpoint_every: steps between checkpoints; 0 for none, None for :class:`CheckpointPace` to say.
         sample_trajectories: groups per step whose first trajectory is written down as text.
@@ -42,6 +43,7 @@ class TrainingPlan:
     optimizer_steps: int = 1
     mismatch_limit: float | None = None
     eval_every: int = 0
+    eval_reward: Literal["configured", "environment"] = "configured"
     success_reward: float = 1.0
     checkpoint_every: int | None = 0
     sample_trajectories: int = 1

@@ -370,6 +370,7 @@ def _plan(config: Config) -> TrainingPlan:
         seed=config.seed,
         eval_tasks=config.eval.tasks,
         eval_every=config.eval.every if config.eval.tasks else 0,
+        eval_reward=config.eval.reward,
         success_reward=config.eval.success_reward,
         checkpoint_every=config.checkpoint.every,
         sample_trajectories=config.telemetry.trajectories_per_step,

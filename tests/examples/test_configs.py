@@ -108,3 +108,21 @@ def test_it_runs_at_its_smallest(name: str, tmp_path: Path) -> None:
     summary = summary_of(tmp_path)
     assert summary["weight_version"] == 2
     assert accounted_for(summary)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ppo_learns_with_its_critic(tmp_path: Path) -> None:
+    shorter = ["--cluster.backend", "local", "--steps", "25"]
+    done = asyncrl("train", str(EXAMPLES / "ppo.toml"), *shorter, cwd=tmp_path, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path)
+    assert summary["success_before"] <= 0.4  # most demonstrations stop early, and so does the model
+    assert summary["success_after"] >= summary["success_before"] + 0.3  # 128 tasks: noise is 0.06
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [step for step in steps if "train/loss" in step]
+    assert (
+        sum(step["train/critic_value_error"] for step in steps[-5:]) / 5 < 0.4
+    )  # who says 0 is off by the mean reward
+    assert accounted_for(summary)

@@ -97,7 +97,7 @@ def test_a_world_that_is_always_broken_ends_the_run_by_name(small_config: MakeCo
 def test_rewards_of_a_function_and_a_reference_take_their_place_in_the_loop(small_config: MakeConfig):
     config = small_config(
         steps=2,
-        reward={"source": "function", "options": {"function": "worlds:length_score"}},
+        reward={"source": "function", "options": {"function": "worlds:generous_score"}},
         algorithm={"kl_coefficient": 0.1},
         model={"source": "scratch"},
     )
@@ -106,6 +106,23 @@ def test_rewards_of_a_function_and_a_reference_take_their_place_in_the_loop(smal
     steps = [line for line in metrics_of(only_run(config)) if "train/loss" in line]
     assert steps[0]["train/reference_kl"] == pytest.approx(0, abs=1e-6)
     assert steps[1]["train/reference_kl"] > 0
+    scores = [line["eval/reward_mean"] for line in metrics_of(only_run(config)) if "eval/success" in line]
+    assert len(scores) == 2
+    assert all(score >= 0.5 for score in scores)  # held-out answers are rewarded by the same function
+
+
+def test_the_held_out_score_is_of_the_configured_reward_or_of_the_environments(
+    small_config: MakeConfig, tmp_path: Path
+):
+    reward = {"source": "function", "options": {"function": "worlds:generous_score"}}
+    config = small_config(steps=0, reward=reward, eval={"tasks": 4, "success_reward": 0.5})
+    file = tmp_path / "answers.jsonl"
+    scores = evaluate(config, out=file)["scores"]
+    rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
+    assert scores["reward"].mean == pytest.approx(sum(rewards) / 4)
+    assert scores["avg@1"].mean == 1.0
+    plain = config.model_copy(update={"eval": config.eval.model_copy(update={"reward": "environment"})})
+    assert evaluate(plain)["scores"]["reward"].mean < 0.5
 
 
 def test_a_run_goes_on_from_its_checkpoint(small_config: MakeConfig):

@@ -94,3 +94,8 @@ class DigitsFactory:
 async def length_score(*, completion: str, **_columns: object) -> float:
     """A reward function: a hundredth for each character."""
     return len(completion) / 100
+
+
+async def generous_score(*, completion: str, **_columns: object) -> float:
+    """A reward function that gives something for nothing."""
+    return 0.5 + len(completion) / 100

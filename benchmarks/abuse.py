@@ -129,28 +129,35 @@ async def attacked(attack: Callable[[], Awaitable[float]], pause_s: float) -> As
 
 @asynccontextmanager
 async def slow_clients(port: int, count: int) -> AsyncIterator[None]:
-    """So many connections that send the head of a request a byte at a time, each once a second."""
+    """So many connections that send the head of a request a byte at a time, each once a second.
+
+    From a process of their own: in this one, the good client would wait for their writing, too.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, "--trickle-to", str(port), "--slow", str(count)), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        await process.stdout.readline()  # all are connected
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def trickle(port: int, count: int) -> None:
+    """What the process of the slow clients does."""
     opened = []
     for _ in range(count):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
         opened.append(writer)
-
-    async def trickle() -> None:
-        while True:
-            for start in range(0, count, 40):
-                for writer in opened[start : start + 40]:
-                    writer.write(b"a")
-                await asyncio.sleep(40 / count)
-
-    task = asyncio.create_task(trickle())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        for writer in opened:
-            writer.close()
+    print("connected", flush=True)
+    while True:
+        for start in range(0, count, 4):
+            for writer in opened[start : start + 4]:
+                writer.write(b"a")
+            await asyncio.sleep(4 / count)
 
 
 async def refusals(server: Child, rounds: int) -> list[Figure]:
@@ -271,10 +278,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=50_000)
     parser.add_argument("--slow", type=int, default=2000)
+    parser.add_argument("--trickle-to", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if options.trickle_to is not None:
+            runner.run(trickle(options.trickle_to, options.slow))
         figures = runner.run(measure(options))
     if options.json:
         machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}

@@ -20,7 +20,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.serve.call import Call, Face, Plane
 from asyncrl.serve.failure import Dialect, Refusal, error_body, refusal_of
 from asyncrl.serve.keys import KeyRing
-from asyncrl.serve.limits import json_problem
+from asyncrl.serve.limits import BodyWatch, json_problem
 from asyncrl.serve.routes import Caller, Route, verdict
 
 __all__ = ["Doorway", "Gate"]
@@ -275,13 +275,20 @@ class Gate:
 
     async def _read(self, request: web.Request) -> bytes:
         limits = self._face.limits
+        watch = BodyWatch(limits)
         try:
             async with asyncio.timeout(limits.body_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes") from None
+                while piece := await request.content.readany():
+                    problem = watch.problem(piece)
+                    if watch.size_bytes > limits.body_size_bytes:
+                        raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes")
+                    if problem:
+                        # What is still to come of a body that told its size is read and thrown away by aiohttp, so that
+                        # the client, which is writing, gets to read this. A body without an end is not.
+                        raise Refusal(400, problem, hang_up=request.content_length is None)
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+        return watch.body()
 
     # ---------------------------------------------------------------------------------------------------- endings
 
@@ -306,7 +313,7 @@ class Gate:
         if refusal.allow:
             headers["Allow"] = ", ".join(refusal.allow)
         response = web.Response(body=body, status=refusal.status, headers=headers)
-        if refusal.status in (408, 413):
+        if refusal.hang_up or refusal.status in (408, 413):
             response.force_close()
             _stop_reading(request)
         return response

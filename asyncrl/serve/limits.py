@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["Limits", "json_problem"]
+__all__ = ["BodyWatch", "Limits", "json_problem"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,43 @@ def json_problem(body: bytes, limits: Limits) -> str:
         if quotes > 2 * limits.json_strings:
             return f"{quotes // 2} strings; at most {limits.json_strings} are taken"
     return _bracket_problem(body, limits)
+
+
+class BodyWatch:
+    """Looks at a body while it arrives, so that one which breaks a rule is refused when it does, not when it ends.
+
+    Counts are taken of each piece; what has come is looked at whole only when they pass a limit, and again when they
+    have doubled. A body that is complete still has to pass :func:`json_problem`.
+
+    >>> watch = BodyWatch(Limits(json_containers=3))
+    >>> watch.problem(b"[[[], "), watch.problem(b"[], ")
+    ('', '4 arrays and objects; at most 3 are taken')
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._pieces: list[bytes] = []
+        self._opened = self._quotes = 0
+        self._look_at_opened = limits.json_containers
+        self._look_at_quotes = 2 * limits.json_strings
+        self.size_bytes = 0
+
+    def problem(self, piece: bytes) -> str:
+        """Why the body that goes on with ``piece`` need not be waited for; empty if it must."""
+        first = not self._pieces
+        self._pieces.append(piece)
+        self.size_bytes += len(piece)
+        self._opened += piece.count(b"[") + piece.count(b"{")
+        self._quotes += piece.count(b'"')
+        if self._opened > self._look_at_opened or self._quotes > self._look_at_quotes:
+            self._look_at_opened = max(self._look_at_opened, 2 * self._opened)
+            self._look_at_quotes = max(self._look_at_quotes, 2 * self._quotes)
+            return json_problem(self.body(), self._limits)
+        return _bracket_problem(piece[:_BEGINNING_BYTES], self._limits) if first else ""
+
+    def body(self) -> bytes:
+        """All that came."""
+        return b"".join(self._pieces)
 
 
 def _without_escapes(body: bytes) -> bytes:

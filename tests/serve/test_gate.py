@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from asyncrl.serve.limits import Limits, json_problem
+from asyncrl.serve.limits import BodyWatch, Limits, json_problem
 
 GENERATE = {"prompt_token_ids": [5, 6]}
 
@@ -113,6 +113,37 @@ def test_the_count_of_brackets_is_that_of_a_parser():
             value = ["x" * 5000, value]
         body = json.dumps(value, ensure_ascii=dice.random() < 0.5).encode()
         assert bool(json_problem(body, limits)) == (depth(value) > 3 or count(value) > 9), value
+
+
+def test_a_body_is_refused_before_its_end_only_if_its_whole_would_be():
+    limits, dice, early = Limits(json_depth=4, json_containers=8, json_strings=8), random.Random(6), 0
+    for _ in range(3000):
+        body = bytes(dice.choices(b'[]{}",:\\ a1', weights=[4, 3, 2, 2, 4, 2, 1, 1, 1, 2, 2], k=dice.randrange(1, 60)))
+        watch, told, at = BodyWatch(limits), "", 0
+        while at < len(body) and not told:
+            size = dice.randrange(1, 20)
+            told = watch.problem(body[at : at + size])
+            at += size
+        assert not told or json_problem(body, limits), body
+        early += bool(told) and at < len(body)
+        assert body.startswith(watch.body())
+    assert early > 100
+
+
+async def test_a_body_that_breaks_a_rule_is_refused_while_it_still_comes(serve):
+    async with serve(limits=Limits(json_strings=10)) as served:
+        port = int(served.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        begun, rest = b'{"stop": [' + b'"x",' * 20, b'"x"]}'
+        length = len(begun) + len(rest)
+        writer.write(b"%sContent-Length: %d\r\n\r\n%s" % (head, length, begun))
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"strings; at most 10 are taken" in answer
+        writer.write(rest + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")  # the rest is thrown away
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from asyncrl.interfaces import (
     PauseMode,
     RolloutEngineStatistics,
 )
+from engines.rollout.embedded.grammar import Grammars
 from engines.rollout.embedded.row import Row
 from engines.rollout.sglang_adapter.control import SGLangControl
 from engines.rollout.sglang_adapter.intake import RowIntake
@@ -101,6 +102,7 @@ class SGLangEngine:
         self._version = weight_version
         self._sglang: SGLangControl | None = None
         self._intake: RowIntake | None = None
+        self._grammars: Grammars | None = None
         self._staged: StagedWeights | None = None
         self._held: dict[str, SGLangRequest] = {}
         self._numbers = count()
@@ -142,6 +144,8 @@ class SGLangEngine:
             self._intake = RowIntake.of_model(
                 self._options.model_path, vocabulary=int(config.vocab_size), context_tokens=int(config.context_len)
             )
+            if self._intake.tokenizer is not None:
+                self._grammars = Grammars(self._intake.tokenizer, vocabulary=self._intake.vocabulary)
             await self._sglang.probe(next(self._numbers))
 
     async def close(self) -> None:
@@ -173,8 +177,12 @@ class SGLangEngine:
         self._serving()
         if self._fenced:
             raise EngineError(self._fenced)
-        row = self._row_of(request)
         assert self._intake is not None, "it serves"
+        if request.sampling.grammar and self._grammars is not None:  # within limits, which SGLang does not set
+            begun = request.prompt_token_ids[len(request.prompt_token_ids) - request.continued_tokens :]
+            stop = self._intake.stop_token_ids
+            await asyncio.to_thread(self._grammars.guide, request.sampling.grammar, begun, stop_token_ids=stop)
+        row = self._row_of(request)
         held = self._held[row.request_id] = SGLangRequest(row, vocabulary=self._intake.vocabulary)
         self._prompt_tokens += row.prompt_length + row.continued
         self._count_busy()
@@ -201,9 +209,6 @@ class SGLangEngine:
     def _row_of(self, request: GenerationRequest) -> Row:
         assert self._intake is not None, "it serves"
         sampling = request.sampling
-        if sampling.grammar or sampling.top_log_probs:
-            what = "a grammar" if sampling.grammar else "the likeliest tokens"
-            raise InvalidDataError(f"request {request.request_id!r} asks for {what}, which this engine does not serve")
         row = self._intake.row_of(request, held=self._held, seed=sampling.seed or 0)
         if self._options.truncation_tokens < sampling.top_k < self._intake.vocabulary:
             raise InvalidDataError(

@@ -197,6 +197,11 @@ class VLLMEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         started = self._running()
+        if request.sampling.grammar and started.grammars is not None:
+            # In a thread and within limits: vLLM would compile whatever it is given, on its event loop.
+            await asyncio.to_thread(
+                started.grammars.guide, request.sampling.grammar, (), stop_token_ids=started.stop_token_ids
+            )
         held = self._take_in(request, started)
         if (reason := held.complete()) is not None:
             self._finished += 1
@@ -236,7 +241,7 @@ class VLLMEngine:
             request,
             vocabulary=started.vocabulary,
             max_model_tokens=started.max_model_tokens,
-            stops=started.tokenizer is not None,
+            tokenizer=started.tokenizer is not None,
         )
         decode = (
             partial(started.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -295,6 +300,8 @@ class VLLMEngine:
             prompt = tokens_input(list(held.request.prompt_token_ids), cache_salt=f"v{self._version}")
             try:
                 held.collector = await started.llm.add_request(name, prompt, held.sampling_params())
+            except ValueError as error:
+                raise InvalidDataError(f"vLLM does not take request {held.request.request_id!r}: {error}") from error
             except asyncio.CancelledError:
                 await started.llm.abort(name)
                 raise

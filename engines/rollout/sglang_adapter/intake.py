@@ -10,7 +10,6 @@ from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import GenerationRequest
 from engines.rollout.embedded.row import Row
 from engines.rollout.embedded.stop_text import StopText
-from engines.rollout.unserved import refuse_unserved
 
 __all__ = ["RowIntake"]
 
@@ -23,7 +22,8 @@ class RowIntake:
         model_path: for messages.
         vocabulary: token ids are 0 to one less.
         context_tokens: most tokens of a row, prompt included.
-        tokenizer: None if the model has none; only stop strings need it. Any: transformers' share no typed interface.
+        tokenizer: None if the model has none; only stop strings and grammars need it. Any: transformers' share no
+            typed interface.
         stop_token_ids: that end every row.
     """
 
@@ -64,8 +64,8 @@ class RowIntake:
 
         Raises:
             InvalidDataError: its id is held already, the prompt is empty, holds an id outside the vocabulary or leaves
-                no room to generate, there is no tokenizer to find stop strings with, or a grammar or the likeliest
-                tokens are asked for.
+                no room to generate, there is no tokenizer for stop strings or a grammar, or the likeliest tokens are
+                asked for.
         """
         sampling, prompt = request.sampling, request.prompt_token_ids
         name = f"request {request.request_id!r}"
@@ -82,9 +82,11 @@ class RowIntake:
                 f"{name} has a prompt of {len(prompt)} tokens, which leaves no room to generate in a context of "
                 f"{self.context_tokens}"
             )
-        if sampling.stop and self.tokenizer is None:
-            raise InvalidDataError(f"{name} asks for stop strings, but {self.model_path} has no tokenizer")
-        refuse_unserved(request, engine="sglang")
+        for wish, value in {"stop strings": sampling.stop, "a grammar": sampling.grammar}.items():
+            if value and self.tokenizer is None:
+                raise InvalidDataError(f"{name} asks for {wish}, but {self.model_path} has no tokenizer")
+        if sampling.top_log_probs:
+            raise InvalidDataError(f"{name} asks for the likeliest tokens, which the sglang engine does not tell")
         return Row(
             request_id=request.request_id,
             tokens=list(prompt),

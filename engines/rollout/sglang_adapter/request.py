@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.errors import AsyncRLError, EngineError, InvalidDataError
 from engines.rollout.embedded.reader import Reader
 from engines.rollout.embedded.row import Row
+from engines.rollout.sglang_adapter.grammar import GrammarOrder
 
 if TYPE_CHECKING:
     from engines.rollout.sglang_adapter.launching import SGLangOptions
@@ -85,6 +86,8 @@ class SGLangRequest:
             asked["top_k"] = sampling.top_k
         elif self._truncated:
             asked["top_k"] = options.truncation_tokens
+        if sampling.grammar:
+            asked["ebnf"] = GrammarOrder(sampling.grammar, row.tokens[row.prompt_length :]).written()
         if options.deterministic:
             asked["sampling_seed"] = row.seed % (1 << 63)
         return GenerateReqInput(

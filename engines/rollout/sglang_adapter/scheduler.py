@@ -1,4 +1,4 @@
-"""What runs in SGLang's own process beside its scheduler: each piece of a stream tells the version of its tokens.
+"""What runs in SGLang's own process beside its scheduler: pieces of a stream tell versions, and grammars are followed.
 
 SGLang computes the version of every token, and tells it when a request has ended. A stream needs it earlier: what is
 sampled reaches its reader at once, and the reader's process cannot know whether a token came from before or after a
@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["run_scheduler"]
 
 _PIECES = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
+_GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager.__init__"
 
 
 def run_scheduler(*arguments: Any, **named: Any) -> None:
@@ -25,6 +26,7 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_PIECES, _tell_versions, HookType.AFTER)
+    HookRegistry.register(_GRAMMARS, _follow_grammars, HookType.AFTER)
     run_scheduler_process(*arguments, **named)
 
 
@@ -38,3 +40,10 @@ def _tell_versions(_result: None, pieces: Any, *, req: Any) -> None:
             current_version=pieces.current_weight_version,
             num_output_tokens=len(req.output_ids_through_stop),
         )
+
+
+def _follow_grammars(_result: None, manager: Any, scheduler: Any) -> None:
+    """After the scheduler's grammar manager was made."""
+    from engines.rollout.sglang_adapter.grammar import install
+
+    install(manager, scheduler)

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.errors import EngineError, InvalidDataError
-from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest
+from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, TopLogProbs
 from engines.rollout.embedded.stop_text import StopText
-from engines.rollout.unserved import refuse_unserved
 
 __all__ = ["VLLMRequest", "check_request"]
 
@@ -20,18 +20,19 @@ _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: distinct counts give dis
 _SEED_BITS = 63
 
 
-def check_request(request: GenerationRequest, *, vocabulary: int, max_model_tokens: int, stops: bool) -> None:
+def check_request(request: GenerationRequest, *, vocabulary: int, max_model_tokens: int, tokenizer: bool) -> None:
     """Refuse what cannot be generated.
 
     Args:
         request: as it came.
         vocabulary: V.
         max_model_tokens: context length.
-        stops: whether stop strings can be looked for.
+        tokenizer: whether the model has one.
 
     Raises:
-        InvalidDataError: the prompt is empty, too long or holds an id outside the vocabulary, or there is no tokenizer
-            for stop strings, or a grammar or the likeliest tokens are asked for.
+        InvalidDataError: the prompt is empty, too long or holds an id outside the vocabulary; there is no tokenizer for
+            stop strings or a grammar; or the request has a grammar and was begun elsewhere, where vLLM begins the
+            grammar from its start.
     """
     prompt, name = request.prompt_token_ids, f"request {request.request_id!r}"
     if not prompt:
@@ -44,9 +45,14 @@ def check_request(request: GenerationRequest, *, vocabulary: int, max_model_toke
             f"{name} has a prompt of {len(prompt)} tokens, which leaves no room to generate in a context of "
             f"{max_model_tokens}"
         )
-    if request.sampling.stop and not stops:
-        raise InvalidDataError(f"{name} asks for stop strings, but the model has no tokenizer")
-    refuse_unserved(request, engine="vllm")
+    for wish, value in {"stop strings": request.sampling.stop, "a grammar": request.sampling.grammar}.items():
+        if value and not tokenizer:
+            raise InvalidDataError(f"{name} asks for {wish}, but the model has no tokenizer")
+    if request.sampling.grammar and request.continued_tokens:
+        raise InvalidDataError(
+            f"{name} was begun under a grammar by a replica that is gone, and vLLM cannot go on in the middle of one: "
+            "ask again"
+        )
 
 
 class VLLMRequest:
@@ -119,7 +125,7 @@ class VLLMRequest:
     def sampling_params(self) -> Any:
         """VLLM's parameters. Any: its class is vLLM's own."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         sampling = self.request.sampling
         seed = None
@@ -135,7 +141,8 @@ class VLLMRequest:
             max_tokens=self._left,
             stop_token_ids=sorted(self.stop_token_ids),
             ignore_eos=True,  # end-of-sequence ids are among the stop ids
-            logprobs=0,  # of the sampled token alone
+            logprobs=sampling.top_log_probs,  # besides the sampled token's
+            structured_outputs=StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -153,13 +160,15 @@ class VLLMRequest:
         log_probs = [
             float(each[token].logprob) for each, token in zip(completion.logprobs or (), token_ids, strict=True)
         ]
+        top = self._top(completion) if self.request.sampling.top_log_probs else []
         reason: FinishReason | None = None
         if output.finished:
             reason = _reason(completion.finish_reason, self.request.request_id)
         for count, token in enumerate(token_ids, 1):
             self._tokens.append(token)
             if self._stop_text is not None and self._stop_text.found(self._tokens):
-                token_ids, log_probs, versions = token_ids[:count], log_probs[:count], versions[:count]
+                token_ids, log_probs = token_ids[:count], log_probs[:count]
+                versions, top = versions[:count], top[:count]
                 reason = "stop"
                 break
         return GenerationChunk(
@@ -167,7 +176,17 @@ class VLLMRequest:
             log_probs=tuple(log_probs),
             weight_versions=tuple(versions),
             finish_reason=reason,
+            top_log_probs=tuple(top),
         )
+
+    def _top(self, completion: Any) -> list[TopLogProbs]:
+        """The likeliest of those that could be sampled, at each position. Any: a CompletionOutput."""
+        asked = self.request.sampling.top_log_probs
+        told = [
+            sorted((-float(each.logprob), token) for token, each in position.items() if each.logprob > -math.inf)
+            for position in completion.logprobs or ()
+        ]
+        return [tuple((token, -negative) for negative, token in position[:asked]) for position in told]
 
     def _versions(self, completion: Any, begin: int, end: int) -> list[int]:
         """As vLLM's engine core stamped them: (version, index of its first token), in order."""

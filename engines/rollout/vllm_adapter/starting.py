@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import EngineError
+from engines.rollout.embedded.grammar import Grammars
 from engines.rollout.vllm_adapter.checkpoint import CheckpointLayout
 
 __all__ = ["StartedLLM", "VLLMSettings", "start"]
@@ -43,7 +44,8 @@ class StartedLLM:
         llm: the AsyncLLM.
         meter: its SchedulerMeter.
         layout: what updates must look like.
-        tokenizer: None if the folder has none; only stop strings need it.
+        tokenizer: None if the folder has none; only stop strings and grammars need it.
+        grammars: looks at grammars before vLLM does; None without a tokenizer.
         stop_token_ids: end-of-sequence ids of the generation config and the tokenizer.
         vocabulary: V.
         max_model_tokens: context length, prompt included.
@@ -55,6 +57,7 @@ class StartedLLM:
     meter: Any
     layout: CheckpointLayout
     tokenizer: Any
+    grammars: Grammars | None
     stop_token_ids: frozenset[int]
     vocabulary: int
     max_model_tokens: int
@@ -87,6 +90,7 @@ def start(settings: VLLMSettings) -> StartedLLM:
         # vLLM moves a single CPU worker into one more process to set its OpenMP variables; ours are set already. This
         # is the variable that it asks. It halves the time to start.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    tokenizer = _tokenizer(settings.model_path)
     compiled = settings.compile if settings.compile is not None else not cpu
     given: dict[str, Any] = {
         "model": settings.model_path,
@@ -97,9 +101,11 @@ def start(settings: VLLMSettings) -> StartedLLM:
         "scheduling_policy": "priority",  # which go first
         "enable_prefix_caching": settings.prefix_caching,
         "enforce_eager": not compiled,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": tokenizer is None,  # texts are ours; vLLM's grammars need it
+        "structured_outputs_config": {"backend": "guidance"},
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": _WORKER_EXTENSION,
     }
@@ -112,7 +118,6 @@ def start(settings: VLLMSettings) -> StartedLLM:
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[meter.factory])
     except (OSError, ValueError, RuntimeError, TypeError, AssertionError) as error:
         raise EngineError(f"vLLM does not serve {settings.model_path}: {type(error).__name__}: {error}") from error
-    tokenizer = _tokenizer(settings.model_path)
     config, cache = llm.vllm_config, llm.vllm_config.cache_config
     stop = set(_ids(llm.model_config.try_get_generation_config().get("eos_token_id")))
     stop.update(_ids(getattr(llm.model_config.hf_config, "eos_token_id", None)))
@@ -122,6 +127,7 @@ def start(settings: VLLMSettings) -> StartedLLM:
         meter=meter,
         layout=layout,
         tokenizer=tokenizer,
+        grammars=None if tokenizer is None else Grammars(tokenizer, vocabulary=llm.model_config.get_vocab_size()),
         stop_token_ids=frozenset(stop),
         vocabulary=llm.model_config.get_vocab_size(),
         max_model_tokens=llm.model_config.max_model_len,
@@ -140,7 +146,7 @@ def _set_environment(settings: VLLMSettings) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned threads of several replicas would share the first cores
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings, by the hundred, are about what was decided here
     }.items():
         os.environ.setdefault(name, value)
 

@@ -182,14 +182,24 @@ def test_the_likeliest_tokens_are_told_to_who_asks() -> None:
     assert [math.exp(value) for _, value in third] == pytest.approx([0.625, 0.375])  # of the two that top-k left
 
 
-@pytest.mark.parametrize("wish", [{"grammar": 'start: "a"'}, {"top_log_probs": 2}])
-def test_engines_that_do_not_serve_them_say_so(wish: dict[str, Any]) -> None:
-    request = replace(asked(""), sampling=SamplingParams(max_new_tokens=1, **wish))
-    with pytest.raises(InvalidDataError, match="the vllm engine does not serve"):
-        check_request(request, vocabulary=100, max_model_tokens=100, stops=False)
+def test_engines_say_what_they_do_not_serve() -> None:
+    def wishing(**wish: Any) -> GenerationRequest:
+        return replace(asked(""), sampling=SamplingParams(max_new_tokens=1, **wish))
+
     intake = RowIntake(model_path="", vocabulary=100, context_tokens=100, tokenizer=None, stop_token_ids=frozenset())
-    with pytest.raises(InvalidDataError, match="the sglang engine does not serve"):
-        intake.row_of(request, held=(), seed=0)
+    for wish, why in (
+        ({"grammar": "start: /a/"}, "a grammar, but .* no tokenizer"),
+        ({"stop": ("a",)}, "stop strings"),
+    ):
+        with pytest.raises(InvalidDataError, match=why):
+            check_request(wishing(**wish), vocabulary=100, max_model_tokens=100, tokenizer=False)
+        with pytest.raises(InvalidDataError, match=why):
+            intake.row_of(wishing(**wish), held=(), seed=0)
+    with pytest.raises(InvalidDataError, match="the sglang engine does not tell"):
+        intake.row_of(wishing(top_log_probs=2), held=(), seed=0)
+    begun = replace(wishing(grammar="start: /a/"), continued_tokens=1)
+    with pytest.raises(InvalidDataError, match="in the middle of one"):
+        check_request(begun, vocabulary=100, max_model_tokens=100, tokenizer=True)
 
 
 def test_they_pass_between_processes() -> None:

@@ -57,6 +57,7 @@ __all__ = [
     "CountedTasks",
     "DroppedGroup",
     "EngineHealth",
+    "EngineSpawner",
     "Environment",
     "EnvironmentFactory",
     "FinishReason",
@@ -79,6 +80,7 @@ __all__ = [
     "SamplingParams",
     "SelectedGroup",
     "SeparateEngine",
+    "SpawningHost",
     "Step",
     "Task",
     "TextTracker",
@@ -344,6 +346,24 @@ class SeparateEngine(RolloutEngine, Protocol):
 
     async def wait_ended(self) -> str:
         """Wait until the process is gone; returns why."""
+        ...
+
+
+class EngineSpawner(Protocol):
+    """Makes processes for engines faster than from nothing. Whoever made it closes it, after the engines."""
+
+    async def close(self) -> None:
+        """Free everything; processes that it made go on."""
+        ...
+
+
+@runtime_checkable
+class SpawningHost(Protocol):
+    """What the class of an engine that keeps others in processes may have: it takes ``spawner=`` then."""
+
+    @staticmethod
+    def spawner(engine: str, model_path: str) -> EngineSpawner:
+        """For any number of processes that host ``engine`` with the model at ``model_path``."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The pool of replicas under fire: processes that are really killed, weights that change, and what clients notice.
 
     python benchmarks/pool.py [--json] [--engine scripted|transformers] [--replicas 4] [--seconds 120]
-                              [--kill-every 5] [--swaps 2000] [--clients 16]
+                              [--kill-every 5] [--swaps 2000] [--clients 16] [--no-spawner]
 
 The engines' every token is the weight version that made it (``scripted``: asyncrl.testing.TelltaleEngine, one token a
 millisecond; ``transformers``: a model of 20,000 parameters whose version v can only say v), so a wrong label shows by
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -80,7 +81,8 @@ class Fire:
     kills: int = 0
     killed_at: dict[str, float] = field(default_factory=dict)
     pauses: Counter[str] = field(default_factory=Counter)
-    away: dict[str, tuple[int, int]] = field(default_factory=dict)
+    away: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    away_s: list[float] = field(default_factory=list)
     came_back: int = 0
     came_back_stale: int = 0
 
@@ -130,17 +132,18 @@ class Fire:
             if isinstance(engine, RemoteEngine) and engine.pid is not None:
                 now = time.perf_counter()
                 self.killed_at |= {attempt.request_id.partition("~")[0]: now for attempt in replica.attempts}
-                self.away[replica.name] = (replica.health.engine, self.pool.weight_version)
+                self.away[replica.name] = (replica.health.engine, self.pool.weight_version, now)
                 os.kill(engine.pid, signal.SIGKILL)
                 self.kills += 1
 
     async def watch(self, every_s: float = 0.02) -> None:
         while self.running:
             for status in self.pool.replicas():
-                life, version = self.away.get(status.name, (1 << 30, 0))
+                life, version, killed = self.away.get(status.name, (1 << 30, 0, 0.0))
                 if status.serving and status.restarts > life:
                     del self.away[status.name]
                     self.came_back += 1
+                    self.away_s.append(time.perf_counter() - killed)
                     self.came_back_stale += status.weight_version is None or status.weight_version < version
             await asyncio.sleep(every_s)
 
@@ -223,9 +226,13 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
         weights_s=60.0,
         max_away=given.max_away,
     )
-    factories = {f"r{n}": lambda: RemoteEngine(str(folder), transport=spec, **made) for n in range(given.replicas)}
     held: set[int] = set()
-    async with ReplicaPool(factories, options=options) as pool:
+    async with contextlib.AsyncExitStack() as stack:
+        if not given.no_spawner:
+            made["spawner"] = spawner = RemoteEngine.spawner(made["engine"], str(folder))
+            stack.push_async_callback(spawner.close)
+        factories = {f"r{n}": lambda: RemoteEngine(str(folder), transport=spec, **made) for n in range(given.replicas)}
+        pool = await stack.enter_async_context(ReplicaPool(factories, options=options))
         fire = Fire(pool, random.Random(0))
 
         async def publish(version: int) -> None:
@@ -267,6 +274,8 @@ def figures(fire: Fire, told: Any, lasted_s: float, *, sampled: int) -> list[Fig
         plain("errors seen by clients", fire.errors.total(), "requests", "0", not fire.errors),
         plain("replicas killed", fire.kills, "kills"),
         plain("came back", fire.came_back, "engines", "all but the last, with the version of the kill", kills_held),
+        plain("from the kill to serving again, median", quantile(fire.away_s, 0.5), "s"),
+        plain("the same, longest", max(fire.away_s, default=float("nan")), "s"),
         plain("came back with older weights", fire.came_back_stale, "engines", "0", not fire.came_back_stale),
         plain("tokens sampled that no client got", twice, "tokens"),
         plain("of all", twice / max(sampled, 1), "", "<= 0.01, and none missing", 0 <= twice <= 0.01 * sampled),
@@ -292,6 +301,7 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--max-away", type=int, default=1)
+    parser.add_argument("--no-spawner", action="store_true", help="every process imports everything by itself")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measured = asyncio.run(measure(given, Path(folder)))

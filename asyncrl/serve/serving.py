@@ -24,12 +24,14 @@ from typing import Any, Self, cast
 
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.interfaces import (
+    EngineSpawner,
     GenerationChunk,
     GenerationRequest,
     Message,
     ReplayBuffer,
     RolloutEngine,
     SamplingParams,
+    SpawningHost,
     WeightTransport,
 )
 from asyncrl.parts import load_part, make_part
@@ -135,7 +137,7 @@ class ServedModel:
             transport = spec.make()
             stack.callback(transport.close)
         joining = await self._joining(stack, transport)
-        make = self._engine_factory(folder, spec)
+        make = self._engine_factory(folder, spec, spawner=self._spawner(stack, folder))
         count = options.replicas
         self._tell(f"loading {count} {'replica' if count == 1 else 'replicas'} of it on {options.engine}")
         pool = ReplicaPool({f"replica-{number}": make for number in range(count)}, transport=transport)
@@ -218,7 +220,21 @@ class ServedModel:
         asked = options.replicas > 1 if options.separate is None else options.separate
         return asked or options.python is not None
 
-    def _engine_factory(self, folder: str, spec: TransportSpec | None) -> Callable[[], RolloutEngine]:
+    def _spawner(self, stack: AsyncExitStack, folder: str) -> EngineSpawner | None:
+        """What makes processes for replicas quickly, where their host has such a thing."""
+        options = self._options
+        if not self._separate or options.python is not None:
+            return None
+        host = load_part(_ENGINES, options.host_engine, path="engine")
+        if not isinstance(host, SpawningHost):
+            return None
+        spawner = host.spawner(options.engine, folder)
+        stack.push_async_callback(spawner.close)
+        return spawner
+
+    def _engine_factory(
+        self, folder: str, spec: TransportSpec | None, *, spawner: EngineSpawner | None
+    ) -> Callable[[], RolloutEngine]:
         options = self._options
 
         def make() -> RolloutEngine:
@@ -227,6 +243,8 @@ class ServedModel:
                 given: dict[str, Any] = {"transport": spec}
                 if options.python is not None:
                     given["python"] = options.python
+                if spawner is not None:
+                    given["spawner"] = spawner
                 engine = make_part(
                     _ENGINES,
                     options.host_engine,

@@ -55,7 +55,7 @@ from engines.rollout.engine_protocol import (
     Welcome,
 )
 
-__all__ = ["EngineHost", "main"]
+__all__ = ["EngineHost", "die_with_parent", "log_to_standard_error", "main", "serve_parent"]
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -182,7 +182,7 @@ def _forget(running: dict[int, asyncio.Task[None]], call: int, _task: asyncio.Ta
     del running[call]
 
 
-async def _serve_parent(descriptor: int) -> None:
+async def serve_parent(descriptor: int) -> None:
     """Host what the parent says, until it hangs up."""
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor))
     frames = Frames(reader, writer, receives=DriverMessage)
@@ -263,13 +263,20 @@ def _bind(path: Path) -> socket.socket:
     return bound
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies, however busy it is then (Linux)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before it could be asked about
         os._exit(1)
+
+
+def log_to_standard_error() -> None:
+    """Vendors' warnings, and what we have to say, whatever level a vendor sets later."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    for ours in ("asyncrl", "engines", "__main__"):
+        logging.getLogger(ours).setLevel(logging.INFO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -284,10 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--descriptor", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    log_to_standard_error()
     if given.descriptor is not None:
-        _die_with_parent(given.parent)
-        asyncio.run(_serve_parent(given.descriptor))
+        die_with_parent(given.parent)
+        asyncio.run(serve_parent(given.descriptor))
     elif given.listen is None or not given.model:
         parser.error("--listen PATH and a model are needed")
     else:

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -56,6 +56,7 @@ from engines.rollout.engine_protocol import (
     Welcome,
     error_of,
 )
+from engines.rollout.process_spawner import ForkedProcess, ProcessSpawner
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +67,15 @@ _HEALTH_GRACE_S = 1.0  # what the answer to a probe may need beyond the probe's 
 _STANDARD_ERROR = 2  # by number: in a notebook sys.stderr is no file
 _SOURCE_ROOT = Path(__file__).parents[2]
 
+_Process: TypeAlias = asyncio.subprocess.Process | ForkedProcess
+
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
     """An open connection, and who waits for what."""
 
     frames: Frames
-    process: asyncio.subprocess.Process | None
+    process: _Process | None
     pid: int
     streams: dict[int, asyncio.Queue[Chunk | AsyncRLError]] = field(default_factory=dict)
     answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
@@ -94,6 +97,7 @@ class RemoteEngine:
         close_s: how long the process may take to end by itself when it is told to; then it is killed.
         log_path: where the process writes what it prints; by default, this process's standard error.
         environment: environment variables of the process, added to this one's.
+        spawner: forks the process, if this engine can be forked; see :meth:`spawner`. It has an environment of its own.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class RemoteEngine:
         close_s: float = 10.0,
         log_path: str | None = None,
         environment: Mapping[str, str] | None = None,
+        spawner: ProcessSpawner | None = None,
     ) -> None:
         given = {"weight_version": weight_version, "dtype": dtype, "threads": threads, "seed": seed}
         own = {name: value for name, value in given.items() if value is not None}
@@ -132,6 +137,9 @@ class RemoteEngine:
         self._close_s = close_s
         self._log_path = log_path
         self._environment = dict(environment or {})
+        self._spawner = spawner
+        if spawner is not None and (python or address or environment):
+            raise ConfigError("a spawner forks processes of this Python and of its own environment", path="spawner")
         self._first_version = weight_version or 0
         self._starting = asyncio.Lock()
         self._conversation: _Conversation | None = None
@@ -141,6 +149,11 @@ class RemoteEngine:
         self._gone = ""
         self._ended = asyncio.Event()
         self._closed = False
+
+    @staticmethod
+    def spawner(engine: str, model_path: str) -> ProcessSpawner:
+        """Makes processes for any number of engines, and of those that take the places of dead ones, quickly."""
+        return ProcessSpawner(engine, model_path)
 
     # ------------------------------------------------------------------------------------------------------- life
 
@@ -202,7 +215,16 @@ class RemoteEngine:
         self._take(answer.statistics)
         return _Conversation(frames=frames, process=process, pid=answer.pid)
 
-    async def _spawn(self, descriptor: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, descriptor: int) -> _Process:
+        if self._log_path is None:
+            return await self._made(descriptor, log=_STANDARD_ERROR)
+        log = await asyncio.to_thread(Path(self._log_path).open, "ab")
+        with log:
+            return await self._made(descriptor, log=log.fileno())
+
+    async def _made(self, descriptor: int, *, log: int) -> _Process:
+        if self._spawner is not None and (forked := await self._spawner.fork(descriptor, log=log)) is not None:
+            return forked
         environment = {**os.environ, **self._environment}
         # Another environment need not have asyncrl installed: it gets the one that runs here. But not together with all
         # that is installed beside it: `asyncrl engine install` links asyncrl into the environments it makes.
@@ -210,7 +232,6 @@ class RemoteEngine:
             environment["PYTHONPATH"] = os.pathsep.join(
                 [str(_SOURCE_ROOT), *filter(None, [environment.get("PYTHONPATH", "")])]
             )
-        log = None if self._log_path is None else await asyncio.to_thread(Path(self._log_path).open, "ab")
         try:
             return await asyncio.create_subprocess_exec(
                 self._python or sys.executable,
@@ -220,15 +241,13 @@ class RemoteEngine:
                 f"--parent={os.getpid()}",
                 pass_fds=(descriptor,),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=log or _STANDARD_ERROR,
+                stdout=log,
                 stderr=log,
                 env=environment,
+                start_new_session=True,  # Ctrl-C in a terminal is for us: some engines' own processes would end at it
             )
         except OSError as error:
             raise EngineError(f"{self._python or sys.executable} cannot be started: {error.strerror}") from error
-        finally:
-            if log is not None:
-                log.close()
 
     async def close(self) -> None:
         """Hang up, and end the process if it was started here."""
@@ -402,7 +421,7 @@ class RemoteEngine:
         return self._statistics
 
 
-async def _cause(process: asyncio.subprocess.Process | None) -> str:
+async def _cause(process: _Process | None) -> str:
     """Why a process that hung up is gone; waits for its end a moment, and ends it."""
     if process is None:
         return "it hung up"
@@ -412,7 +431,7 @@ async def _cause(process: asyncio.subprocess.Process | None) -> str:
     return f"it exited with status {status}"
 
 
-async def _end(process: asyncio.subprocess.Process, *, within_s: float) -> int:
+async def _end(process: _Process, *, within_s: float) -> int:
     """The status of a process, which is killed if it does not end by itself in time."""
     try:
         async with asyncio.timeout(within_s):

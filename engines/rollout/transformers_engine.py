@@ -113,6 +113,13 @@ class TransformersEngine:
         self._updating = asyncio.Lock()
         self._closed = False
 
+    @staticmethod
+    def import_for_fork(model_path: str) -> None:
+        """Import what a process of this engine needs, and start no thread; see engines.rollout.process_spawner."""
+        from engines.rollout.embedded.loading import import_model_code
+
+        import_model_code(model_path)
+
     # ------------------------------------------------------------------------------------------------------- life
 
     @property

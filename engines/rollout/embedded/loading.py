@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import AsyncRLError, EngineError
 from engines.loading import one_at_a_time
 from engines.rollout.embedded.decoder import Decoder
 
-__all__ = ["LoadedModel", "end_ids", "load", "load_tokenizer"]
+__all__ = ["LoadedModel", "end_ids", "import_model_code", "load", "load_tokenizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,21 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Any  # Any: transformers' tokenizers share no typed interface
     stop_token_ids: frozenset[int]
+
+
+def import_model_code(model_path: str) -> None:
+    """Import all that :func:`load` will need for this model, without loading anything.
+
+    Raises:
+        EngineError: the folder has no configuration, or of an unknown kind.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        importlib.import_module("transformers.modeling_utils")
+        importlib.import_module("transformers.tokenization_utils_tokenizers")
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise EngineError(f"cannot load {model_path}: {type(error).__name__}: {error}") from error
 
 
 def load(model_path: str, *, dtype: torch.dtype, device: str, max_model_tokens: int | None) -> LoadedModel:

@@ -106,7 +106,7 @@ class SGLangOptions:
             # version.
             "disable_overlap_schedule": True,
             "sleep_on_idle": True,
-            "log_level": "warning",
+            "log_level": "error",  # its warnings are about what was decided here
         }
         if self.max_model_tokens is not None:
             given["context_length"] = self.max_model_tokens

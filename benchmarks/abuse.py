@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from serve import BODY, Child, Figure, connect, prepared, running, shown
 
 GOOD = prepared(BODY)
-MEBIBYTE = b"[" * (1 << 20)
+MEBIBYTE = b" " * (1 << 20)  # which breaks no rule but that of size
 
 
 def post(path: str, body: bytes, *, length: int | None = None) -> bytes:

@@ -526,7 +526,7 @@ class Step:
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = False
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Environment(Protocol):

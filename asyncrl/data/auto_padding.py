@@ -22,7 +22,7 @@ class _Switch(type):
 
     @auto_padding.setter
     def auto_padding(cls, enabled: bool) -> None:
-        if not isinstance(enabled, bool):
+        if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  programs without types
             raise SchemaError(f"auto_padding is True or False, got {enabled!r}")
         cls._on = enabled
 

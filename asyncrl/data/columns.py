@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class Columns:
 
     def take(self, index: Array) -> Columns:
         """Rows ``index`` (int64 ``[N]``, each within 0..rows-1), copied."""
-        positions = torch.from_numpy(np.ascontiguousarray(index))
+        positions: torch.Tensor = torch.from_numpy(np.ascontiguousarray(index))  # pyright: ignore[reportUnknownMemberType]
         return self._replaced(
             {name: each.index_select(0, positions.to(each.device)) for name, each in self.dense.items()},
             take_ragged(self.ragged, positions),
@@ -248,16 +248,16 @@ def row_index(index: object, rows: int) -> Array:
 def array_column(name: str, value: object) -> Array:
     """A non-tensor column. Arrays stay as they are; any other sequence becomes a 1-d object array of its elements."""
     if isinstance(value, np.ndarray):
-        if value.ndim == 0:
+        array = cast("Array", value)
+        if array.ndim == 0:
             raise SchemaError(f"column {name!r} has no rows: it is a 0-d array")
-        return value
+        return array
     if isinstance(value, torch.Tensor):
         raise SchemaError(f"column {name!r} is a tensor and belongs to the batch, not to non_tensor_batch")
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise SchemaError(
-            f"column {name!r} must be an array or a list with one element for each row, got {type(value).__name__}"
-        )
-    elements = list(value)
+        kind = type(cast("object", value)).__name__
+        raise SchemaError(f"column {name!r} must be an array or a list with one element for each row, got {kind}")
+    elements = list(cast("Iterable[object]", value))
     column = np.empty(len(elements), dtype=object)
     # Element by element: numpy would turn lists of equal length into a second dimension.
     for row, element in enumerate(elements):
@@ -276,7 +276,10 @@ def _lists_as_dimension(array: Array) -> Array:
 
 def is_list_of_tensors(value: object) -> bool:
     """Whether ``value`` means a ragged column."""
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, torch.Tensor) for row in value)
+    if not isinstance(value, list | tuple):
+        return False
+    rows = cast("Sequence[object]", value)
+    return bool(rows) and all(isinstance(row, torch.Tensor) for row in rows)
 
 
 def tensor_columns(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from asyncrl.data.ragged import lengths
 from asyncrl.data.schema import column_of
 
 if TYPE_CHECKING:
+    from asyncrl.data.columns import Array
     from asyncrl.data.proto import DataProto
 
 __all__ = ["as_data_info", "as_html", "as_text", "size_text"]
@@ -63,19 +64,22 @@ def as_data_info(data: DataProto) -> str:
 def _type_text(value: object) -> str:
     """The type of a value, and of what is in it; of lists the first elements, of dicts the first entry."""
     if isinstance(value, list):
-        return f"list[{'|'.join(sorted({_type_text(each) for each in value[:3]})) or '...'}]"
+        elements = cast("list[object]", value)
+        return f"list[{'|'.join(sorted({_type_text(each) for each in elements[:3]})) or '...'}]"
     if isinstance(value, tuple):
-        return f"tuple({', '.join(map(_type_text, value))})"
+        return f"tuple({', '.join(map(_type_text, cast('tuple[object, ...]', value)))})"
     if isinstance(value, dict) and value:
-        key, item = next(iter(value.items()))
+        key, item = next(iter(cast("dict[object, object]", value).items()))
         return f"dict[{_type_text(key)}: {_type_text(item)}]"
     if isinstance(value, np.ndarray):
-        return f"ndarray{value.shape} ({value.dtype})"
-    return type(value).__name__
+        array = cast("Array", value)
+        return f"ndarray{array.shape} ({array.dtype})"
+    return type(cast("object", value)).__name__
 
 
 def _tensors(data: DataProto) -> dict[str, Any]:
-    return {} if data.batch is None else {str(name): value for name, value in data.batch.items()}
+    batch = cast("Any", data.batch)  # pyright: ignore[reportUnknownMemberType]  tensordict leaves its types unknown
+    return {} if batch is None else {str(name): value for name, value in batch.items()}
 
 
 def _headline(data: DataProto) -> str:

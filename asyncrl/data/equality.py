@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import repeat
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -83,17 +83,20 @@ def _equal(left: object, right: object, inside: _Pairs) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return tensors_equal(left, right)
     if isinstance(left, np.generic) and isinstance(right, np.generic):
-        return arrays_equal(np.asarray(left), np.asarray(right))
+        return arrays_equal(np.asarray(cast("Any", left)), np.asarray(cast("Any", right)))
     if isinstance(left, np.ndarray | Mapping | list | tuple):
+        left = cast("object", left)
         return (id(left), id(right)) in inside or _contents_equal(left, right, (*inside, (id(left), id(right))))
     return bool(left == right)
 
 
 def _contents_equal(left: object, right: object, inside: _Pairs) -> bool:
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return _arrays_equal(left, right, inside)
+        return _arrays_equal(cast("np.ndarray[Any, Any]", left), cast("np.ndarray[Any, Any]", right), inside)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key], inside) for key in left)
+        mine, other = cast("Mapping[Any, object]", left), cast("Mapping[Any, object]", right)
+        return mine.keys() == other.keys() and all(_equal(mine[key], other[key], inside) for key in mine)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_equal, left, right, repeat(inside)))
+        ours, theirs = cast("Sequence[object]", left), cast("Sequence[object]", right)
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs, repeat(inside)))
     return False

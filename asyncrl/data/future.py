@@ -231,7 +231,8 @@ class DataProtoFuture(Future["DataProto"]):
         import builtins
 
         if isinstance(item, builtins.slice):
-            return self.slice(item.start, item.stop, item.step)
+            rows: Any = cast("Any", item)
+            return self.slice(rows.start, rows.stop, rows.step)
         if isinstance(item, int):
             raise TypeError("a future gives batches, not single rows: use future[i:i + 1], or (await future)[i]")
         return self.select_idxs(item)
@@ -448,7 +449,7 @@ class DataProtoFuture(Future["DataProto"]):
 
     def done(self) -> bool:
         for future in self._lineage():
-            if all(Future.done(parent) for parent in future._parents):  # noqa: SLF001  of this class
+            if all(Future[Any].done(parent) for parent in future._parents):  # noqa: SLF001  of this class
                 future._begin()  # noqa: SLF001
         return super().done()
 

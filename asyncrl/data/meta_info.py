@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.data.equality import values_equal
 from asyncrl.errors import SchemaError
@@ -55,13 +55,13 @@ def concat_meta_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _metric_items(value: Any, number: int) -> list[tuple[str, Any]]:
     if value is None:
         return []
-    records = value if isinstance(value, list) else [value]
+    records: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
     for record in records:
         if not isinstance(record, Mapping):
             raise SchemaError(
                 f"meta_info 'metrics' of batch {number} must be a dict or a list of dicts, got {type(record).__name__}"
             )
-    return [item for record in records for item in record.items()]
+    return [item for record in records for item in cast("Mapping[str, Any]", record).items()]
 
 
 def _short(value: object) -> str:

@@ -4,6 +4,9 @@ None, bool, int of any size, float, str, bytes, list, tuple, dict, numpy scalars
 Anything else is refused rather than turned into something similar, subclasses included.
 """
 
+# Trees of plain values: what is in a list or a dictionary is known only once it has been looked at.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from typing import Any

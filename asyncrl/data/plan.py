@@ -5,6 +5,9 @@ immutable tree over blocks (``nodes.py``) with the header of the whole, which fo
 rules of :class:`DataProto`: what does not fit together is found there, before any transfer.
 """
 
+# tensordict leaves some of its types unknown, and so what is read from one.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,8 @@
 """DataProto: a batch of rows."""
 
+# tensordict leaves some of its types unknown, and so what is read from one.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import builtins
@@ -38,8 +41,8 @@ class DataProtoItem:
     """
 
     batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict[str, Any])
+    meta_info: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class DataProto:
@@ -256,12 +259,13 @@ class DataProto:
                         "from_tensordict takes TensorDicts with other data"
                     )
         for name, array in self.non_tensor_batch.items():
-            if not isinstance(name, str):
+            if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  they can be set freely
                 raise SchemaError(f"columns are named by strings, got {name!r}")
-            if not isinstance(array, np.ndarray) or array.ndim == 0:
+            is_array = isinstance(array, np.ndarray)  # pyright: ignore[reportUnnecessaryIsInstance]  likewise
+            if not is_array or array.ndim == 0:
                 raise SchemaError(
                     f"column {name!r} of non_tensor_batch must be an array with one entry for each row, "
-                    f"got {'a 0-d array' if isinstance(array, np.ndarray) else type(array).__name__}"
+                    f"got {'a 0-d array' if is_array else type(array).__name__}"
                 )
             rows = len(array) if rows is None else rows
             if len(array) != rows:

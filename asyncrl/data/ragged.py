@@ -15,6 +15,9 @@ therefore take several columns at once and keep shared offsets shared.
     [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
 """
 
+# torch leaves the elements of Tensor.tolist and what from_numpy takes unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +97,7 @@ def ragged_from_list(rows: Sequence[torch.Tensor], *, dtype: torch.dtype | None 
         return ragged_from_values(empty, torch.zeros(1, dtype=torch.int64))
     first = rows[0]
     for number, row in enumerate(rows):
-        if not isinstance(row, torch.Tensor):
+        if not isinstance(row, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  programs without types
             raise SchemaError(f"row {number} of a ragged column must be a tensor, got {type(row).__name__}")
         if row.dim() == 0:
             raise SchemaError(f"row {number} of a ragged column has no dimension; give a tensor of shape [length, ...]")

@@ -1,5 +1,8 @@
 """RowFunction: what :meth:`DataProtoFuture.then` does to rows, wherever they are consumed."""
 
+# tensordict leaves some of its types unknown, and so what is read from one.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -100,7 +103,7 @@ def _applied(function: Callable[[DataProto], DataProto], data: DataProto, name: 
         result: object = function(data)
     except Exception as error:
         raise UserCodeError(f"{name} raised {type(error).__name__} for {rows}: {error}") from error
-    if not isinstance(result, DataProto):
+    if not isinstance(result, DataProto):  # pyright: ignore[reportUnnecessaryIsInstance]  programs without types
         raise UserCodeError(f"{name} must return a DataProto, and returned {type(result).__name__} for {rows}")
     return result
 

@@ -1,5 +1,8 @@
 """Batches as TensorDicts, with everything in them, and back."""
 
+# tensordict leaves some of its types unknown, and so what is read from one.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -78,7 +78,7 @@ class ServingOptions:
     """
 
     engine: str = "transformers"
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     replicas: int = 1
     separate: bool | None = None
     host_engine: str = "engines.rollout.remote_engine:RemoteEngine"

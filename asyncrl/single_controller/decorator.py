@@ -141,14 +141,15 @@ def register(
         DispatchError: options that do not go together.
     """
     if not isinstance(dispatch_mode, Dispatch | MeshDispatch) and not (
-        isinstance(dispatch_mode, dict) and dispatch_mode.keys() == {"dispatch_fn", "collect_fn"}
+        isinstance(dispatch_mode, dict)  # pyright: ignore[reportUnnecessaryIsInstance]  programs without types
+        and dispatch_mode.keys() == {"dispatch_fn", "collect_fn"}
     ):
         raise DispatchError(
             f"dispatch_mode must be a Dispatch or {{'dispatch_fn': ..., 'collect_fn': ...}}, got {dispatch_mode!r}"
         )
     if isinstance(dispatch_mode, MeshDispatch) and execute_mode is Execute.RANK_ZERO:
         raise DispatchError(f"mesh {dispatch_mode.mesh_name!r} needs all its ranks: execute_mode must be Execute.ALL")
-    if not isinstance(execute_mode, Execute):
+    if not isinstance(execute_mode, Execute):  # pyright: ignore[reportUnnecessaryIsInstance]  programs without types
         raise DispatchError(f"execute_mode must be an Execute, got {execute_mode!r}")
 
     def decorate(method: F) -> F:

@@ -87,7 +87,7 @@ def dispatch_dp_compute(worker_group: _Group, *args: Any, **kwargs: Any) -> tupl
         DispatchError: one is no list with one entry for each rank.
     """
     for each in [*args, *kwargs.values()]:
-        if not isinstance(each, list | tuple) or len(each) != worker_group.world_size:
+        if not _has_entries(each, worker_group.world_size):
             raise DispatchError(f"every argument must be a list of {worker_group.world_size} entries, got {each!r:.80}")
     return args, kwargs
 
@@ -159,7 +159,7 @@ def dispatch_nd_compute(
         DispatchError: an argument is no list of ``dp_size`` entries.
     """
     for each in [*args, *kwargs.values()]:
-        if not isinstance(each, list | tuple) or len(each) != dp_size:
+        if not _has_entries(each, dp_size):
             raise DispatchError(f"every argument must be a list of {dp_size} entries, one for each dp rank")
     return (
         tuple([each[dp_rank] for dp_rank in dp_rank_mapping] for each in args),
@@ -207,6 +207,10 @@ def collect_nd_compute_dataproto(
         DispatchError: not one value for each rank, or one that is taken is no batch.
     """
     return _join(collect_nd_compute(collect_mask, worker_group, output))
+
+
+def _has_entries(value: object, number: int) -> bool:
+    return isinstance(value, list | tuple) and len(cast("Sequence[object]", value)) == number
 
 
 def _split(parts: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Listed:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from asyncrl.errors import GroupClosedError
 from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed, Reply, StoredValue
@@ -240,7 +240,7 @@ class WorkerHost:
         if type(tree) in (list, tuple):
             return type(tree)([await self._batches(each, call) for each in tree])
         if type(tree) is dict:
-            return {key: await self._batches(each, call) for key, each in tree.items()}
+            return {key: await self._batches(each, call) for key, each in cast("dict[Any, Any]", tree).items()}
         if isinstance(tree, StoredValue):
             return await tree.fetch()
         from asyncrl.data.plan import Plan

@@ -7,6 +7,7 @@ go on always.
 """
 
 # ruff: noqa: SLF001  groups and their invocations are one machine in several files
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

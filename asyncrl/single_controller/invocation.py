@@ -10,6 +10,7 @@ know nothing of it yet, and later calls pass it.
 """
 
 # ruff: noqa: SLF001  a group and its invocations are one machine in two files
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The Ray backend: every worker an actor of its own, placed by placement groups."""
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio

@@ -5,6 +5,9 @@ processes that a rank has had and PLACES is the placement group that it sits in.
 groups there are and who else sits where: there is no register beside it that could say otherwise.
 """
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,8 @@
 """Arguments on their way from the driver: what is large goes into Ray's object store once, what is small along."""
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

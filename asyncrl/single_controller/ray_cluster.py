@@ -1,5 +1,8 @@
 """A Ray cluster for as long as a run needs it: joined where there is one, started on this machine otherwise."""
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import logging
@@ -8,7 +11,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -104,7 +107,7 @@ def _ask_for_a_token() -> None:
 
 
 @contextmanager
-def _keeping_signal_handlers() -> Iterator[None]:
+def _keeping_signal_handlers() -> Generator[None, None, None]:
     """Ray's start puts a handler of its own in place that aborts the process at SIGTERM, before any cleanup."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -3,6 +3,9 @@
 A worker process loads this module first: it imports neither torch nor numpy.
 """
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio

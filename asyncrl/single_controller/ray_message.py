@@ -5,6 +5,9 @@ refers to travel beside it as arguments of their own: Ray then has them on the w
 frees them when it ends. Any other call (functions, classes of a script) is pickled by Ray, references and all.
 """
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import pickle

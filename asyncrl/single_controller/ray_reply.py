@@ -1,5 +1,8 @@
 """Replies of Ray actors, on their way to the invocation that waits for them."""
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator

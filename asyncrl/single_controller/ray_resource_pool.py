@@ -1,5 +1,8 @@
 """RayResourcePool: seats for workers on a Ray cluster."""
 
+# Ray leaves the types of handles, references and placement groups partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownLambdaType=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib

@@ -13,6 +13,7 @@ Deaths arrive as news: each process holds one call that never returns, and its f
 """
 
 # ruff: noqa: SLF001  a group and the lives of its workers are one machine in two files
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -103,12 +103,16 @@ class Scatter:
         self._ranks = ranks
         self._pad = pad
         self._store = store
-        self._store_parts = store_parts or (lambda data, parts: [store(rows_of(data, part)) for part in parts])
+
+        def store_each(data: DataProto, parts: Sequence[Rows]) -> list[Any]:
+            return [store(rows_of(data, part)) for part in parts]
+
+        self._store_parts = store_parts or store_each
         self._group = group
         self.mesh = mesh
         self._rows: int | None = None
         self.shares: list[Share] = [NO_ROWS] * ranks
-        self.futures = [leaf for leaf in leaves(arguments) if isinstance(leaf, Future)]
+        self.futures: list[Future[Any]] = [leaf for leaf in leaves(arguments) if isinstance(leaf, Future)]
         self._whole = arguments
         self._listed: list[Arguments] | None = None
         if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (arguments.args and callable(arguments.args[0])):
@@ -301,7 +305,7 @@ def leaves(arguments: Arguments) -> list[Any]:
 
 def _add_leaves(trees: Iterable[Any], found: list[Any]) -> None:
     for each in trees:
-        kind = type(each)
+        kind: type[Any] = type(each)
         if kind not in _NESTED:
             found.append(each)
         else:
@@ -318,7 +322,7 @@ def _mapped(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
 
 
 def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
-    kind = type(tree)
+    kind: type[Any] = type(tree)
     if kind not in _NESTED:
         return function(tree)
     if kind is dict:
@@ -330,8 +334,9 @@ def _transpose(arguments: Arguments, ranks: int) -> list[Arguments]:
     """From lists by rank in every argument to arguments in every rank."""
     named = [*((f"argument {number}", each) for number, each in enumerate(arguments.args)), *arguments.kwargs.items()]
     for name, value in named:
-        if not isinstance(value, list | tuple) or len(value) != ranks:
-            found = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
+        entries = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else None
+        if entries is None or len(entries) != ranks:
+            found = type(cast("object", value)).__name__ if entries is None else f"{len(entries)} entries"
             raise DispatchError(
                 f"{name} must be a list with one entry for each of the {ranks} ranks, got {found}; "
                 "ONE_TO_ALL copies an argument to every rank, DP_COMPUTE_PROTO splits batches"

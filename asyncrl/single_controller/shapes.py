@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.single_controller.call import Arguments, StoredValue
 
@@ -30,7 +30,8 @@ def _shape(value: Any) -> str:
         inner = ", ".join(_shape(each) for each in value[:6]) + (", ..." if len(value) > 6 else "")
         return f"[{inner}]" if type(value) is list else f"({inner})"
     if type(value) is dict:
-        return "{" + ", ".join(f"{key!r}: {_shape(each)}" for key, each in value.items()) + "}"
+        entries = cast("dict[Any, Any]", value)
+        return "{" + ", ".join(f"{key!r}: {_shape(each)}" for key, each in entries.items()) + "}"
     if isinstance(value, StoredValue):
         return "a large value"
     schema = getattr(getattr(value, "header", value), "schema", None)  # of a plan, or of a batch

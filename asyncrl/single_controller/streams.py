@@ -10,6 +10,7 @@ dropping the stream.
 """
 
 # ruff: noqa: SLF001  a group and its invocations are one machine in several files
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

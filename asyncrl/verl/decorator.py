@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from asyncrl.single_controller import decorator
 from asyncrl.single_controller.decorator import mark, registration_of
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _scatter_or_copy(group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     values: list[Any] = [*args, *kwargs.values()]
-    if all(isinstance(value, list) and len(value) == group.world_size for value in values):
+    if all(isinstance(value, list) and len(cast("list[Any]", value)) == group.world_size for value in values):
         return args, kwargs
     return dispatch_one_to_all(group, *args, **kwargs)
 

@@ -1,5 +1,8 @@
 """verl's functions beside DataProto: rows and dictionaries put together, and batches gathered from all ranks."""
 
+# tensordict leaves some of its types unknown, and so what is read from one.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence

@@ -637,7 +637,7 @@ class GroupSummary:
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
     environment: str = ""
-    reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     turn_anchors: tuple[tuple[int, ...], ...] = ()
 

@@ -305,7 +305,7 @@ def leaves(arguments: Arguments) -> list[Any]:
 
 def _add_leaves(trees: Iterable[Any], found: list[Any]) -> None:
     for each in trees:
-        kind: type[Any] = type(each)
+        kind = type(each)  # pyright: ignore[reportUnknownVariableType]  of anything
         if kind not in _NESTED:
             found.append(each)
         else:
@@ -322,7 +322,7 @@ def _mapped(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
 
 
 def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
-    kind: type[Any] = type(tree)
+    kind = type(tree)  # pyright: ignore[reportUnknownVariableType]  of anything
     if kind not in _NESTED:
         return function(tree)
     if kind is dict:

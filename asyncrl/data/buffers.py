@@ -1,7 +1,7 @@
 """Bytes of tensors and arrays, without a copy where that is possible, and tensors and arrays over bytes."""
 
-# torch leaves the elements of Tensor.tolist and what from_numpy takes unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# torch leaves what from_numpy takes unknown.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 

@@ -15,16 +15,13 @@ run, and nothing is allocated beyond the bytes that are there.
     True
 """
 
-# tensordict leaves some of its types unknown, and so what is read from one.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pickle import PickleBuffer
-from typing import Annotated, Any, SupportsIndex, TypeAlias
+from typing import Annotated, Any, SupportsIndex, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -331,7 +328,7 @@ def _batch(fields: _Header, memory: list[np.ndarray[Any, Any]]) -> DataProto:
         raise CodecError(f"no column has {fields.rows} rows")
     data = DataProto.from_columns(
         Columns(tensors=tensors, arrays=arrays, rows=fields.rows),
-        meta_info=fields.meta_info,
+        meta_info=cast("Any", fields).meta_info,
         has_batch=fields.has_batch,
         auto_padding=fields.auto_padding,
     )

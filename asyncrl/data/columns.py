@@ -247,6 +247,7 @@ def row_index(index: object, rows: int) -> Array:
 
 def array_column(name: str, value: object) -> Array:
     """A non-tensor column. Arrays stay as they are; any other sequence becomes a 1-d object array of its elements."""
+    kind = type(value).__name__
     if isinstance(value, np.ndarray):
         array = cast("Array", value)
         if array.ndim == 0:
@@ -255,7 +256,6 @@ def array_column(name: str, value: object) -> Array:
     if isinstance(value, torch.Tensor):
         raise SchemaError(f"column {name!r} is a tensor and belongs to the batch, not to non_tensor_batch")
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        kind = type(cast("object", value)).__name__
         raise SchemaError(f"column {name!r} must be an array or a list with one element for each row, got {kind}")
     elements = list(cast("Iterable[object]", value))
     column = np.empty(len(elements), dtype=object)

@@ -63,6 +63,7 @@ def as_data_info(data: DataProto) -> str:
 
 def _type_text(value: object) -> str:
     """The type of a value, and of what is in it; of lists the first elements, of dicts the first entry."""
+    kind = type(value).__name__
     if isinstance(value, list):
         elements = cast("list[object]", value)
         return f"list[{'|'.join(sorted({_type_text(each) for each in elements[:3]})) or '...'}]"
@@ -74,7 +75,7 @@ def _type_text(value: object) -> str:
     if isinstance(value, np.ndarray):
         array = cast("Array", value)
         return f"ndarray{array.shape} ({array.dtype})"
-    return type(cast("object", value)).__name__
+    return kind
 
 
 def _tensors(data: DataProto) -> dict[str, Any]:

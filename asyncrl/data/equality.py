@@ -53,6 +53,7 @@ def values_equal(left: object, right: object) -> bool:
     return _equal(left, right, ())
 
 
+_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _Pairs: TypeAlias = tuple[tuple[int, int], ...]
 """What is being compared already, outermost first: whoever meets a pair again has come round."""
 
@@ -92,7 +93,7 @@ def _equal(left: object, right: object, inside: _Pairs) -> bool:
 
 def _contents_equal(left: object, right: object, inside: _Pairs) -> bool:
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return _arrays_equal(cast("np.ndarray[Any, Any]", left), cast("np.ndarray[Any, Any]", right), inside)
+        return _arrays_equal(cast("_Array", left), cast("_Array", right), inside)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         mine, other = cast("Mapping[Any, object]", left), cast("Mapping[Any, object]", right)
         return mine.keys() == other.keys() and all(_equal(mine[key], other[key], inside) for key in mine)

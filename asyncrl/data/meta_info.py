@@ -55,7 +55,7 @@ def concat_meta_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _metric_items(value: Any, number: int) -> list[tuple[str, Any]]:
     if value is None:
         return []
-    records: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+    records = cast("list[object]", value) if isinstance(value, list) else [value]
     for record in records:
         if not isinstance(record, Mapping):
             raise SchemaError(

@@ -4,9 +4,6 @@ Nodes are immutable and know rows and columns only: ``meta_info`` lives in the h
 pushed down to the blocks while the tree grows, so whoever assembles it fetches only the blocks that hold its rows.
 """
 
-# tensordict leaves some of its types unknown, and so what is read from one.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -5,9 +5,6 @@ immutable tree over blocks (``nodes.py``) with the header of the whole, which fo
 rules of :class:`DataProto`: what does not fit together is found there, before any transfer.
 """
 
-# tensordict leaves some of its types unknown, and so what is read from one.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import asyncio
@@ -223,7 +220,7 @@ class Plan:
 
     def _selected(self, selected: DataProto) -> Plan:
         """The columns and ``meta_info`` that are left of the header's template."""
-        tensors = () if selected.batch is None else tuple(map(str, selected.batch.keys()))
+        tensors = tuple(selected.columns().tensors)
         arrays = tuple(selected.non_tensor_batch)
         mine = self.header.schema.columns
         columns = tuple(column for column in mine if column.name in {*tensors, *arrays})

@@ -1,8 +1,5 @@
 """DataProto: a batch of rows."""
 
-# tensordict leaves some of its types unknown, and so what is read from one.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import builtins
@@ -79,7 +76,13 @@ class DataProto:
         SchemaError: columns differ in their number of rows, or are no columns at all.
     """
 
-    batch: TensorDict | None
+    if TYPE_CHECKING:
+        # An attribute at run time. tensordict's bases are partly unknown, so pyright takes one for a descriptor.
+        @property
+        def batch(self) -> TensorDict | None: ...
+        @batch.setter
+        def batch(self, value: TensorDict | None) -> None: ...
+
     non_tensor_batch: dict[str, Array]
     meta_info: dict[str, Any]
     auto_padding: bool
@@ -231,7 +234,8 @@ class DataProto:
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
 
     def _tensors(self) -> Iterable[tuple[str, Any]]:
-        return () if self.batch is None else ((str(name), value) for name, value in self.batch.items())
+        batch: Any = self.batch  # set freely: what is in it is known once it was looked at
+        return () if batch is None else ((str(name), value) for name, value in batch.items())
 
     def check_consistency(self) -> None:
         """Check that this is a batch: one batch dimension, and every column with as many rows.

@@ -15,8 +15,8 @@ therefore take several columns at once and keep shared offsets shared.
     [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
 """
 
-# torch leaves the elements of Tensor.tolist and what from_numpy takes unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# torch leaves the elements of Tensor.tolist unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """RowFunction: what :meth:`DataProtoFuture.then` does to rows, wherever they are consumed."""
 
-# tensordict leaves some of its types unknown, and so what is read from one.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from collections.abc import Callable

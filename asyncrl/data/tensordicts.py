@@ -1,12 +1,12 @@
 """Batches as TensorDicts, with everything in them, and back."""
 
-# tensordict leaves some of its types unknown, and so what is read from one.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# tensordict leaves arguments without types.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.data.columns import Columns
 from asyncrl.errors import SchemaError
@@ -55,7 +55,7 @@ def unpacked_tensordict(
     lists: dict[str, list[Any]] = {}
     info: dict[str, Any] = {}
     for name in list(tensor_dict.keys()):
-        value: Any = tensor_dict.get(name)
+        value = cast("Any", tensor_dict).get(name)
         if isinstance(value, NonTensorStack):
             lists[str(name)] = [element.data for element in value]
         elif isinstance(value, NonTensorData):

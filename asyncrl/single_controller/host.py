@@ -240,7 +240,8 @@ class WorkerHost:
         if type(tree) in (list, tuple):
             return type(tree)([await self._batches(each, call) for each in tree])
         if type(tree) is dict:
-            return {key: await self._batches(each, call) for key, each in cast("dict[Any, Any]", tree).items()}
+            entries = cast("dict[object, object]", tree)
+            return {key: await self._batches(each, call) for key, each in entries.items()}
         if isinstance(tree, StoredValue):
             return await tree.fetch()
         from asyncrl.data.plan import Plan

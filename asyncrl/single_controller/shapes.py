@@ -30,7 +30,7 @@ def _shape(value: Any) -> str:
         inner = ", ".join(_shape(each) for each in value[:6]) + (", ..." if len(value) > 6 else "")
         return f"[{inner}]" if type(value) is list else f"({inner})"
     if type(value) is dict:
-        entries = cast("dict[Any, Any]", value)
+        entries = cast("dict[object, object]", value)
         return "{" + ", ".join(f"{key!r}: {_shape(each)}" for key, each in entries.items()) + "}"
     if isinstance(value, StoredValue):
         return "a large value"

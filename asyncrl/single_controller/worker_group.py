@@ -462,11 +462,9 @@ class WorkerGroup(ABC):
     def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
         scatter = self._scatter(registration, arguments)
         progress = Progress(self._loop.loop.time)
-        kind: type[Future[Any]] = DataProtoFuture if registration.returns_batch else Future
+        kind: type[Future[Any]] = DataProtoFuture if registration.returns_batch else Future[Any]
         label = self._labels.setdefault(registration.name, f"{self.name}.{registration.name}")
-        future: Future[Any] = cast("type[Future[Any]]", kind)(
-            self._loop, label, inputs=scatter.futures, progress=progress
-        )
+        future = kind(self._loop, label, inputs=scatter.futures, progress=progress)
         repeats = self._repeats(registration) if registration.idempotent else None
         invocation = Invocation(self, registration, scatter, future.outcome, progress, plain=plain, repeats=repeats)
         future.made_by(invocation)

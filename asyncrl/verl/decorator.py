@@ -17,8 +17,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _scatter_or_copy(group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    values: list[Any] = [*args, *kwargs.values()]
-    if all(isinstance(value, list) and len(cast("list[Any]", value)) == group.world_size for value in values):
+    def is_entry_for_each(value: Any) -> bool:
+        return isinstance(value, list) and len(cast("list[object]", value)) == group.world_size
+
+    if all(map(is_entry_for_each, (*args, *kwargs.values()))):
         return args, kwargs
     return dispatch_one_to_all(group, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """verl's functions beside DataProto: rows and dictionaries put together, and batches gathered from all ranks."""
 
-# tensordict leaves some of its types unknown, and so what is read from one.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# tensordict and torch.distributed leave arguments without types.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     if not rows:
         raise SchemaError("collate_fn needs at least one row: the columns of none are unknown")
     tensors: dict[str, list[Any]] = list_of_dict_to_dict_of_list(
-        [{} if row.batch is None else dict(row.batch.items()) for row in rows]
+        [dict(batch) if (batch := cast("Mapping[str, Any] | None", row.batch)) is not None else {} for row in rows]
     )
     others = list_of_dict_to_dict_of_list([row.non_tensor_batch for row in rows])
     return DataProto.from_dict(

@@ -100,7 +100,7 @@ class Place:
         """Let those behind pass; again is nothing."""
         if not self.is_left:
             self.is_left = True
-            self._queue._call_first()  # noqa: SLF001  a queue and its places are one machine
+            self._queue._call_first()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  one machine
 
     def __enter__(self) -> Self:
         return self

@@ -314,7 +314,7 @@ class DataProtoFuture(Future["DataProto"]):
         )
 
     @staticmethod
-    def concat(data: Sequence[DataProtoFuture | DataProto]) -> DataProtoFuture:
+    def concat(data: Iterable[DataProtoFuture | DataProto]) -> DataProtoFuture:
         """The rows of all, in order.
 
             >>> len(DataProtoFuture.concat([future, data]).result())
@@ -325,10 +325,11 @@ class DataProtoFuture(Future["DataProto"]):
         """
         from asyncrl.data.plan import Plan
 
-        futures = [_as_future(each) for each in data]
+        given = list(data)
+        futures = [_as_future(each) for each in given]
         if not futures:
             Plan.concat([])
-        loop = next((each.controller for each in data if isinstance(each, DataProtoFuture)), futures[0].controller)
+        loop = next((each.controller for each in given if isinstance(each, DataProtoFuture)), futures[0].controller)
         label = f"concat({', '.join(each.outcome.label for each in futures)})"
         return DataProtoFuture(loop, label, parents=futures, apply=Plan.concat)
 

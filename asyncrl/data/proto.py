@@ -511,12 +511,12 @@ class DataProto:
 
     @overload
     @staticmethod
-    def concat(data: Sequence[DataProto]) -> DataProto: ...
+    def concat(data: Iterable[DataProto]) -> DataProto: ...
     @overload
     @staticmethod
-    def concat(data: Sequence[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture: ...
+    def concat(data: Iterable[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture: ...
     @staticmethod
-    def concat(data: Sequence[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture:
+    def concat(data: Iterable[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture:
         """The rows of all batches, copied, in order. With a future among them, the future of that.
 
         ``meta_info``: a key in several batches must have equal values, except ``metrics`` (a dict, or a list of dicts),
@@ -530,11 +530,12 @@ class DataProto:
             SchemaError: there is no batch, or columns, dtypes, shapes or ``meta_info`` differ: the message names the
                 batch by its position, and each difference.
         """
-        if any(not isinstance(part, DataProto) for part in data):
+        given = list(data)
+        parts = [part for part in given if isinstance(part, DataProto)]
+        if len(parts) < len(given):
             from asyncrl.data.future import DataProtoFuture
 
-            return DataProtoFuture.concat(data)
-        parts = [part for part in data if isinstance(part, DataProto)]
+            return DataProtoFuture.concat(given)
         if not parts:
             raise SchemaError("concat needs at least one batch: the columns of none are unknown")
         columns = Columns.concat([part.columns() for part in parts])

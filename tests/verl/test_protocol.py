@@ -229,6 +229,8 @@ NEW_ROWS: dict[str, tuple[Callable[[DataProto], DataProto], list[int]]] = {
     "repeat by row, array": (lambda d: d.sample_level_repeat(np.array([1, 1, 0, 0])), [0, 1]),
     "concat": (lambda d: DataProto.concat([d[2:], d[:1]]), [2, 3, 0]),
     "concat of one": (lambda d: DataProto.concat([d[1:2]]), [1]),
+    "concat of a generator": (lambda d: DataProto.concat(d[[row]] for row in (3, 1)), [3, 1]),
+    "concat of a tuple": (lambda d: DataProto.concat((d[3:], d[:1])), [3, 0]),
     "chunk, last": (lambda d: d.chunk(2)[-1], [2, 3]),
     "split, last": (lambda d: d.split(3)[-1], [3]),
     "pad": (lambda d: pad_dataproto_to_divisor(d, 3)[0], [0, 1, 2, 3, 0, 1]),
@@ -570,6 +572,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     "union of different entries": lambda: rows().union(DataProto(meta_info={"step": 8})),
     "mini-batches that do not divide": lambda: rows().make_iterator(3, 1),
     "concat of nothing": lambda: DataProto.concat([]),
+    "padding with another row": lambda: rows().padding(1, "middle"),  # type: ignore[arg-type]
+    "select entries that are not there": lambda: rows().select(meta_info_keys=["nothing"]),
+    "select arrays that are not there": lambda: rows().select(non_tensor_batch_keys=["nothing"]),
+    "dictionaries that lack keys": lambda: list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 1}]),
     "fold what does not divide": lambda: fold_batch_dim(rows(), 3),
 }
 

@@ -58,9 +58,7 @@ def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
         ]
     )
     trainer: dict[str, Any] = {"groups_per_step": 4, "group_size": 4, "lr": 3e-3, "epochs": 4}
-    trainer |= dice.choice(
-        [{}, {"minibatches": 2, "epochs": 2}, {"lora": {"rank": 4, "alpha": 8}, "lr": 1e-2, "epochs": 2}]
-    )
+    trainer |= dice.choice([{}, {"minibatches": 2, "epochs": 2}, {"lora": {"rank": 4, "alpha": 8}, "lr": 1e-2}])
     reward = dice.choice([{}, {}, {"source": "function", "options": {"function": "worlds:length_score"}}])
     tables: dict[str, Any] = {
         "name": "recorded",

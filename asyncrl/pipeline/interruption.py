@@ -60,9 +60,15 @@ class _Guarded(Generic[_T]):
             if self._cancelled:
                 self._main.close()
                 raise asyncio.CancelledError
-        if threading.current_thread() is threading.main_thread() and sys.platform != "win32":
-            self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
-        return await self._main
+        if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+            return await self._main
+        before = signal.getsignal(signal.SIGTERM)
+        self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        try:
+            return await self._main
+        finally:  # uvloop leaves its handler in place, and the signal would be lost from here on
+            self._loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def _terminate(self) -> None:
         self.terminated = True

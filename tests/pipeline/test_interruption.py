@@ -37,6 +37,21 @@ def test_a_signal_cancels_and_the_cleanup_runs(number: int, error: type[BaseExce
         assert caught.value.code == 143
 
 
+def test_afterwards_a_signal_does_what_it_did_before():
+    taken: list[int] = []
+
+    async def nothing() -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: taken.append(number))
+    try:
+        run_to_end(nothing())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert taken == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 async def test_inside_a_running_loop_it_runs_in_a_thread():
     async def where() -> str:
         return threading.current_thread().name

@@ -1,10 +1,10 @@
 """What four versions of staleness do to learning: corrected losses, plain PPO as it is, and the synchronous loop.
 
-    python benchmarks/staleness_learning.py [--json] [--seeds 10] [--steps 60] [--jobs 2] [--cases sync,decoupled,naive]
+    python benchmarks/staleness_learning.py [--json] [--seeds 10] [--steps 50] [--jobs 2] [--cases sync,decoupled,naive]
 
-The calculator's world, hardened: batches of 64 rollouts are trained on exactly four versions after they began, in four
-optimizer steps each, with a latency in every step of the environment. One seed is one process on one core. Success is
-that of 128 held-out tasks, greedy, by the last weights.
+The calculator's world, hardened: batches of 64 rollouts are trained on four versions after they were issued, in four
+optimizer steps each, with a latency in every step of the environment; tokens that are sampled after new weights came
+are younger. One seed is one process on one core. Success is that of 128 held-out tasks, greedy, by the last weights.
 
 Plain PPO (anchor = "behaviour", no correction) is refused at this staleness; here it runs with allow_unsound = true.
 The floor is what nobody trains: the warm start alone. The peer of each is the synchronous loop with the same numbers.
@@ -66,7 +66,7 @@ def configuration(case: str, *, seed: int, steps: int, latency_s: float, lr: flo
             "latency_s": latency_s,
             "options": {"min_operand": 1, "max_operand": 9},
         },
-        "sft": {"steps": 200, "batch_size": 32, "lr": 3e-3},
+        "sft": {"steps": 400, "batch_size": 32, "lr": 3e-3},
         "rollout": {"max_new_tokens": 24, "max_tokens": 96, "options": {"max_running_requests": 512}},
         "trainer": {"groups_per_step": 8, "group_size": 8, "minibatches": 4, "lr": lr, "schedule": "linear"},
         "staleness": {"policy": "wait"},
@@ -106,9 +106,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one object")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=100, help="seeds that no setting was chosen on")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--latency-s", type=float, default=0.05)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cases", default=",".join(CASES))
     given = parser.parse_args()

@@ -1,17 +1,19 @@
 """PPO with a critic and a reward model of one's own: supervised start, comparisons, reward model, reinforcement.
 
-    python examples/ppo_with_reward_model.py [--steps 60]
+    python examples/ppo_with_reward_model.py [--steps 30]
 
 A model of 0.1 million random weights imitates demonstrations that mostly stop early. A second one, begun from the
-first, learns from 400 comparisons that computing to the end is better. Then PPO follows what *that* one likes. What it
-prints, the share of right answers, nobody trains on.
+first, learns from 1,200 comparisons that computing to the end is better. Then PPO follows what *that* one likes. What
+it prints, the share of right answers to 128 held-out questions, nobody trains on: in one run 0.148 before, 0.648 after.
 
 Every stage is also a command: asyncrl sft FILE.toml, asyncrl train-reward-model FILE.toml, asyncrl train FILE.toml.
 """
 
 import argparse
+import copy
 import itertools
 import json
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,16 +29,40 @@ SIZE = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 
 
 
 def write_comparisons(path: Path, count: int) -> None:
-    """Questions with two answers each: one computes to the end, the other stops early, misreads or guesses."""
+    """Questions with two answers each: one is right; the other is a slip, or stops early, misreads or guesses."""
     patient = CalculatorFactory(**DIGITS, guess_share=0.0, early_stop_share=0.0, misread_share=0.0)
     hasty = CalculatorFactory(**DIGITS, guess_share=0.3, early_stop_share=0.9, misread_share=0.3)
-    pairs = ((patient.demonstration(number), hasty.demonstration(number)) for number in itertools.count())
+    draw = random.Random(0)
+    pairs = 0
     with path.open("w") as file:
-        for chosen, rejected in itertools.islice((pair for pair in pairs if pair[0] != pair[1]), count):
-            file.write(json.dumps({"chosen": chosen, "rejected": rejected}) + "\n")
+        for number in itertools.count():
+            chosen = patient.demonstration(number)
+            rejected = slipped(chosen, draw) if number % 2 else hasty.demonstration(number)
+            if chosen != rejected:
+                file.write(json.dumps({"chosen": chosen, "rejected": rejected}) + "\n")
+                pairs += 1
+            if pairs == count:
+                return
 
 
-def main(*, steps: int = 60, warm_steps: int = 200, comparisons: int = 400) -> dict[str, Any]:
+def slipped(conversation: list[Any], draw: random.Random) -> list[Any]:
+    """The same with a number miscopied, into a call or into the answer.
+
+    Without such pairs a reward model learns to count calls, and the policy to call with any numbers.
+    """
+    other = copy.deepcopy(conversation)
+    place = draw.choice([index for index, message in enumerate(other) if message["role"] == "assistant"])
+    if not other[place].get("tool_calls"):
+        other[place]["content"] = str(draw.randint(0, 18))
+        return other
+    call = other[place]["tool_calls"][0]["function"]["arguments"]
+    call[draw.choice("ab")] = draw.randint(0, 18)
+    result = call["a"] + call["b"] if call["operator"] == "+" else call["a"] - call["b"]
+    other[place + 1]["content"] = str(result)
+    return [*other[: place + 2], {"role": "assistant", "content": str(result)}]
+
+
+def main(*, steps: int = 30, warm_steps: int = 200, comparisons: int = 1200) -> dict[str, Any]:
     """Returns how well the reward model knows pairs it has not seen, and the right answers before and after."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -79,7 +105,7 @@ def main(*, steps: int = 60, warm_steps: int = 200, comparisons: int = 400) -> d
                 {
                     **policy,
                     "model": {"path": start["model"]},
-                    "algorithm": {"advantage": "gae", "loss": "ppo", "whiten": True},
+                    "algorithm": {"advantage": "gae", "loss": "ppo", "whiten": True, "kl_coefficient": 0.05},
                     "trainer": {"groups_per_step": 64, "group_size": 1, "lr": 5e-4},
                     "critic": {"path": judge["model"], "lr": 3e-3, "minibatches": 2},
                     "reward": {"source": "model", "options": {"path": judge["model"]}},
@@ -96,5 +122,5 @@ def main(*, steps: int = 60, warm_steps: int = 200, comparisons: int = 400) -> d
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     main(**vars(parser.parse_args()))

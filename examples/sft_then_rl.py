@@ -2,9 +2,9 @@
 
     python examples/sft_then_rl.py [--steps 40]
 
-400 conversations are written down, most of which stop before they are done. A model of 0.1 million random
-weights imitates them, then learns by asynchronous GRPO. The same with files of one's own, in any form that docs/data.md
-names:
+400 conversations are written down, most of which stop before they are done. A model of 0.1 million random weights
+imitates them, then learns by asynchronous GRPO. One run gave 0.250 right answers before and 0.969 after. The same with
+files of one's own, in any form that docs/data.md names:
 
     asyncrl sft FILE.toml --sft.data conversations.parquet && asyncrl train FILE.toml --model.path RUN/...
 """

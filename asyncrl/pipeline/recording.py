@@ -34,6 +34,12 @@ __all__ = ["Recording"]
 class Recording:
     """Reads the folder of a run, which may still go on. Blocks where it reads.
 
+        >>> with Recording(run) as recording:
+        ...     recording.first_step, recording.last_step
+        (0, 4)
+
+    The examples of the methods are about this run: four steps of 2 groups of 4 rows, under ``max_staleness = 2``.
+
     Args:
         run: the folder.
 
@@ -66,27 +72,46 @@ class Recording:
 
     @property
     def first_step(self) -> int:
-        """Step after which the ledger begins: 0, unless an earlier one was lost."""
+        """Step after which the ledger begins: 0, unless an earlier one was lost.
+
+        >>> recording.first_step
+        0
+        """
         return self._archive.first_step
 
     @property
     def last_step(self) -> int:
-        """Newest step of which the batch is known."""
+        """Newest step of which the batch is known.
+
+        >>> recording.last_step
+        4
+        """
         return max(self._archive.batches, default=self.first_step)
 
     @property
     def checkpoints(self) -> Mapping[int, Path]:
-        """Checkpoints that the run still has, by step: from each of them it can be replayed."""
+        """Checkpoints that the run still has, by step: from each of them it can be replayed.
+
+        >>> recording.checkpoints[4].name
+        'step-000004'
+        """
         found = Checkpoints(self.path / "checkpoints", keep=1).all()
         return {int(path.name.removeprefix("step-")): path for path in found}
 
     @property
     def weights(self) -> Mapping[int, str]:
-        """Fingerprints of the weights it made, by version: what a replay is held to."""
+        """Fingerprints of the weights it made, by version: what a replay is held to.
+
+        >>> {type(fingerprint) for fingerprint in recording.weights.values()}
+        {<class 'str'>}
+        """
         return self._archive.weights
 
     def life(self, step: int) -> Began:
         """The process that trained ``step``: its configuration, and the model it was built from.
+
+            >>> recording.life(3).step  # it began after this one
+            0
 
         Raises:
             RecordingError: it is not known.
@@ -97,17 +122,38 @@ class Recording:
         return found[-1]
 
     def config_of(self, step: int) -> Config:
-        """The configuration that ``step`` was trained under; a resumed run may have changed it on the way."""
+        """The configuration that ``step`` was trained under; a resumed run may have changed it on the way.
+
+            >>> recording.config_of(3).max_staleness
+            2
+
+        Raises:
+            ConfigError: it is of another version of this program, and not valid now.
+            RecordingError: it is not known.
+        """
         return Config.from_mapping(tomllib.loads(self.life(step).config), origin=f"{self.path}, step {step}")
 
     def model_of(self, step: int) -> str:
-        """Folder or hub id of the model that the policy of ``step`` was built from."""
+        """Folder or hub id of the model that the policy of ``step`` was built from.
+
+            >>> Path(recording.model_of(3)).is_dir()
+            True
+
+        Raises:
+            RecordingError: it is not known.
+        """
         name = self.life(step).model
         inside = self.path / name
         return str(inside) if inside.is_dir() else name
 
     def lacks(self, from_step: int = 0, to_step: int | None = None) -> tuple[str, ...]:
-        """What keeps the steps after ``from_step``, up to ``to_step``, from being replayed, in sentences."""
+        """What keeps the steps after ``from_step``, up to ``to_step``, from being replayed, in sentences.
+
+        >>> recording.lacks()
+        ()
+        >>> recording.lacks(to_step=7)
+        ('there are no steps 1..7: steps 1..4 are recorded',)
+        """
         last = self.last_step if to_step is None else to_step
         return tuple(self._lacks(from_step, last))
 
@@ -144,16 +190,23 @@ class Recording:
     ) -> DataProto:
         """Trajectories for which an SQL condition on the ledger's view ``rows`` holds; ``:name`` is a parameter in it.
 
+        A batch of as many rows, or of the first ``limit``, with the trajectory columns of :mod:`asyncrl.interfaces`.
+
+            >>> len(recording.trajectories("step = :step", {"step": 3}))
+            8
+            >>> len(recording.trajectories("step > 1", limit=5))
+            5
+
         Raises:
             LedgerError: the condition is none.
-
-        Example:
-            ``recording.trajectories("reward >= :least AND step > 10", {"least": 1.0}, limit=256)``
         """
         return self._archive.query(where, parameters, limit=limit)
 
     def groups(self, step: int) -> tuple[RecordedGroup, ...]:
         """What ``step`` was trained on, in the order of its batch.
+
+            >>> [len(group.rows) for group in recording.groups(3)]
+            [4, 4]
 
         Raises:
             RecordingError: that is not recorded, or cannot be read.
@@ -174,6 +227,12 @@ class Recording:
 
         ``rewards`` are those that counted: a reward model's, if there was one. ``slot`` and ``row`` tell groups apart;
         ``advantages`` follow from both (:attr:`asyncrl.config.AlgorithmConfig.advantage`).
+
+            >>> recording.batch(3).batch["rewards"].shape
+            torch.Size([8])
+
+        Raises:
+            RecordingError: as :meth:`groups`.
         """
         import torch
 
@@ -187,7 +246,14 @@ class Recording:
         return DataProto.concat(parts)
 
     def batches(self, from_step: int | None = None, to_step: int | None = None) -> Iterator[tuple[int, DataProto]]:
-        """Steps after ``from_step``, up to ``to_step``, each with its batch; one batch is in memory at a time."""
+        """Steps after ``from_step``, up to ``to_step``, each with its batch; one batch is in memory at a time.
+
+            >>> [(step, len(batch)) for step, batch in recording.batches(to_step=2)]
+            [(1, 8), (2, 8)]
+
+        Raises:
+            RecordingError: as :meth:`groups`.
+        """
         first = self.first_step if from_step is None else from_step
         for step in range(first + 1, (self.last_step if to_step is None else to_step) + 1):
             yield step, self.batch(step)
@@ -203,7 +269,15 @@ class Recording:
         runs: Path | str | None = None,
         progress: str = "none",
     ) -> Replayed:
-        """Train again on the recorded batches: :func:`asyncrl.pipeline.replay.replay`. Blocks; works in notebooks."""
+        """Train again on the recorded batches: :func:`asyncrl.pipeline.replay.replay`. Blocks; works in notebooks.
+
+            >>> recording.replay(to_step=1).equal
+            True
+
+        Raises:
+            ConfigError: a setting is none, or decided what was sampled.
+            RecordingError: steps cannot be replayed, and what they lack.
+        """
         from asyncrl.pipeline.replay import replay
 
         return replay(
@@ -216,7 +290,10 @@ class Recording:
         )
 
     def close(self) -> None:
-        """Close the ledger. Idempotent."""
+        """Close the ledger. Idempotent.
+
+        >>> Recording(run).close()
+        """
         self._archive.close()
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import shutil
 import sqlite3
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import asyncrl
+import asyncrl.pipeline.recording
 from asyncrl.cli.main import main
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RecordingError
@@ -63,6 +65,14 @@ def test_an_asynchronous_run_is_replayed_bit_for_bit_and_forked(
     assert main(["replay", str(run), "--from-step", "2", "--json"]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert (outcome["equal"], outcome["weights"]) == (True, again.weights)
+
+
+@pytest.mark.slow
+def test_the_examples_of_a_recording_run(small_config: MakeConfig):
+    run = recorded(small_config(steps=4, max_staleness=2, eval={"tasks": 0}))
+    with asyncrl.Recording(run) as recording:
+        told = doctest.testmod(asyncrl.pipeline.recording, extraglobs={"run": run, "recording": recording})
+    assert (told.failed, told.attempted > 12) == (0, True)
 
 
 def test_what_a_recording_lacks_is_told_before_anything_starts(

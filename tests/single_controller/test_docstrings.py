@@ -44,6 +44,7 @@ NEED_RAY = (
     "asyncrl.verl.worker_group",
 )
 PUBLIC = (
+    "asyncrl",
     "asyncrl.data",
     "asyncrl.single_controller",
     "asyncrl.single_controller.colocation",

@@ -62,6 +62,7 @@ def test_it_is_told_in_words(plan: str, capsys: pytest.CaptureFixture[str]):
     assert "staleness policy               wait, bound 0" in told
 
 
+@pytest.mark.slow
 def test_the_plan_names_the_split_that_wastes_least(plan: str, capsys: pytest.CaptureFixture[str]):
     # Two replicas need 5 s for the tokens of a step, as long as the update. Full speed takes 16 rollouts at once beside
     # the 8 that are trained on: three batches, two steps ahead.

@@ -34,6 +34,7 @@ def shown(cell: Any) -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_it_shows_what_it_says(printed: list[str]) -> None:
     everything = "\n".join(printed)
     assert "actor: 2 workers, I am rank 0" in everything

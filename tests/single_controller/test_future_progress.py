@@ -257,6 +257,7 @@ def test_what_a_future_shows_in_a_notebook_is_escaped() -> None:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 async def test_ten_thousand_calls_leave_nothing_behind() -> None:
     doors = LocalWorkerGroup(ClassWithInitArgs(Doors), loop="current")
     data = batch(1)

@@ -182,6 +182,7 @@ def test_a_chain_is_made_again_from_what_had_finished(
         assert (after[0][0] == before[0][0], after[1][0] == before[1][0]) == (scope == "worker", False)
 
 
+@pytest.mark.slow
 def test_a_policy_is_spent_at_some_time(make: MakeGroup) -> None:
     group = make(name="first", restart=Restart(max_restarts=1, scope="worker"))
     group.ready().result(TIMEOUT_S)

@@ -214,6 +214,7 @@ def test_ppo_in_two_roles_of_one_process() -> None:
     group.shutdown()
 
 
+@pytest.mark.slow
 def test_calls_in_every_way() -> None:
     pool = RayResourcePool([2], use_gpu=False)
     made = RayClassWithInitArgs(cls=ActorRolloutWorker, config={"weight": 1}, role="actor")

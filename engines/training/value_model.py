@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,12 +128,16 @@ def load_value_model(
 def _without_report() -> Iterator[None]:
     """Transformers warns of the head that is not in the files, or not wanted: it is replaced anyway."""
     logger = logging.getLogger("transformers.modeling_utils")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    thread = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= logging.ERROR
+
+    logger.addFilter(of_others)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(of_others)
 
 
 def _head_of(path: str) -> Tensor | None:

@@ -94,8 +94,8 @@ def test_a_step_is_the_gradient_of_the_plain_loop(
         again = engine(lr=1e-3, objective=ValueObjective(clip=clip), max_tokens_per_microbatch=max_tokens)
         set_head(again)
         metrics = again.update(batch)
-        assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
-        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         errors = torch.cat(tokens).detach()
         targets = torch.cat([r[m] for r, m in zip(returns, rows_of(batch.batch["loss_mask"]), strict=True)])
         explained = 1 - float(errors.var(correction=0) / targets.var(correction=0))
@@ -176,7 +176,7 @@ def test_a_comparison_is_the_gradient_of_bradley_terry(model_folder: MakeFolder,
         set_head(again)
         metrics = again.compare(batch)
         assert metrics["loss"] == pytest.approx(float(losses.loss.mean()), rel=1e-5)
-        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert metrics["pairs"] == 2
         assert metrics["accuracy"] == pytest.approx(float(losses.correct.mean()))
 

@@ -50,7 +50,7 @@ async def first_answer(model: str) -> tuple[float, float, str]:
     """Wall-clock seconds to the answer, processor seconds of the whole command, and what was answered."""
     begin, before = time.perf_counter(), children_cpu_s()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "asyncrl.cli", "serve", model, "--port", "0"),
+        *(sys.executable, "-m", "asyncrl", "serve", model, "--port", "0"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

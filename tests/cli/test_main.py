@@ -256,7 +256,7 @@ def test_a_reader_that_goes_away_is_no_error(file):
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        command = [sys.executable, "-m", "asyncrl.cli", "train", str(file), "--dry-run"]
+        command = [sys.executable, "-m", "asyncrl", "train", str(file), "--dry-run"]
         done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60)
     finally:
         os.close(writing)
@@ -282,7 +282,7 @@ def test_help_is_quick_and_loads_nothing_heavy():
 
 
 def test_a_terminal_without_unicode(file):
-    command = [sys.executable, "-m", "asyncrl.cli", "train", str(file), "--dry-run", "--env.options.x=ü"]
+    command = [sys.executable, "-m", "asyncrl", "train", str(file), "--dry-run", "--env.options.x=ü"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 0

@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def asyncrl(*arguments: str, cwd: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asyncrl.cli", *arguments]
+    command = [sys.executable, "-m", "asyncrl", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

@@ -67,7 +67,7 @@ def train(config: Config, folder: Path) -> Iterator[Command]:
     output = folder / "output.txt"
     with output.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.cli", "train", str(file)],
+            [sys.executable, "-m", "asyncrl", "train", str(file)],
             stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -71,7 +71,7 @@ async def serving(engine: str, python: str, folder: Path) -> AsyncIterator[Comma
     command += ["--control-socket", control, "--engine-option", size, "--engine-option", "dtype=float32"]
     with said.open("wb") as error:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.cli", *command),
+            *(sys.executable, "-m", "asyncrl", *command),
             stdout=asyncio.subprocess.PIPE,
             stderr=error,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

@@ -70,7 +70,7 @@ async def test_a_machine_joins_serves_and_leaves(head: str, tmp_path: Path) -> N
     ):
         swapped = await control.ask("POST", "/weights", {"action": "swap", "folder": str(folder)})
         assert swapped["version"] == 1
-        command = (sys.executable, "-m", "asyncrl.cli", "serve", "--join", str(pool.control_socket))
+        command = (sys.executable, "-m", "asyncrl", "serve", "--join", str(pool.control_socket))
         joining = await asyncio.create_subprocess_exec(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         guest = await joined(control, "healthy")
         assert guest["weight_version"] == 1, "it served nothing before it held the current weights"

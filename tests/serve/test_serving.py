@@ -109,7 +109,7 @@ async def test_the_pool_command_asks_the_control_plane(serve, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_ctrl_c_drains_and_a_second_one_stops(model, tmp_path, signals):
-    command = [sys.executable, "-m", "asyncrl.cli", "serve", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "asyncrl", "serve", str(model), "--port", "0"]
     command += ["--control-socket", str(tmp_path / "c.sock")]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}

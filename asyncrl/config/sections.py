@@ -259,6 +259,8 @@ class RewardConfig(Section):
     """Arguments of the reward model."""
     workers: Annotated[int, Field(ge=1, le=4096)] = 1
     """Workers that score, each with a reward model of its own; the rows of a group are split over them."""
+    max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 3
+    """How often workers whose process died are made again, if no other role shares it; then a death ends the run."""
     num_cpus: Cores = 0.0
     """CPUs reserved for one of them."""
     num_gpus: Cores = 0.0

@@ -35,7 +35,7 @@ from asyncrl.pipeline.reward_worker import RewardWorker
 from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
-from asyncrl.single_controller import WorkerGroup
+from asyncrl.single_controller import Restart, WorkerGroup
 from asyncrl.weights.transport import TransportSpec
 
 __all__ = [
@@ -281,9 +281,17 @@ class Assembly:
         if config.reward.source != "environment":
             reward_spec = (config.reward.source, dict(config.reward.options))
             reward = config.reward
+            again = Restart(max_restarts=reward.max_restarts, scope="worker") if reward.max_restarts else None
             requests.append(
                 GroupRequest(
-                    "reward", "reward", RewardWorker, reward_spec, reward.workers, reward.num_cpus, reward.num_gpus
+                    "reward",
+                    "reward",
+                    RewardWorker,
+                    reward_spec,
+                    reward.workers,
+                    reward.num_cpus,
+                    reward.num_gpus,
+                    restart=again,
                 )
             )
         if needs_reference(config) and trainer.lora is None:

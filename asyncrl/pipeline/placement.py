@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import ClusterConfig
-from asyncrl.single_controller import ClassWithInitArgs, Worker, WorkerGroup, create_colocated_worker_cls
+from asyncrl.single_controller import ClassWithInitArgs, Restart, Worker, WorkerGroup, create_colocated_worker_cls
 
 __all__ = ["GroupRequest", "MakeGroup", "group_maker", "local_group", "together"]
 
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=ClassWithInitArgs)
 class GroupRequest:
     """A worker group to be made: what, how many ranks, on which share of a machine.
 
-    ``shared`` is what lives in its processes where several roles do.
+    ``shared`` is what lives in its processes where several roles do; then ``restart`` does not count.
     """
 
     role: Any
@@ -32,6 +32,7 @@ class GroupRequest:
     num_cpus: float
     num_gpus: float
     shared: Mapping[str, GroupRequest] = field(default_factory=dict)
+    restart: Restart | None = None
 
     def class_with_arguments(self, kind: type[C]) -> C:
         """The worker's class, or one that holds a worker of every role."""
@@ -93,7 +94,7 @@ def _ray_groups(
         seats = RayResourcePool(
             [request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus
         )
-        return RayWorkerGroup(resource_pool=seats, ray_cls_with_init=made, name=request.name)
+        return RayWorkerGroup(resource_pool=seats, ray_cls_with_init=made, name=request.name, restart=request.restart)
 
     return make
 
@@ -103,5 +104,8 @@ def local_group(request: GroupRequest) -> WorkerGroup:
     from asyncrl.single_controller.local import LocalWorkerGroup
 
     return LocalWorkerGroup(
-        request.class_with_arguments(ClassWithInitArgs), world_size=request.world_size, name=request.name
+        request.class_with_arguments(ClassWithInitArgs),
+        world_size=request.world_size,
+        name=request.name,
+        restart=request.restart,
     )

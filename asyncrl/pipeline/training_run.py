@@ -213,7 +213,7 @@ class TrainingRun:
                 self._build_trainer(origin, weight_version=step),
                 assembly.pool.start(model, weight_version=step),
                 *([assembly.reference.build(origin, trainer_options(config))] if assembly.reference else []),
-                *([assembly.reward.start(model)] if assembly.reward else []),
+                *([assembly.reward.start(origin)] if assembly.reward else []),
                 *([self._build_critic(origin)] if assembly.critic else []),
             )
         reward, reference = assembly.reward, assembly.reference
@@ -254,7 +254,7 @@ class TrainingRun:
             observer=self._recorder,
             accounts=resumed_accounts(self._resumed, found=found, generated=self._generated_before),
             staleness=Counter(self._resumed.staleness if self._resumed is not None else {}),
-            reward=reward.score if reward is not None else None,
+            reward=(lambda rows: reward.score(rows, origin)) if reward is not None else None,
             reference=make_reference(config, reference) if reference is not None else None,
             critic=assembly.critic,
             penalty=make_penalty(config, self._resumed.kl_coefficient if self._resumed is not None else None),

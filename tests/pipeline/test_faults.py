@@ -133,6 +133,22 @@ def test_a_killed_rollout_replica_costs_no_run(small_config: Callable[..., Confi
 
 
 @pytest.mark.slow
+def test_a_killed_reward_worker_costs_no_run(small_config: Callable[..., Config], tmp_path: Path):
+    reward = {"source": "function", "options": {"function": "worlds:length_score"}}
+    config = small_config(steps=200, cluster={"backend": "ray"}, reward=reward, telemetry={"progress": "plain"})
+    with train(config, tmp_path) as command:
+        command.wait_for("tokens/s")
+        worker = next(pid for (pid, _start), title in command.family().items() if "ray::reward" in title)
+        os.kill(worker, signal.SIGKILL)
+        assert command.process.wait(2 * WITHIN_S) == 0, command.text()
+        (run,) = (tmp_path / "runs").iterdir()
+        assert "making ranks [0] again (1)" in (run / "logs" / "driver.log").read_text()
+        tokens = json.loads((run / "summary.json").read_text())["tokens"]
+        assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"]
+        nothing_is_left(command)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("signal_number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_and_leaves_nothing_behind(
     long_config: Config, tmp_path: Path, signal_number: int, status: int

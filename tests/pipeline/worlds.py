@@ -91,6 +91,11 @@ class DigitsFactory:
         return [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]
 
 
+async def reply_score(*, reply: str) -> float:
+    """Another one, of the last turn: a hundredth for each character, and one more."""
+    return (len(reply) + 1) / 100
+
+
 async def length_score(*, completion: str, **_columns: object) -> float:
     """A reward function: a hundredth for each character."""
     return len(completion) / 100

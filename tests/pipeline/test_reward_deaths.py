@@ -1,0 +1,88 @@
+"""Reward workers that die while they score."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.errors import WorkerDiedError
+from asyncrl.pipeline.assembly import Assembly
+from asyncrl.pipeline.run import train
+from asyncrl.single_controller import WorkerGroup
+
+REWARD = {"source": "function", "options": {"function": "worlds:reply_score"}}
+
+
+@pytest.fixture
+def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[WorkerGroup]]:
+    """Kill the reward worker just after it was asked for the n-th time; the group, once it is there."""
+
+    def kill_at(*calls: int) -> list[WorkerGroup]:
+        made: list[WorkerGroup] = []
+        start = Assembly.start
+
+        async def started(self: Assembly, *arguments: Any) -> None:
+            await start(self, *arguments)
+            group = self.reward
+            made.append(group)
+            asked = 0
+            score = group.score
+
+            def scored(*rows: Any) -> Any:
+                nonlocal asked
+                asked += 1
+                scores = score(*rows)
+                if asked in calls:
+                    scores.start()
+                    group.kill(0)
+                return scores
+
+            monkeypatch.setattr(group, "score", scored, raising=False)
+
+        monkeypatch.setattr(Assembly, "start", started)
+        return made
+
+    return kill_at
+
+
+def scored(folder: Path) -> list[tuple[int, list[float], list[float]]]:
+    """Each prompt trained on, with its rewards and those that its text earns."""
+    (run,) = folder.glob("small-2*")
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        told = ledger.execute("SELECT slot, body FROM events WHERE kind = 'rewarded' ORDER BY slot").fetchall()
+        rows = ledger.execute("SELECT slot, turns FROM rows ORDER BY slot, row").fetchall()
+    earned: dict[int, list[float]] = {}
+    for slot, turns in rows:
+        last_turn = json.loads(turns)[-1][3]
+        earned.setdefault(slot, []).append((len(last_turn["content"]) + 1) / 100)
+    return [(slot, json.loads(body)["rewards"], earned[slot]) for slot, body in told]
+
+
+def test_a_reward_worker_that_dies_is_made_again_and_asked_again(
+    small_config: Callable[..., Config], killing: Callable[..., list[WorkerGroup]], tmp_path: Path
+):
+    groups = killing(1, 6)
+    summary = train(small_config(reward=REWARD, eval={"tasks": 0}))
+    counts = groups[0].statistics()
+    assert (counts.deaths, counts.restarts) == (2, 2)
+    assert summary["weight_version"] == 3
+    found = scored(tmp_path / "runs")
+    assert [slot for slot, _told, _earned in found] == sorted({slot for slot, _told, _earned in found})
+    assert len(found) >= 6
+    for _slot, told, earned in found:
+        assert told == pytest.approx(earned)
+
+
+def test_where_no_restart_is_left_the_death_ends_the_run(
+    small_config: Callable[..., Config], killing: Callable[..., list[WorkerGroup]]
+):
+    killing(1)
+    with pytest.raises(WorkerDiedError, match="reward"):
+        train(small_config(reward={**REWARD, "max_restarts": 0}, eval={"tasks": 0}))

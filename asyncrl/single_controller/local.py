@@ -154,9 +154,14 @@ class LocalWorkerGroup(WorkerGroup):
         return failures
 
     def _submit(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            host = self._calls.pop(task)
+            if task.cancelled():  # perhaps before its first step, and has told nobody
+                invocation.came(rank, Lost(_Killed() if host in self._killed else asyncio.CancelledError()))
+
         task = asyncio.get_running_loop().create_task(self._run(rank, call, sequence, invocation))
         self._calls[task] = self._hosts[rank]
-        task.add_done_callback(self._calls.pop)
+        task.add_done_callback(ended)
 
     async def _run(self, rank: int, call: Call, sequence: int, invocation: Invocation) -> None:
         host = self._hosts[rank]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto
+from asyncrl.errors import WorkerDiedError
 from asyncrl.single_controller import (
     ClassWithInitArgs,
     Dispatch,
@@ -92,6 +93,20 @@ async def test_calls_keep_their_order_while_workers_are_made_again() -> None:
         group.plain("second")
         entries = await group.read()
         assert entries[1] == ["first", "second"], f"after {pause} steps"
+        await group.aclose()
+
+
+async def test_a_call_ends_at_whatever_moment_its_worker_is_killed() -> None:
+    for pause in range(STEPS):
+        group = LocalWorkerGroup(ClassWithInitArgs(Diary, late=False), world_size=2, loop="current")
+        await group.ready()
+        called = group.read()
+        called.start()
+        await steps(pause)
+        group.kill(1)
+        async with asyncio.timeout(5.0):
+            error = await asyncio.gather(called, return_exceptions=True)
+        assert error == [[[], []]] or isinstance(error[0], WorkerDiedError), f"after {pause} steps"
         await group.aclose()
 
 

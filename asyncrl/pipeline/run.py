@@ -6,6 +6,7 @@ Each makes its own event loop, takes Ctrl-C and SIGTERM, and leaves no process, 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -23,6 +24,7 @@ from asyncrl.pipeline.answers_file import AnswersFile
 from asyncrl.pipeline.assembly import Assembly, chat_options, fit_prompts, import_once, make_environments
 from asyncrl.pipeline.checkpoint import Checkpoints, is_checkpoint, read_driver_state
 from asyncrl.pipeline.interruption import run_to_end
+from asyncrl.pipeline.reference import Score
 from asyncrl.pipeline.scores import summarise_answers
 from asyncrl.pipeline.training_run import TrainingRun, model_folder
 from asyncrl.telemetry.log import open_log
@@ -225,7 +227,8 @@ def _answer(
     answers: list[dict[str, Any]] = []
 
     async def main() -> int:
-        async with _serving(config, checkpoint, made_with=made_with, rewarded=rewarded) as (assembly, renderer):
+        async with _serving(config, checkpoint, made_with=made_with, rewarded=rewarded) as serving:
+            assembly, renderer, score = serving
             environments = assembly.environments
             rows = environments.held_out_rows if isinstance(environments, CountedTasks) else None
             if tasks is None and rows is None:
@@ -244,7 +247,7 @@ def _answer(
                     samples=samples,
                     seed=config.seed,
                     sampling=sampling,
-                    score=assembly.reward.score if rewarded else None,
+                    score=score,
                 )
                 async with aclosing(answering):
                     async for answered in answering:
@@ -277,7 +280,7 @@ def _answer(
 @asynccontextmanager
 async def _serving(
     config: Config, checkpoint: Path | None, *, made_with: Config, rewarded: bool
-) -> AsyncIterator[tuple[Assembly, ChatRenderer]]:
+) -> AsyncIterator[tuple[Assembly, ChatRenderer, Score | None]]:
     """Rollout replicas serving the configured model or a checkpoint's, its renderer, and who rewards answers if asked.
 
     A model that is made on the spot is made of what ``made_with`` poses, whatever it is asked about.
@@ -298,7 +301,7 @@ async def _serving(
         await assembly.pool.start(model, weight_version=0)
         if rewarded:
             await assembly.reward.start(model)
-        yield assembly, renderer
+        yield assembly, renderer, functools.partial(assembly.reward.score, model_path=model) if rewarded else None
     finally:
         await assembly.aclose()
         run.close()

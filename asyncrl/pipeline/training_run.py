@@ -8,6 +8,7 @@ A phase's seconds stand in the summary; whatever happens in one, workers, transp
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -254,7 +255,7 @@ class TrainingRun:
             observer=self._recorder,
             accounts=resumed_accounts(self._resumed, found=found, generated=self._generated_before),
             staleness=Counter(self._resumed.staleness if self._resumed is not None else {}),
-            reward=(lambda rows: reward.score(rows, origin)) if reward is not None else None,
+            reward=functools.partial(reward.score, model_path=origin) if reward is not None else None,
             reference=make_reference(config, reference) if reference is not None else None,
             critic=assembly.critic,
             penalty=make_penalty(config, self._resumed.kl_coefficient if self._resumed is not None else None),

@@ -35,10 +35,10 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[WorkerGroup]]
             asked = 0
             score = group.score
 
-            def scored(*rows: Any) -> Any:
+            def scored(*given: Any, **named: Any) -> Any:
                 nonlocal asked
                 asked += 1
-                scores = score(*rows)
+                scores = score(*given, **named)
                 if asked in calls:
                     scores.start()
                     group.kill(0)

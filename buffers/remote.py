@@ -22,6 +22,7 @@ The contract is that of :class:`asyncrl.interfaces.ReplayBuffer`, with what a di
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -373,7 +374,9 @@ class RemoteReplayBuffer:
         if self._closed and not also_closed:
             raise self._reason(call, BufferClosedError(f"{call}: the buffer is closed")) from self._error
 
-    def _reason(self, call: str, closed: BufferClosedError) -> BufferClosedError:
+    def _reason(self, call: str, closed: BufferClosedError) -> AsyncRLError:
         if self._error is None:
             return closed
+        if isinstance(self._error, InfrastructureError):
+            return copy.copy(self._error)  # what those get that were waiting when the worker died
         return BufferClosedError(f"{call}: the buffer is closed: {type(self._error).__name__}: {self._error}")

@@ -279,6 +279,8 @@ async def test_the_death_of_its_worker_ends_every_wait():
     buffer.drop(0, "unwanted")
     with pytest.raises(WorkerDiedError):
         await buffer.settled()
+    with pytest.raises(WorkerDiedError, match="of buffer was killed"):  # those that come later hear the same
+        await buffer.select(1, weight_version=0)
     await buffer.aclose()
 
 

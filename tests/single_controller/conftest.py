@@ -19,6 +19,17 @@ MakeGroup = Callable[..., WorkerGroup]
 HERE = Path(__file__).parent
 
 
+SLOW_ON_RAY = ("test_call_options", "test_restart", "test_streams")
+"""Modules whose stories the quick run tells on the local backend only: on Ray each of them takes ten seconds."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE and item.path.stem in SLOW_ON_RAY and item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> None:
     """A cluster for the modules of this folder; :func:`pytest_runtest_teardown` ends it."""

@@ -66,6 +66,16 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
         assert len(again.trajectories_path.read_text().splitlines()) == 2
 
 
+def test_a_score_that_the_checkpoint_does_not_know_is_taken_again_and_stands_once(tmp_path):
+    with RunDirectory.create(tmp_path, "first") as run:
+        run.log_metrics({"eval/success": 0.25}, step=0, version=0)
+        run.log_metrics({"reward": 1}, step=1, version=1)
+        run.log_metrics({"reward": 2}, step=2, version=2)
+        run.log_metrics({"eval/success": 0.5}, step=2, version=2)  # after the checkpoint of step 2, which tells of one
+        assert run.rewind(2, scored={0}) == 1
+        assert [(line["step"], line.get("eval/success")) for line in run.metrics()] == [(0, 0.25), (1, None), (2, None)]
+
+
 def test_the_summary_is_whole_and_valid(tmp_path):
     with RunDirectory.create(tmp_path, "first") as run:
         run.write_summary({"reward_last": float("inf"), "staleness": {"histogram": {0: 3}}})

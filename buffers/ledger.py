@@ -315,7 +315,8 @@ class SQLiteLedger:
         past = Past(contents.events)
         for sequence, slots in past.under_way.items():
             self._writer.needs(sequence, slots)
-        batches = {step: batch for step, batch in past.batches.items() if step > base.step}
+        # Also what a life that died before it got so far was to take again.
+        batches = {step: batch for step, batch in {**past.batches, **past.undone}.items() if step > base.step}
         self.append(Resumed(base.step))
         completed = {slot for slot, where in state.live().items() if where is PromptState.COMPLETED}
         used = {slot for batch in batches.values() for slot in batch}

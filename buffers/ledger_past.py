@@ -16,6 +16,7 @@ from asyncrl.ledger import (
     Dropped,
     GivenUp,
     LedgerEvent,
+    Lost,
     Published,
     Rebased,
     RecordedGroup,
@@ -48,6 +49,8 @@ class Past:
         completed: by slot, the attempt whose rows count.
         rewards: by slot, what a reward model said of them.
         batches: by step, the prompts it trained on, in order.
+        undone: the same of steps that a resumption undid, as far as nothing after it says otherwise: what a process
+            that died before it trained on them again was to do, and the next one is.
         lives: processes that trained, in order. Step ``s`` was trained by the last one that began before it.
         weights: fingerprints by version.
         dropped_tokens: tokens given up, by reason.
@@ -66,6 +69,7 @@ class Past:
         dropped: Counter[str] = Counter()
         lives: list[Began] = []
         places: dict[int, dict[int, int]] = {}
+        undone: dict[int, dict[int, int]] = {}
         for sequence, event in enumerate(events, 1):
             match event:
                 case TurnsAppended():
@@ -82,17 +86,26 @@ class Past:
                     self.rewards[event.slot] = event.rewards
                 case Consumed() | Reused():
                     places.setdefault(event.step, {})[event.position] = event.slot
+                    again = undone.get(event.step)
+                    if again is not None and again.setdefault(event.position, event.slot) != event.slot:
+                        undone = _before(undone, event.step)  # another batch, so other weights from here on
                 case Resumed():
+                    undone = {step: batch for step, batch in {**places, **undone}.items() if step > event.step}
                     places = {step: batch for step, batch in places.items() if step <= event.step}
                     self.weights = {version: each for version, each in self.weights.items() if version <= event.step}
                 case Rebased():
                     dropped.update(event.dropped_tokens)
                     self.first_step = event.step
+                    undone = {}
+                case Lost():
+                    undone = _before(undone, _first_with(event.slot, undone))
                 case Dropped():
                     waits.pop(event.slot, None)
+                    undone = _before(undone, _first_with(event.slot, undone))
                     dropped[event.reason] += event.tokens
                 case GivenUp():
                     waits.pop(event.slot, None)
+                    undone = _before(undone, _first_with(event.slot, undone))
                     dropped[event.failure] += event.tokens
                 case Began():
                     lives.append(event)
@@ -104,7 +117,7 @@ class Past:
         self.lives = tuple(
             life for place, life in enumerate(lives) if all(later.step > life.step for later in lives[place + 1 :])
         )
-        self.batches = {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
+        self.batches, self.undone = _in_order(places), _in_order(undone)
         self.under_way: dict[int, set[int]] = {}
         for slot, found in waits.items():
             for sequence in found:
@@ -160,3 +173,20 @@ class Past:
         if rewards is not None:
             fields["rewards"] = rewards
         return RecordedGroup(summary=GroupSummary(**fields), rows=rows, rewarded=rewards is not None, uses=uses)
+
+
+_Places = dict[int, dict[int, int]]
+"""By step and position, the prompt."""
+
+
+def _in_order(places: _Places) -> dict[int, tuple[int, ...]]:
+    return {step: tuple(batch[place] for place in sorted(batch)) for step, batch in sorted(places.items())}
+
+
+def _before(places: _Places, step: int | None) -> _Places:
+    """Without this step and those after it."""
+    return places if step is None else {each: batch for each, batch in places.items() if each < step}
+
+
+def _first_with(slot: int, places: _Places) -> int | None:
+    return min((step for step, batch in places.items() if slot in batch.values()), default=None)

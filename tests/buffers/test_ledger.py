@@ -124,6 +124,60 @@ def test_steps_after_the_checkpoint_come_back_as_the_batches_they_were(tmp_path:
         assert ledger.recovered.batches == {2: (3, 2)}
 
 
+def tell_of_two_steps_after_a_checkpoint(path: Path) -> LedgerBase:
+    """A checkpoint of step 0, then two steps, the second one on rows of version 1; another prompt of version 2."""
+    with SQLiteLedger(path, threaded=False) as ledger:
+        for slot in range(5):
+            ledger.append(Issued(slot))
+        base = LedgerBase(step=0, next_slot=5, consumed=0, outstanding=(0, 1, 2, 3, 4), position=ledger.position)
+        roll_out(ledger, 0)
+        roll_out(ledger, 1)
+        ledger.append(Consumed(slot=1, step=1, position=0), Consumed(slot=0, step=1, position=1))
+        roll_out(ledger, 2, version=1)
+        roll_out(ledger, 3, version=1)
+        ledger.append(Consumed(slot=3, step=2, position=0), Consumed(slot=2, step=2, position=1))
+        roll_out(ledger, 4, version=2)
+    return base
+
+
+@pytest.mark.parametrize("got_as_far_as", [0, 1, 2, 3, 4])
+def test_a_death_while_a_run_goes_on_changes_nothing_of_what_is_to_be_done_again(tmp_path: Path, got_as_far_as: int):
+    path = tmp_path / "ledger.sqlite"
+    base = tell_of_two_steps_after_a_checkpoint(path)
+    again = [
+        Consumed(slot=1, step=1, position=0),
+        Consumed(slot=0, step=1, position=1),
+        Consumed(slot=3, step=2, position=0),
+        Consumed(slot=2, step=2, position=1),
+    ]
+    for _ in range(3):
+        with SQLiteLedger(path, resume=base) as ledger:
+            found = ledger.recovered
+            assert found is not None
+            assert dict(found.batches) == {1: (1, 0), 2: (3, 2)}
+            assert list(found.groups) == [0, 1, 2, 3, 4]  # also those whose weights are to be made again
+            assert (found.notes, dict(found.waiting)) == ((), {})
+            for event in again[:got_as_far_as]:
+                ledger.append(event)
+
+
+def test_a_batch_that_was_not_taken_again_ends_what_came_after_it(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    base = tell_of_two_steps_after_a_checkpoint(path)
+    with SQLiteLedger(path, resume=base) as ledger:
+        ledger.append(Consumed(slot=0, step=1, position=0), Consumed(slot=1, step=1, position=1))
+    with SQLiteLedger(path, resume=base) as ledger:
+        found = ledger.recovered
+        assert found is not None
+        assert dict(found.batches) == {1: (0, 1)}
+        assert 4 not in found.groups  # of weights that nobody makes again
+        assert dict(found.waiting) == {4: 1}
+        ledger.append(Dropped(slot=1, reason="stale", tokens=4))
+    with SQLiteLedger(path, resume=base) as ledger:
+        assert ledger.recovered is not None
+        assert dict(ledger.recovered.batches) == {}
+
+
 async def test_events_are_durable_in_groups_and_nothing_blocks_the_loop(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=60.0)

@@ -36,7 +36,7 @@ SCHEMA = {
 def engine(name: str) -> Any:
     python = os.environ.get(f"ASYNCRL_{name.upper()}_PYTHON") or str(ROOT / f".venv-{name}/bin/python")
     missing = pytest.mark.skipif(shutil.which(python) is None, reason=f"no {name} at {python}: asyncrl engine install")
-    return pytest.param(name, python, marks=[getattr(pytest.mark, name), missing, pytest.mark.timeout(180)], id=name)
+    return pytest.param(name, python, marks=[getattr(pytest.mark, name), missing, pytest.mark.timeout(400)], id=name)
 
 
 @dataclass

@@ -31,7 +31,7 @@ SCHEMA = {
 def engine(name: str, **options: Any) -> Any:
     python = os.environ.get(f"ASYNCRL_{name.upper()}_PYTHON") or str(ROOT / f".venv-{name}/bin/python")
     missing = pytest.mark.skipif(shutil.which(python) is None, reason=f"no {name} at {python}: asyncrl engine install")
-    marks = [getattr(pytest.mark, name), missing, pytest.mark.timeout(240)]
+    marks = [getattr(pytest.mark, name), missing, pytest.mark.timeout(400)]
     return pytest.param(name, python, options, marks=marks, id=name)
 
 

@@ -131,6 +131,11 @@ def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
     assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [18, 12]
 
 
+def add_for_ever(group: RayWorkerGroup) -> None:
+    while True:
+        group.add().result(TIMEOUT_S)
+
+
 def test_what_is_no_detached_group_is_said() -> None:
     with pytest.raises(ResourceError, match="needs a name"):
         made(name="")
@@ -144,8 +149,7 @@ def test_what_is_no_detached_group_is_said() -> None:
             RayWorkerGroup.attach("countess")
         ray.kill(group._actors.handles[0])
         with pytest.raises(WorkerDiedError):
-            while True:  # Ray kills soon, not at once
-                group.add().result(TIMEOUT_S)
+            add_for_ever(group)  # Ray kills soon, not at once
         with pytest.raises(ResourceError, match=r"rank 0 .* is gone"):
             RayWorkerGroup.attach("counters")
         assert RayWorkerGroup.end_detached("counters") == 1

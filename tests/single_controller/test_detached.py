@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -123,12 +124,14 @@ def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
     group = RayWorkerGroup.attach("counters", restart=Restart(scope="worker"))
     group.ready().result(TIMEOUT_S)
     ray.kill(group._actors.handles[1])
-    with pytest.raises(WorkerDiedError):
-        group.add().result(TIMEOUT_S)
-    # The other one had begun that call; the new one begins where the class says.
-    assert group.add().result(TIMEOUT_S) == [17, 11]
+    other, again = 16, 16
+    while again >= 16:  # Ray kills soon, not at once
+        with contextlib.suppress(WorkerDiedError):
+            other, again = group.add().result(TIMEOUT_S)
+    assert other >= 17
+    assert again == 11  # the new one begins where the class says
     # The next program finds the process that there is now.
-    assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [18, 12]
+    assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [other + 1, 12]
 
 
 def add_for_ever(group: RayWorkerGroup) -> None:

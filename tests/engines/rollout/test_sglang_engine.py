@@ -229,18 +229,18 @@ async def test_both_sides_of_each_cut_are_exact(
     models[await served.swap(tensors_of(load(folder_of())))] = load(folder_of())
     # All begin with the same tokens: what one has computed serves the next, but never across versions.
     begin = [(7 * n) % VOCABULARY for n in range(40)]
-    requests = [request_of(n, begin + prompt, 60) for n, prompt in enumerate(prompts(random.Random(3), 30))]
+    requests = [request_of(n, begin + prompt, 120) for n, prompt in enumerate(prompts(random.Random(3), 40))]
+    others = [load(folder_of(seed=seed)) for seed in (1, 2)]
     tasks = [asyncio.ensure_future(collect(served.engine, one)) for one in requests]
-    for seed in (1, 2):
+    for other in others:
         await served.reaches(400)
-        other = load(folder_of(seed=seed))
         models[await served.swap(tensors_of(other), kv_cache)] = other
     done: list[Generation] = await asyncio.gather(*tasks)
     assert {version for got in done for version in got.weight_versions} == set(models)
     assert sum(len(got.spans) > 1 for got in done) >= 12
     worst = 0.0
     for one, got in zip(requests, done, strict=True):
-        assert len(got.token_ids) == 60
+        assert len(got.token_ids) == 120
         if kv_cache == "keep":
             expected = mixed_log_probs(models, one, got)
         else:

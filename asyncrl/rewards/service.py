@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import os
 import re
-from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RewardError
+from asyncrl.errors import ConfigError, EnvironmentFailure, RewardError
+from asyncrl.rewards.json_service import JSONService
 from asyncrl.rewards.rule import Answer, Verdict
 from asyncrl.rewards.scoring_process import checked_value
 from asyncrl.rewards.scoring_program import as_value
 
-if TYPE_CHECKING:
-    import aiohttp
-
 __all__ = ["HTTPRule", "JudgeRule"]
-
-_LARGEST_REPLY_BYTES = 1 << 22
-_FIRST_DELAY_S = 0.1
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 JUDGE_PROMPT = """You grade the answer to a question. Compare it with the reference answer.
 
@@ -35,80 +26,6 @@ Answer to grade:
 {answer}
 
 Explain briefly. Then write a last line "Score: N", with a whole number N from {low} (wrong) to {high} (all right)."""
-
-
-class _Service:
-    """Posts JSON to one address, ``concurrency`` requests at a time; what may pass is tried until the deadline."""
-
-    def __init__(self, url: str, *, deadline_s: float, concurrency: int, key_variable: str) -> None:
-        if not re.match(r"https?://[^/\s]+", url):
-            raise ConfigError(f"url is {url!r}", path="url", remedy="http://host:port/path")
-        if not (deadline_s > 0 and math.isfinite(deadline_s)):
-            raise ConfigError(f"deadline_s is {deadline_s}", path="deadline_s", remedy="a positive number of seconds")
-        if concurrency < 1:
-            raise ConfigError(f"concurrency is {concurrency}", path="concurrency", remedy="1 or more")
-        if key_variable and not os.environ.get(key_variable):
-            raise ConfigError(
-                f"api_key_env names {key_variable}, which is not set here", path="api_key_env", remedy="set it"
-            )
-        self.url = url
-        self._deadline_s = deadline_s
-        self._places = asyncio.Semaphore(concurrency)
-        self._key = os.environ.get(key_variable, "") if key_variable else ""
-        self._session: aiohttp.ClientSession | None = None
-
-    async def post(self, body: dict[str, Any]) -> Any:
-        """What the service answers to ``body``, from JSON.
-
-        Raises:
-            EnvironmentDeadlineError: it did not answer in time, however often it was asked.
-            RewardError: it refused the request as such, or answered something that is no JSON.
-        """
-        last = "it did not answer"
-        try:
-            async with asyncio.timeout(self._deadline_s), self._places:
-                delay_s = _FIRST_DELAY_S
-                while True:
-                    answered, last = await self._try(body)
-                    if answered is not None:
-                        return answered[0]
-                    await asyncio.sleep(delay_s)
-                    delay_s = min(2 * delay_s, self._deadline_s)
-        except TimeoutError:
-            raise EnvironmentDeadlineError(
-                f"{self.url} gave no answer within {self._deadline_s:g} s; last: {last}"
-            ) from None
-
-    async def close(self) -> None:
-        """Close its connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    async def _try(self, body: dict[str, Any]) -> tuple[tuple[Any] | None, str]:
-        """The answer, or why there is none this time."""
-        import aiohttp
-
-        if self._session is None:
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
-        try:
-            async with self._session.post(self.url, json=body, allow_redirects=False) as reply:
-                content = await reply.content.read(_LARGEST_REPLY_BYTES + 1)
-                status = reply.status
-        except (aiohttp.ClientError, OSError) as error:
-            return None, f"{type(error).__name__}: {error}"
-        said = content[:200].decode("utf-8", "replace").strip()
-        if status in _AGAIN:
-            return None, f"status {status}: {said}"
-        if not 200 <= status < 300:
-            raise RewardError(f"{self.url} refused a request with status {status}: {said}", how="raised")
-        if len(content) > _LARGEST_REPLY_BYTES:
-            raise RewardError(f"{self.url} answered more than {_LARGEST_REPLY_BYTES} bytes", how="value")
-        try:
-            return (json.loads(content),), ""
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise RewardError(f"{self.url} answered what is no JSON: {said}", how="value") from error
 
 
 class HTTPRule:
@@ -125,7 +42,7 @@ class HTTPRule:
     """
 
     def __init__(self, *, url: str, deadline_s: float = 60.0, concurrency: int = 64, api_key_env: str = "") -> None:
-        self._service = _Service(url, deadline_s=deadline_s, concurrency=concurrency, key_variable=api_key_env)
+        self._service = JSONService(url, deadline_s=deadline_s, concurrency=concurrency, key_variable=api_key_env)
 
     async def judge(self, answer: Answer) -> Verdict:
         """As :meth:`asyncrl.rewards.rule.RewardRule.judge`."""
@@ -189,7 +106,7 @@ class JudgeRule:
             raise ConfigError(f"votes is {votes} and attempts {attempts}", path="votes", remedy="1 or more")
         if "{answer}" not in prompt:
             raise ConfigError("the judge's prompt has no {answer}", path="prompt", remedy="it is what is judged")
-        self._service = _Service(
+        self._service = JSONService(
             f"{base_url.rstrip('/')}/chat/completions",
             deadline_s=deadline_s,
             concurrency=concurrency,

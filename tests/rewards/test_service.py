@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -76,6 +77,26 @@ async def test_verls_arguments_go_out_and_a_number_comes_back(monkeypatch: pytes
     (body,) = service.asked
     assert body == {**ANSWER.as_arguments(), "prompt": list(ANSWER.prompt)}
     assert (service.keys, service.paths) == (["Bearer k"], ["/score"])
+
+
+async def test_an_answer_that_comes_in_pieces_is_read_to_its_end():
+    async def slowly(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in (b'{"sco', b're": 0.', b"25}"):
+            await response.write(piece)
+            await asyncio.sleep(0.01)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/", slowly)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        assert await verdict(HTTPRule(url=f"http://127.0.0.1:{runner.addresses[0][1]}/")) == Verdict(score=0.25)
+    finally:
+        await runner.cleanup()
 
 
 async def test_what_may_pass_is_tried_again():

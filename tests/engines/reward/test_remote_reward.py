@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -33,7 +34,7 @@ async def asking(answer: Answer, **options: Any) -> AsyncIterator[RemoteReward]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     (address,) = runner.addresses
-    reward = RemoteReward(url=f"http://127.0.0.1:{address[1]}/score", pause_s=0.001, **options)
+    reward = RemoteReward(url=f"http://127.0.0.1:{address[1]}/score", **options)
     try:
         yield reward
     finally:
@@ -81,13 +82,25 @@ async def test_a_server_that_stumbles_is_asked_again() -> None:
     assert times == 3
 
 
+async def test_objects_of_arrays_are_sent_as_what_they_are() -> None:
+    async def answer(rows: list[dict[str, Any]]) -> web.Response:
+        assert [row["info"] for row in rows] == [{"count": 3, "scores": [0.5, 1.5]}]
+        return web.json_response({"rewards": [2.0]})
+
+    async with asking(answer) as reward:
+        told = {"count": np.int64(3), "scores": np.array([0.5, 1.5])}
+        rows = DataProto.from_dict(tensors={"rewards": torch.zeros(1)}, non_tensors={"info": [told]})
+        assert (await reward.score(rows)).batch["rewards"].tolist() == [2.0]
+
+
 async def test_one_that_never_gets_up_is_an_error_and_no_number() -> None:
     async def answer(rows: list[dict[str, Any]]) -> web.Response:
         return web.Response(status=500, text="out of memory")
 
-    async with asking(answer, attempts=2) as reward:
-        with pytest.raises(RewardError, match="no rewards in 2 attempts: status 500: out of memory"):
+    async with asking(answer, deadline_s=0.25) as reward:
+        with pytest.raises(RewardError, match=r"no answer within 0\.25 s; last: status 500: out of memory") as caught:
             await reward.score(batch(1))
+    assert caught.value.how == "deadline"
 
 
 async def test_one_that_hangs_passes_its_deadline() -> None:
@@ -95,7 +108,7 @@ async def test_one_that_hangs_passes_its_deadline() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async with asking(answer, attempts=1, deadline_s=0.05) as reward:
+    async with asking(answer, deadline_s=0.05) as reward:
         with pytest.raises(RewardError, match=r"no answer within 0\.05 s"):
             await reward.score(batch(1))
 
@@ -103,13 +116,13 @@ async def test_one_that_hangs_passes_its_deadline() -> None:
 @pytest.mark.parametrize(
     ("response", "what"),
     [
-        (web.Response, "answered no JSON"),
+        (web.Response, "answered what is no JSON"),
         (lambda: web.json_response({"rewards": [1.0]}), "of 2 numbers"),
         (lambda: web.json_response([1.0, 2.0]), "of 2 numbers"),
         (lambda: web.json_response({"rewards": [1.0, "2"]}), "gave row 1 the reward '2'"),
         (lambda: web.json_response({"rewards": [True, 1.0]}), "gave row 0 the reward True"),
         (lambda: web.Response(text='{"rewards": [1.0, NaN]}'), "which is no finite number"),
-        (lambda: web.Response(status=404, text="where?"), "answered with status 404: where"),
+        (lambda: web.Response(status=404, text="where?"), "refused a request with status 404: where"),
     ],
 )
 async def test_an_answer_that_is_none_is_an_error_at_once(response: Callable[[], web.Response], what: str) -> None:
@@ -127,15 +140,15 @@ async def test_an_answer_that_is_none_is_an_error_at_once(response: Callable[[],
 
 
 async def test_nobody_there_is_told() -> None:
-    reward = RemoteReward(url="http://127.0.0.1:9/", attempts=2, pause_s=0.001)
-    with pytest.raises(RewardError, match="gave no rewards in 2 attempts: ClientConnectorError"):
+    reward = RemoteReward(url="http://127.0.0.1:9/", deadline_s=0.15)
+    with pytest.raises(RewardError, match=r"no answer within 0\.15 s; last: ClientConnectorError"):
         await reward.score(batch(1))
     await reward.close()
 
 
 @pytest.mark.parametrize(
     ("options", "path"),
-    [({"url": "ftp://x"}, "url"), ({"deadline_s": 0.0}, "deadline_s"), ({"attempts": 0}, "attempts")],
+    [({"url": "ftp://x"}, "url"), ({"deadline_s": 0.0}, "deadline_s"), ({"batch_size": 0}, "batch_size")],
 )
 def test_what_cannot_be_used_is_refused(options: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as caught:

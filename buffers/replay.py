@@ -98,6 +98,11 @@ class AsyncReplayBuffer:
     ...     return tuple(group.summary.slot for group in batch)
     >>> asyncio.run(story())
     (0,)
+
+    The examples of the methods put the same group: two rows ``data``, and their ``summary``.
+
+    Raises:
+        ConfigError: options that are out of range, or do not go together.
     """
 
     def __init__(
@@ -166,6 +171,12 @@ class AsyncReplayBuffer:
     async def admit(self, slot: int, *, timeout_s: float | None = None) -> None:
         """Reserve a place for the group ``slot``; waits while the buffer is full.
 
+            >>> buffer = AsyncReplayBuffer(capacity=1, max_staleness=1)
+            >>> asyncio.run(buffer.admit(0))
+            >>> asyncio.run(buffer.admit(1, timeout_s=0.0))  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            asyncrl.errors.DeadlineError: admit of slot 1 passed its deadline of 0 s: all 1 places are taken ...
+
         Raises:
             InvalidDataError: the slot was admitted before, or another call is admitting it.
             DeadlineError: still full after ``timeout_s``.
@@ -194,7 +205,14 @@ class AsyncReplayBuffer:
             self._settle()
 
     def withdraw(self, slot: int) -> None:
-        """Undo :meth:`admit`, as if it had not been called; nothing if the group is not pending (any more)."""
+        """Undo :meth:`admit`, as if it had not been called; nothing if the group is not pending (any more).
+
+        >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+        >>> asyncio.run(buffer.admit(0))
+        >>> buffer.withdraw(0)
+        >>> buffer.statistics().admitted
+        0
+        """
         if self._state.stage(slot) is Stage.PENDING:
             self._state.withdraw(slot)
             if self._rate is not None:
@@ -202,13 +220,26 @@ class AsyncReplayBuffer:
             self._settle()
 
     async def settled(self) -> None:
-        """Everything is done when its call returns."""
+        """Everything is done when its call returns.
+
+        >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+        >>> asyncio.run(buffer.settled())
+        """
 
     def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
         """The first rows of a pending group; it is ready, unless columns are still to come (:meth:`extend`).
 
-        A slot that is unknown or not pending raises :class:`InvalidDataError`. ``uses`` is how many steps of an earlier
-        run trained on it.
+        ``uses`` is how many steps of an earlier run trained on it.
+
+            >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+            >>> asyncio.run(buffer.admit(0))
+            >>> buffer.put(summary, data)
+            >>> buffer.statistics().ready
+            1
+
+        Raises:
+            InvalidDataError: the slot is unknown or not pending.
+            BufferClosedError: closed.
         """
         self._check_open("put")
         self._state.put(summary, rows, uses=uses)
@@ -224,7 +255,16 @@ class AsyncReplayBuffer:
     ) -> None:
         """Further columns of a pending group, joined to its rows; ``rewards`` take the place of its summary's.
 
+            >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1, columns=["reference_log_probs"])
+            >>> asyncio.run(buffer.admit(0))
+            >>> buffer.put(summary, data)
+            >>> scored = DataProto.from_dict({"reference_log_probs": torch.zeros(len(data))})
+            >>> buffer.extend(0, ["reference_log_probs"], scored)
+            >>> buffer.statistics().ready
+            1
+
         Raises:
+            BufferClosedError: closed.
             InvalidDataError: the group is not pending, or nobody waits for these columns.
         """
         self._check_open("extend")
@@ -242,6 +282,12 @@ class AsyncReplayBuffer:
         """Wait for ``groups`` groups that may be trained at ``weight_version`` and take them, in the policy's order.
 
         With ``slots`` take exactly these, in this order, as an earlier run did: neither policy nor bound is asked.
+
+            >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+            >>> asyncio.run(buffer.admit(0))
+            >>> buffer.put(summary, data)
+            >>> [group.summary.slot for group in asyncio.run(buffer.select(1, weight_version=2))]
+            [0]
 
         Raises:
             InvalidDataError: ``groups`` is not in 1..capacity, so the wait could never end.
@@ -276,12 +322,34 @@ class AsyncReplayBuffer:
             self._settle()
 
     def release(self, slots: Iterable[int]) -> None:
-        """The groups were trained on; forget their rows. All of them or, when one is not selected, none."""
+        """The groups were trained on; forget their rows. All of them or, when one is not selected, none.
+
+            >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+            >>> asyncio.run(buffer.admit(0))
+            >>> buffer.put(summary, data)
+            >>> (group,) = asyncio.run(buffer.select(1, weight_version=2))
+            >>> buffer.release([group.summary.slot])
+            >>> buffer.statistics().released
+            1
+
+        Raises:
+            InvalidDataError: a group is not selected.
+        """
         self._state.release(slots)
         self._settle()
 
     def drop(self, slot: int, reason: str, *, tokens: int = 0) -> None:
-        """Give a group up. ``tokens`` counts what was sampled for a pending group; others know theirs."""
+        """Give a group up. ``tokens`` counts what was sampled for a pending group; others know theirs.
+
+            >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+            >>> asyncio.run(buffer.admit(0))
+            >>> buffer.drop(0, "too slow", tokens=3)
+            >>> buffer.statistics().dropped_tokens
+            {'too slow': 3}
+
+        Raises:
+            InvalidDataError: the slot is unknown, or there is no reason.
+        """
         self._state.drop(slot, reason, tokens=tokens)
         self._settle()
 
@@ -289,11 +357,31 @@ class AsyncReplayBuffer:
         """Tell ``listener`` of every group dropped from now on, once the buffer's books are in order again.
 
         It is called inside the call that caused the drop, which also gets what it raises.
+
+        >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+        >>> asyncio.run(buffer.admit(0))
+        >>> dropped = []
+        >>> buffer.on_drop(dropped.append)
+        >>> buffer.drop(0, "too slow", tokens=3)
+        >>> dropped
+        [DroppedGroup(slot=0, reason='too slow', tokens=3)]
         """
         self._listeners.append(listener)
 
     def restore(self, slots: Iterable[int]) -> None:
-        """Give selected groups back as ready: their step did not happen."""
+        """Give selected groups back as ready: their step did not happen.
+
+            >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+            >>> asyncio.run(buffer.admit(0))
+            >>> buffer.put(summary, data)
+            >>> (group,) = asyncio.run(buffer.select(1, weight_version=2))
+            >>> buffer.restore([group.summary.slot])
+            >>> buffer.statistics().ready
+            1
+
+        Raises:
+            InvalidDataError: a group is not selected.
+        """
         given_back = list(slots)
         self._state.restore(given_back)
         if self._rate is not None:
@@ -304,6 +392,12 @@ class AsyncReplayBuffer:
         """Wake every waiter with :class:`BufferClosedError` (caused by ``error``). Idempotent: the first error counts.
 
         Groups can still be released, dropped and restored, so that the books can be closed too.
+
+        >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+        >>> buffer.close()
+        >>> asyncio.run(buffer.admit(0))
+        Traceback (most recent call last):
+        asyncrl.errors.BufferClosedError: admit: the buffer is closed
         """
         if self._closed:
             return
@@ -312,14 +406,32 @@ class AsyncReplayBuffer:
             waiter.future.set_exception(self._closed_error(self._describe(waiter)))
 
     def statistics(self) -> ReplayBufferStatistics:
-        """Counts in groups; ``waiting`` has the longest wait now in progress, in seconds, by its reason."""
+        """Counts in groups; ``waiting`` has the longest wait now in progress, in seconds, by its reason.
+
+        >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+        >>> asyncio.run(buffer.admit(0))
+        >>> buffer.statistics().pending
+        1
+        """
         waiting: dict[str, float] = {}
         for waiter in self._waiters():
             waiting[waiter.reason] = max(waiting.get(waiter.reason, 0.0), waiter.waited_s())
         return replace(self._state.statistics(), waiting=waiting)
 
     def explain(self) -> tuple[str, ...]:
-        """One sentence for every wait in progress: what waits, for how long, and what for."""
+        """One sentence for every wait in progress: what waits, for how long, and what for.
+
+        >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
+        >>> async def stuck():
+        ...     async with asyncio.TaskGroup() as tasks:
+        ...         waiting = tasks.create_task(buffer.select(1, weight_version=0))
+        ...         await asyncio.sleep(0)
+        ...         told = buffer.explain()
+        ...         waiting.cancel()
+        ...     return told
+        >>> asyncio.run(stuck())  # doctest: +ELLIPSIS
+        ('select of 1 groups at version 0 has waited ... s: ...',)
+        """
         return tuple(
             f"{self._describe(waiter)} has waited {waiter.waited_s():.3g} s: {self._why(waiter)}"
             for waiter in self._waiters()

@@ -38,7 +38,11 @@ _ARGUMENT_LINE = re.compile(r"^\s{4,}(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """The tool message that answers one call, and whether it tells of a mistake of the model."""
+    """The tool message that answers one call, and whether it tells of a mistake of the model.
+
+    >>> ToolAnswer(message={"role": "tool", "content": "5"}, mistake=False).message["content"]
+    '5'
+    """
 
     message: Message
     mistake: bool
@@ -47,11 +51,22 @@ class ToolAnswer:
 class PythonTool:
     """A Python function with its declaration. Calling it validates the arguments first.
 
+        >>> def add(a: int, b: int = 1) -> int:
+        ...     "Add two integers."
+        ...     return a + b
+        >>> PythonTool(add).tool.parameters["required"]
+        ['a']
+
+    The examples of the methods are about this function.
+
     Args:
         function: sync or async; every parameter annotated. A sync one runs in a thread, which a deadline abandons but
             cannot stop: give functions that may hang an ``async def``.
         name: name shown to the model; the function's own by default.
         description: the docstring's first paragraph by default.
+
+    Raises:
+        ConfigError: a parameter has no annotation, or cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str = "", description: str = "") -> None:
@@ -66,10 +81,18 @@ class PythonTool:
 
     @property
     def name(self) -> str:
+        """The name that the model calls it by.
+
+        >>> PythonTool(add).name
+        'add'
+        """
         return self.tool.name
 
     def validate(self, arguments: object) -> dict[str, Any]:
         """The function's keyword arguments from what the model wrote.
+
+            >>> PythonTool(add).validate({"a": 2})
+            {'a': 2, 'b': 1}
 
         Raises:
             ValueError: an argument is missing, unknown or of the wrong type; the text is meant for the model.
@@ -89,6 +112,9 @@ class PythonTool:
 
     async def call(self, arguments: object, *, deadline_s: float) -> str:
         """Validate, run, and turn the result into text (strings as they are, everything else as JSON).
+
+            >>> asyncio.run(PythonTool(add).call({"a": 2, "b": 3}, deadline_s=5.0))
+            '5'
 
         Raises:
             ValueError: a mistake of the model, in words for the model.
@@ -115,12 +141,25 @@ class PythonTool:
 
 
 def tool(function: Callable[..., Any]) -> PythonTool:
-    """Decorator form of :func:`tool_from_function`."""
+    """Decorator form of :func:`tool_from_function`.
+
+        >>> @tool
+        ... def half(x: float) -> float:
+        ...     return x / 2
+        >>> half.name
+        'half'
+
+    Raises:
+        ConfigError: as :func:`tool_from_function`.
+    """
     return PythonTool(function)
 
 
 def tool_from_function(function: Callable[..., Any], *, name: str = "", description: str = "") -> PythonTool:
     """Declare ``function`` as a tool.
+
+        >>> tool_from_function(add, name="plus").name
+        'plus'
 
     Raises:
         ConfigError: a parameter has no annotation, or takes ``*args`` / ``**kwargs``.
@@ -131,9 +170,16 @@ def tool_from_function(function: Callable[..., Any], *, name: str = "", descript
 class Toolbox:
     """The tools of one environment, and the answers to an assistant's message.
 
+        >>> toolbox = Toolbox([PythonTool(add)], deadline_s=5.0)
+        >>> asyncio.run(toolbox.answer({"function": {"name": "subtract", "arguments": {}}})).message["content"]
+        "error: there is no tool 'subtract'; there are: add"
+
     Args:
         tools: with different names.
         deadline_s: for each call.
+
+    Raises:
+        ConfigError: two tools have one name.
     """
 
     def __init__(self, tools: Iterable[PythonTool], *, deadline_s: float = 30.0) -> None:
@@ -146,27 +192,46 @@ class Toolbox:
 
     @property
     def declarations(self) -> tuple[Tool, ...]:
+        """What the model is shown.
+
+        >>> [each.name for each in Toolbox([PythonTool(add)]).declarations]
+        ['add']
+        """
         return tuple(each.tool for each in self._tools.values())
 
     async def answer(self, call: Mapping[str, Any]) -> ToolAnswer:
         """Run one parsed call (``{"id": ..., "function": {"name": ..., "arguments": {...}}}``).
+
+            >>> asyncio.run(
+            ...     Toolbox([PythonTool(add)]).answer({"function": {"name": "add", "arguments": {"a": 4}}})
+            ... ).mistake
+            False
 
         Raises:
             EnvironmentFailure: the tool broke, or passed its deadline.
         """
         function = call["function"]
         name = str(function["name"])
-        try:
-            if name not in self._tools:
-                raise ValueError(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
-            text, mistake = await self._tools[name].call(function["arguments"], deadline_s=self._deadline_s), False
-        except ValueError as error:
-            text, mistake = f"error: {error}", True
+        mistake = name not in self._tools
+        if mistake:
+            text = f"error: there is no tool {name!r}; there are: {', '.join(self._tools)}"
+        else:
+            try:
+                text = await self._tools[name].call(function["arguments"], deadline_s=self._deadline_s)
+            except ValueError as error:
+                text, mistake = f"error: {error}", True
         message = {"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": text}
         return ToolAnswer(message=message, mistake=mistake)
 
     async def answer_all(self, reply: Message) -> tuple[ToolAnswer, ...]:
-        """Answer every call of ``reply`` in order, or its ``malformed`` mark. Empty if it calls nothing."""
+        """Answer every call of ``reply`` in order, or its ``malformed`` mark. Empty if it calls nothing.
+
+            >>> asyncio.run(Toolbox([PythonTool(add)]).answer_all({"role": "assistant", "content": "5, surely"}))
+            ()
+
+        Raises:
+            EnvironmentFailure: as :meth:`answer`.
+        """
         answers = [await self.answer(call) for call in reply.get("tool_calls", ())]
         if reply.get("malformed"):
             text = f"error: a tool call could not be read: {reply['malformed']}"

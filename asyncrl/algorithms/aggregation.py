@@ -56,6 +56,12 @@ def token_weights(
     fixed_length   1 / (total_rows * fixed_length) no length bias, independent of the batch (Dr. GRPO, arXiv:2503.20783)
     ============== ============================== ==================================================================
 
+        >>> lengths = torch.tensor([2, 0, 3])  # 5 tokens in 2 rows
+        >>> token_weights(lengths, aggregation="token_mean", total_tokens=5, total_rows=2)
+        tensor([0.2000, 0.0000, 0.2000])
+        >>> token_weights(lengths, aggregation="sequence_mean", total_tokens=5, total_rows=2)
+        tensor([0.2500, 0.0000, 0.1667])
+
     Args:
         lengths: [B] integer, number of trained tokens of each row of this part.
         aggregation: see the table.
@@ -67,6 +73,7 @@ def token_weights(
         [B] float32 on the device of ``lengths``. Rows without a trained token get 0.
 
     Raises:
+        SchemaError: ``lengths`` are not [B] integers.
         InvalidDataError: this part alone has more tokens or rows than the totals.
         ConfigError: ``aggregation`` and ``fixed_length`` do not fit together.
     """

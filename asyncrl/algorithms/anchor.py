@@ -27,6 +27,11 @@ def anchor_log_probs(
                  policy, also with several optimizer steps on a batch; a fresh sample's centre is the behaviour itself.
     ============ ======================================================================================================
 
+        >>> current, proximal, behaviour = torch.tensor([[-1.0, -1.0], [-2.0, -2.0], [-3.0, -3.0]])
+        >>> ages = torch.tensor([0.0, 1.0])
+        >>> anchor_log_probs("interpolated", current=current, proximal=proximal, behaviour=behaviour, ages=ages)
+        tensor([-3., -2.])
+
     Args:
         anchor: see the table.
         current: under the weights being trained.

@@ -41,6 +41,12 @@ class Correction(ABC):
 
     Found by name in the entry-point group ``asyncrl.corrections``, or as ``package.module:Class``.
 
+        >>> class Half(Correction):
+        ...     def __call__(self, tokens):
+        ...         return torch.full_like(tokens.behaviour, 0.5)
+        >>> Half()(tokens)  # the tokens of PolicyTokens' example, as below
+        tensor([0.5000, 0.5000, 0.5000])
+
     Attributes:
         corrects: False for one that leaves samples of another policy as they are.
     """
@@ -54,7 +60,11 @@ class Correction(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class NoCorrection(Correction):
-    """Weight 1: right only where the anchor is the policy that sampled."""
+    """Weight 1: right only where the anchor is the policy that sampled.
+
+    >>> NoCorrection()(tokens)
+    tensor([1., 1., 1.])
+    """
 
     corrects: ClassVar[bool] = False
 
@@ -71,9 +81,15 @@ class TruncatedImportance(Correction):
     the trust region kept apart it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5). Per
     sequence the ratios of the row's tokens are multiplied first: no bias, more variance.
 
+        >>> TruncatedImportance(cap=1.5)(tokens)  # anchor / behaviour is 1, 2, 1
+        tensor([1.0000, 1.5000, 1.0000])
+
     Attributes:
         cap: 1 or more; a cap below 1 would scale down on-policy tokens too: a second learning rate in disguise.
         level: ``token`` or ``sequence``.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     cap: float = 2.0
@@ -95,10 +111,16 @@ class MaskedImportance(Correction):
     Liu, Li et al., "When speed kills stability" (2025): what a cap would keep at the cap, where the sample says least,
     is thrown away instead.
 
+        >>> MaskedImportance(high=1.5)(tokens)  # the first row's ratio is 1 * 2
+        tensor([0., 0., 1.])
+
     Attributes:
         low: 0 to 1.
         high: 1 or more.
         level: what is weighed and compared; ``sequence`` as published.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     low: float = 0.0
@@ -120,6 +142,9 @@ class IcePop(MaskedImportance):
     """IcePop: token by token, w = anchor / behaviour inside [0.5, 5], else 0. Ring-1T, arXiv:2510.18855.
 
     Made for trainer and engine that disagree on the same weights: both too likely and too unlikely tokens are dropped.
+
+    >>> IcePop(high=1.5)(tokens)
+    tensor([1., 0., 1.])
     """
 
     low: float = 0.5
@@ -131,12 +156,18 @@ class IcePop(MaskedImportance):
 class Rejection(Correction):
     """Rejection: w = 1 where the ratio lies in [low, high], else 0; nothing is reweighted.
 
+        >>> Rejection(high=1.2)(tokens)  # the first row's geometric mean is the square root of 1 * 2
+        tensor([0., 0., 1.])
+
     Attributes:
         low: 0 to 1.
         high: 1 or more.
         level: ``token`` drops single tokens, ``sequence`` whole rows by the product of their ratios, ``geometric``
             whole rows by the geometric mean, which does not shrink with the row's length. Li and Liu, "When math meets
             reality: toxic tails and length traps" (2025).
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     low: float = 0.5

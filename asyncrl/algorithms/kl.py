@@ -40,12 +40,20 @@ Beyond the limit the gradient is 0: a token whose probability changed 5e8-fold s
 
 
 def probability_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)``, always finite (see :data:`LOG_RATIO_LIMIT`); nan stays nan."""
+    """``exp(log_ratio)``, always finite (see :data:`LOG_RATIO_LIMIT`); nan stays nan.
+
+    >>> probability_ratio(torch.tensor([0.0, 1000.0]))
+    tensor([1.0000e+00, 4.8517e+08])
+    """
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def kl_estimate(sampled_log_probs: Tensor, other_log_probs: Tensor, *, estimator: KLEstimator = "k3") -> Tensor:
     """Estimate KL(q || p) for every token.
+
+        >>> q, p = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()  # log r is -0.6931
+        >>> [round(kl_estimate(q, p, estimator=each).item(), 4) for each in ("k1", "k2", "k3")]
+        [0.6931, 0.2402, 0.1931]
 
     Args:
         sampled_log_probs: log q(x), the distribution the tokens were drawn from.

@@ -17,6 +17,10 @@ __all__ = ["AnswerLosses", "KTOObjective"]
 class AnswerLosses:
     """Losses of single answers.
 
+        >>> one = torch.ones(1)
+        >>> AnswerLosses(loss=one, reward=one, advantage=one).loss
+        tensor([1.])
+
     Attributes:
         loss: [B], differentiable in the policy's log-probs.
         reward: [B] detached, beta * log(policy / reference): the implicit reward.
@@ -39,10 +43,16 @@ class KTOObjective:
 
     The reference point z is a number known before the batch is cut (:meth:`reference_point`).
 
+        >>> KTOObjective(undesirable_weight=1.5)
+        KTOObjective(beta=0.1, desirable_weight=1.0, undesirable_weight=1.5)
+
     Attributes:
         beta: above 0.
         desirable_weight: 0 or more.
         undesirable_weight: 0 or more; the paper balances the two by the counts of answers.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     beta: float = 0.1
@@ -58,9 +68,15 @@ class KTOObjective:
     def reference_point(log_probs: Tensor, reference_log_probs: Tensor) -> float:
         """Estimate of KL(policy || reference), at least 0.
 
+            >>> KTOObjective.reference_point(torch.tensor([-4.0, -1.0]), torch.tensor([-5.0, -3.0]))
+            1.5
+
         Args:
             log_probs: [M] log-probs of whole answers that belong to *other* prompts, under the policy.
             reference_log_probs: [M] under the reference.
+
+        Raises:
+            SchemaError: they are not floating tensors of one shape [M].
         """
         _check(log_probs=log_probs, reference_log_probs=reference_log_probs)
         if not len(log_probs):
@@ -72,6 +88,14 @@ class KTOObjective:
     ) -> AnswerLosses:
         """Loss of each answer.
 
+            >>> KTOObjective(beta=1.0).answer_losses(
+            ...     log_probs=torch.tensor([-2.0, -2.0]),
+            ...     reference_log_probs=torch.tensor([-2.0, -2.0]),
+            ...     desirable=torch.tensor([True, False]),
+            ...     reference_point=0.0,
+            ... ).loss  # 1 - sigmoid(0)
+            tensor([0.5000, 0.5000])
+
         Args:
             log_probs: [B] of whole answers under the policy: their tokens' log-probs summed.
             reference_log_probs: [B] under the frozen reference.
@@ -79,6 +103,7 @@ class KTOObjective:
             reference_point: z, 0 or more.
 
         Raises:
+            ConfigError: ``reference_point`` is negative.
             SchemaError: shapes or dtypes are others.
         """
         _check(log_probs=log_probs, reference_log_probs=reference_log_probs)

@@ -41,6 +41,19 @@ class PolicyObjective:
 
     The default is decoupled PPO with a truncated weight.
 
+        >>> objective = PolicyObjective()
+        >>> half, most = torch.tensor([0.5]).log(), torch.tensor([0.75]).log()
+        >>> objective.token_losses(
+        ...     current_log_probs=most,
+        ...     proximal_log_probs=half,
+        ...     behaviour_log_probs=half,
+        ...     advantages=torch.tensor([1.0]),
+        ...     mask=torch.tensor([True]),
+        ... ).loss  # the ratio of 1.5 counts as 1.2
+        tensor([-1.2000])
+
+    The examples of the methods are about this objective.
+
     Attributes:
         loss: see :class:`~asyncrl.algorithms.PolicyLoss`.
         correction: see :class:`~asyncrl.algorithms.Correction`.
@@ -79,7 +92,11 @@ class PolicyObjective:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns a batch must have for this objective."""
+        """Columns a batch must have for this objective.
+
+        >>> PolicyObjective(kl_coefficient=0.1).columns
+        ('behaviour_log_probs', 'advantages', 'reference_log_probs')
+        """
         return (
             "behaviour_log_probs",
             "advantages",
@@ -89,7 +106,11 @@ class PolicyObjective:
 
     @property
     def prepares(self) -> bool:
-        """True if :meth:`prepare` must be called, with the proximal log-probs, before the batch is cut."""
+        """True if :meth:`prepare` must be called, with the proximal log-probs, before the batch is cut.
+
+        >>> objective.prepares
+        False
+        """
         return self.loss.prepares
 
     def prepare(
@@ -103,12 +124,24 @@ class PolicyObjective:
     ) -> dict[str, Tensor]:
         """Columns that the loss needs of the whole batch, to be handed to :meth:`token_losses` as ``prepared``.
 
+            >>> PolicyObjective(loss=M2PO()).prepare(
+            ...     proximal_log_probs=torch.tensor([-1.0, -1.0]),
+            ...     behaviour_log_probs=torch.tensor([-1.0, -4.0]),
+            ...     advantages=torch.tensor([1.0, 1.0]),
+            ...     rows=torch.tensor([0, 0]),
+            ...     seed=0,
+            ... )  # the second token is too far from the policy that sampled it
+            {'kept': tensor([1., 0.])}
+
         Args:
             proximal_log_probs: [T], of all trained tokens of all ranks, in the order of their rows; likewise the rest.
             behaviour_log_probs: [T]
             advantages: [T]
             rows: [T] integer, row of each token.
             seed: equal on all ranks, another for every update.
+
+        Raises:
+            SchemaError: shapes or dtypes differ.
         """
         mask = torch.ones_like(proximal_log_probs, dtype=torch.bool)
         check_tokens(
@@ -146,6 +179,17 @@ class PolicyObjective:
 
         All tensors have one shape, usually [T] packed tokens: whole rows, in any order. Entries outside ``mask`` may be
         anything, inf and nan included.
+
+            >>> quarter = torch.full((2,), 0.25).log()
+            >>> losses = objective.token_losses(
+            ...     current_log_probs=quarter,
+            ...     proximal_log_probs=quarter,
+            ...     behaviour_log_probs=torch.tensor([0.25, 0.05]).log(),
+            ...     advantages=torch.tensor([1.0, 1.0]),
+            ...     mask=torch.tensor([True, True]),
+            ... )
+            >>> losses.loss  # five times as likely as when it was sampled, counted twice
+            tensor([-1., -2.])
 
         Args:
             current_log_probs: under the weights being trained; the gradient goes here.
@@ -237,11 +281,19 @@ class PolicyObjective:
         )
 
     def report(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step, from the averages of :meth:`token_losses`' metrics over all its trained tokens."""
+        """Metrics of a step, from the averages of :meth:`token_losses`' metrics over all its trained tokens.
+
+        >>> objective.report({"behaviour_ratio": 1.0, "behaviour_ratio_squared": 2.0})["effective_sample_share"]
+        0.5
+        """
         return policy_report.report(means)
 
     def token_weights(self, lengths: Tensor, *, total_tokens: int, total_rows: int) -> Tensor:
-        """:func:`~asyncrl.algorithms.token_weights` with this objective's aggregation."""
+        """:func:`~asyncrl.algorithms.token_weights` with this objective's aggregation.
+
+        >>> objective.token_weights(torch.tensor([1, 3]), total_tokens=4, total_rows=2)
+        tensor([0.2500, 0.2500])
+        """
         return token_weights(
             lengths,
             aggregation=self.aggregation,

@@ -28,6 +28,12 @@ class PolicyLoss(ABC):
     (:func:`~asyncrl.algorithms.token_weights`). A loss must therefore depend on nothing but the token, its row
     (``tokens.rows()``) and the columns it prepared over the whole batch: never on which rows share a micro-batch.
 
+        >>> class Reinforce(PolicyLoss):
+        ...     def __call__(self, tokens):
+        ...         return TokenLosses(loss=-tokens.advantages * tokens.current)
+        >>> Reinforce()(tokens).loss  # the tokens of PolicyTokens' example
+        tensor([ 0.6931,  0.2877, -1.3863])
+
     Attributes:
         corrects: True if the loss itself weighs tokens by how likely the policy that *sampled* them found them. Such a
             loss takes no further correction; any other needs one on stale data.
@@ -48,6 +54,9 @@ class PolicyLoss(ABC):
 
         Called once per update with all trained tokens of all ranks, in the order of their rows, where ``current`` and
         ``anchor`` are those of the start of the step. Every rank computes the same from the same.
+
+            >>> M2PO().prepare(tokens, seed=0)
+            {'kept': tensor([1., 0., 1.])}
 
         Args:
             tokens: [T] of the whole batch.

@@ -20,6 +20,21 @@ class PolicyTokens:
 
     Whole rows: a micro-batch may hold any rows, but never a part of one.
 
+        >>> half = torch.tensor([0.5, 0.5, 0.5]).log()
+        >>> tokens = PolicyTokens(  # two of one row, one of another
+        ...     current=torch.tensor([0.5, 0.75, 0.25]).log(),
+        ...     anchor=half,
+        ...     proximal=half,
+        ...     behaviour=torch.tensor([0.5, 0.25, 0.5]).log(),
+        ...     advantages=torch.tensor([1.0, 1.0, -1.0]),
+        ...     mask=torch.tensor([True, True, True]),
+        ...     row_index=torch.tensor([0, 0, 1]),
+        ... )
+        >>> tokens.ratio
+        tensor([1.0000, 1.5000, 0.5000])
+
+    The examples of losses and corrections are about these tokens.
+
     Attributes:
         current: log-probs under the weights being trained; the only column with a gradient.
         anchor: log-probs where the trust region has its centre: the ratio is current / anchor.
@@ -42,16 +57,27 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log(current / anchor), differentiable in ``current``."""
+        """log(current / anchor), differentiable in ``current``.
+
+        >>> tokens.log_ratio
+        tensor([ 0.0000,  0.4055, -0.6931])
+        """
         return self.current - self.anchor
 
     @property
     def ratio(self) -> Tensor:
-        """Ratio current / anchor, always finite."""
+        """Ratio current / anchor, always finite.
+
+        >>> tokens.ratio
+        tensor([1.0000, 1.5000, 0.5000])
+        """
         return probability_ratio(self.log_ratio)
 
     def rows(self) -> Rows:
         """Sums over rows.
+
+            >>> tokens.rows().sum(tokens.advantages)
+            tensor([ 2.,  2., -1.])
 
         Raises:
             SchemaError: ``row_index`` was not given.

@@ -22,6 +22,10 @@ __all__ = ["PairLosses", "PreferenceObjective", "answer_log_probs", "preference_
 class PairLosses:
     """Losses of single pairs.
 
+        >>> one = torch.ones(1)
+        >>> PairLosses(loss=one, chosen_reward=one, rejected_reward=-one, correct=one, advantage=one).correct
+        tensor([1.])
+
     Attributes:
         loss: [P], differentiable in the policy's log-probs.
         chosen_reward: [P] detached, beta * log(policy / reference) of the chosen answer: DPO's implicit reward.
@@ -47,6 +51,9 @@ class PreferenceObjective:
         conservative label smoothing of its authors (cDPO).
     ipo: (x - 1 / (2 beta))^2. arXiv:2310.12036, eq. 17: a distance to reach, not to grow for ever, so pairs that all
         agree cannot make the policy certain.
+
+        >>> PreferenceObjective(kind="ipo", beta=0.2)
+        PreferenceObjective(kind='ipo', beta=0.2, label_smoothing=0.0)
 
     Attributes:
         kind: ``dpo`` or ``ipo``.
@@ -84,6 +91,16 @@ class PreferenceObjective:
         reference_rejected_log_probs: Tensor,
     ) -> PairLosses:
         """Loss of each pair.
+
+            >>> same = torch.tensor([-3.0])
+            >>> losses = PreferenceObjective(beta=0.1).pair_losses(
+            ...     chosen_log_probs=same,
+            ...     rejected_log_probs=same,
+            ...     reference_chosen_log_probs=same,
+            ...     reference_rejected_log_probs=same,
+            ... )
+            >>> losses.loss, losses.correct  # log 2: it has learnt nothing yet
+            (tensor([0.6931]), tensor([0.5000]))
 
         Args:
             chosen_log_probs: [P] log-prob of the whole preferred answer under the policy: its tokens' log-probs summed.
@@ -139,6 +156,7 @@ def preference_pairs(rewards: Tensor, groups: Tensor) -> Tensor:
         groups: [B] integer; rows with the same number answer the same prompt.
 
     Raises:
+        SchemaError: the two are not of one shape [B].
         InvalidDataError: a reward is not finite; the message names the row.
     """
     if rewards.ndim != 1 or groups.shape != rewards.shape:
@@ -161,6 +179,11 @@ def preference_pairs(rewards: Tensor, groups: Tensor) -> Tensor:
 
 def answer_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
     """Log-prob of whole answers [B]: in every row, the sum over the tokens where ``mask``.
+
+        >>> log_probs = torch.nested.nested_tensor([[-1.0, -2.0], [-4.0]], layout=torch.jagged)
+        >>> sampled = torch.nested.nested_tensor([[False, True], [True]], layout=torch.jagged)
+        >>> answer_log_probs(log_probs, sampled)
+        tensor([-2., -4.])
 
     Args:
         log_probs: ragged column of B rows, differentiable.

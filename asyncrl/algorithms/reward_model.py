@@ -17,6 +17,10 @@ __all__ = ["ComparisonLosses", "bradley_terry_losses"]
 class ComparisonLosses:
     """Losses of single pairs.
 
+        >>> one = torch.ones(1)
+        >>> ComparisonLosses(loss=one, correct=one, distance=one).distance
+        tensor([1.])
+
     Attributes:
         loss: [P], differentiable in the rewards.
         correct: [P] detached, 1 where the chosen answer has the higher reward, 0 where not, 0.5 where equal.
@@ -35,6 +39,10 @@ def bradley_terry_losses(
 
     The Bradley-Terry likelihood (arXiv:2203.02155, eq. 1), with a margin for pairs that differ more (Llama 2,
     arXiv:2307.09288, eq. 2) and a pull to mean 0, which the likelihood leaves free (arXiv:2312.09244).
+
+        >>> losses = bradley_terry_losses(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
+        >>> losses.loss, losses.correct
+        (tensor([0.3133, 0.6931]), tensor([1.0000, 0.5000]))
 
     Args:
         chosen_rewards: [P] of the better answers.

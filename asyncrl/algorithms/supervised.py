@@ -12,6 +12,9 @@ __all__ = ["supervised_token_losses"]
 def supervised_token_losses(log_probs: Tensor, *, mask: Tensor) -> TokenLosses:
     """Cross-entropy of every token, in nats: ``-log_probs`` where ``mask``, exactly 0 elsewhere.
 
+        >>> supervised_token_losses(torch.tensor([-0.5, -2.0]), mask=torch.tensor([False, True])).loss
+        tensor([0., 2.])
+
     Args:
         log_probs: [T] (or any shape) log-prob of the token that is there, under the weights being trained.
         mask: same shape, boolean.

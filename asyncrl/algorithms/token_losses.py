@@ -16,6 +16,9 @@ __all__ = ["TokenLosses", "check_tokens", "keep"]
 class TokenLosses:
     """Losses of single tokens; what they are summed to is decided by :func:`~asyncrl.algorithms.token_weights`.
 
+        >>> TokenLosses(loss=torch.tensor([0.5, 0.0])).metrics
+        {}
+
     Attributes:
         loss: [T] (or the shape of the inputs), differentiable, exactly 0 where the mask is False.
         metrics: detached quantities of the same shape, 0 where the mask is False, to be averaged over the mask.

@@ -25,6 +25,15 @@ def value_token_losses(
     PPO's value clipping (arXiv:2005.12729); the larger of the two, so a value that has moved far towards its
     return gets no further gradient, one that has moved away does.
 
+        >>> losses = value_token_losses(
+        ...     torch.tensor([0.5, 0.5]),
+        ...     old_values=torch.tensor([0.4, 0.0]),
+        ...     returns=torch.tensor([1.0, 1.0]),
+        ...     mask=torch.tensor([True, True]),
+        ... )
+        >>> losses.loss  # (0.5 - 1)^2 / 2; the second has moved too far, and counts as (0.2 - 1)^2 / 2
+        tensor([0.1250, 0.3200])
+
     Args:
         values: [T] (or any shape) of the critic being trained; the gradient goes here.
         old_values: same shape, at the start of the step.
@@ -57,6 +66,9 @@ def value_token_losses(
 class ValueObjective:
     """What a critic minimises: :func:`value_token_losses`, every token counting the same.
 
+        >>> ValueObjective(clip=None)
+        ValueObjective(clip=None)
+
     Attributes:
         clip: above 0, or None for the plain square. It bounds what the optimizer steps on *one* batch do to a value;
             with a single step there is nothing to hold.
@@ -72,7 +84,16 @@ class ValueObjective:
             check_range("clip", self.clip, low=0.0, open_low=True)
 
     def token_losses(self, values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor) -> TokenLosses:
-        """As :func:`value_token_losses`, with the moments that :meth:`report` needs."""
+        """As :func:`value_token_losses`, with the moments that :meth:`report` needs.
+
+            >>> one = torch.ones(1)
+            >>> losses = ValueObjective().token_losses(0 * one, old_values=0 * one, returns=one, mask=one > 0)
+            >>> losses.loss, losses.metrics["residual"]
+            (tensor([0.5000]), tensor([1.]))
+
+        Raises:
+            SchemaError: shapes or dtypes differ.
+        """
         losses = value_token_losses(values, old_values=old_values, returns=returns, mask=mask, clip=self.clip)
         value, target = keep(values.detach(), mask), keep(returns.detach(), mask)
         moments = {
@@ -85,7 +106,15 @@ class ValueObjective:
         return TokenLosses(loss=losses.loss, metrics=losses.metrics | moments)
 
     def token_weights(self, lengths: Tensor, total_tokens: int, total_rows: int) -> Tensor:
-        """Weight of each trained token of every row, see :func:`~asyncrl.algorithms.token_weights`."""
+        """Weight of each trained token of every row, see :func:`~asyncrl.algorithms.token_weights`.
+
+            >>> ValueObjective().token_weights(torch.tensor([1, 3]), total_tokens=4, total_rows=2)
+            tensor([0.2500, 0.2500])
+
+        Raises:
+            SchemaError: as :func:`~asyncrl.algorithms.token_weights`.
+            InvalidDataError: likewise.
+        """
         return token_weights(lengths, aggregation="token_mean", total_tokens=total_tokens, total_rows=total_rows)
 
     def report(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -93,6 +122,10 @@ class ValueObjective:
 
         ``explained_variance`` is 1 - Var(return - value) / Var(return): 1 for a critic that knows, 0 for one that says
         the mean, below 0 for one that does harm; 0 where all returns are equal.
+
+        >>> means = {"return": 1.0, "return_squared": 3.0, "residual": 0.0, "residual_squared": 0.5}
+        >>> ValueObjective().report(means)["explained_variance"]  # 1 - 0.5 / 2
+        0.75
         """
         known = dict(means)
         spread = known.pop("return_squared") - known["return"] ** 2

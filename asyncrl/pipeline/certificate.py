@@ -15,6 +15,21 @@ __all__ = ["Certificate", "certify", "check_summary", "merge"]
 class Certificate:
     """What a batch (or many, merged) was trained on, and what was thrown away on the way.
 
+        >>> summary = GroupSummary(
+        ...     slot=0,
+        ...     rows=2,
+        ...     oldest_version=1,
+        ...     tokens=4,
+        ...     version_tokens={1: 1, 2: 3},
+        ...     rewards=(0.0, 1.0),
+        ...     lengths=(1, 3),
+        ... )
+        >>> certificate = certify([summary], trainer_version=2, dropped_rows=2, dropped_tokens=4)
+        >>> dict(certificate.histogram)
+        {0: 3, 1: 1}
+
+    The examples here are about this certificate and this summary.
+
     Attributes:
         first_version: lowest trainer version among the batches.
         last_version: highest one.
@@ -39,39 +54,67 @@ class Certificate:
 
     @property
     def maximum(self) -> int:
-        """Staleness of the oldest token; 0 without tokens."""
+        """Staleness of the oldest token; 0 without tokens.
+
+        >>> certificate.maximum
+        1
+        """
         return max(self.histogram, default=0)
 
     @property
     def mean(self) -> float:
-        """Mean staleness of a token; 0 without tokens."""
+        """Mean staleness of a token; 0 without tokens.
+
+        >>> certificate.mean
+        0.25
+        """
         total = sum(staleness * tokens for staleness, tokens in self.histogram.items())
         return total / self.tokens if self.tokens else 0.0
 
     @property
     def mean_length_trained(self) -> float:
-        """Sampled tokens per row trained on, masked ones included; 0 without rows."""
+        """Sampled tokens per row trained on, masked ones included; 0 without rows.
+
+        >>> certificate.mean_length_trained  # 4 tokens in 2 rows
+        2.0
+        """
         return (self.tokens + self.masked_tokens) / self.rows if self.rows else 0.0
 
     @property
     def mean_length_issued(self) -> float:
-        """Sampled tokens per row issued, dropped ones included. A lower bound if some were dropped unfinished."""
+        """Sampled tokens per row issued, dropped ones included. A lower bound if some were dropped unfinished.
+
+        >>> certificate.mean_length_issued  # 8 tokens in 4 rows
+        2.0
+        """
         rows = self.rows + self.dropped_rows
         return (self.tokens + self.masked_tokens + self.dropped_tokens) / rows if rows else 0.0
 
     @property
     def length_ratio(self) -> float:
-        """Mean length trained over mean length issued: below 1, slow rows were thrown away. 1 without tokens."""
+        """Mean length trained over mean length issued: below 1, slow rows were thrown away. 1 without tokens.
+
+        >>> certificate.length_ratio
+        1.0
+        """
         return self.mean_length_trained / self.mean_length_issued if self.mean_length_issued else 1.0
 
     @property
     def waste(self) -> float:
-        """Share of the sampled tokens that were not trained on, 0..1: masked, or dropped with their row."""
+        """Share of the sampled tokens that were not trained on, 0..1: masked, or dropped with their row.
+
+        >>> certificate.waste
+        0.5
+        """
         lost = self.masked_tokens + self.dropped_tokens
         return lost / (self.tokens + lost) if lost else 0.0
 
     def as_metrics(self) -> dict[str, float]:
-        """What a step logs of its batch: tokens by staleness, and what was masked and thrown away."""
+        """What a step logs of its batch: tokens by staleness, and what was masked and thrown away.
+
+        >>> certificate.as_metrics()["staleness/1"]
+        1.0
+        """
         return {
             "staleness_max": float(self.maximum),
             "staleness_mean": self.mean,
@@ -83,12 +126,20 @@ class Certificate:
 
     @property
     def masked_share(self) -> float:
-        """Share of the tokens of trained rows that were masked, 0..1."""
+        """Share of the tokens of trained rows that were masked, 0..1.
+
+        >>> certify([summary], trainer_version=2, oldest_version=2).masked_share
+        0.25
+        """
         return self.masked_tokens / (self.tokens + self.masked_tokens) if self.masked_tokens else 0.0
 
 
 def check_summary(summary: GroupSummary, *, slot: int, rows: int | None = None) -> None:
     """Refuse what a rollout says of itself if it is not of this slot, has not so many rows, or contradicts itself.
+
+        >>> check_summary(summary, slot=1)
+        Traceback (most recent call last):
+        asyncrl.errors.InvalidDataError: the rollout of slot 1 was answered with rows of slot 0
 
     Raises:
         InvalidDataError: saying what disagrees.
@@ -121,6 +172,9 @@ def certify(
 
     Tokens of versions below ``oldest_version`` are masked. ``dropped_rows`` and ``dropped_tokens`` count what was
     thrown away since the batch before.
+
+        >>> certify([summary], trainer_version=3, oldest_version=2).masked_tokens
+        1
 
     Raises:
         InvalidDataError: a summary's counts disagree, or it has tokens of a version the trainer has not made yet.
@@ -160,6 +214,9 @@ def certify(
 
 def merge(certificates: Iterable[Certificate]) -> Certificate:
     """One certificate for all of them.
+
+        >>> merge([certificate, certificate]).tokens
+        8
 
     Raises:
         ValueError: there is none.

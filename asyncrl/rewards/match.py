@@ -17,6 +17,9 @@ _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 def exact(solution_str: str, ground_truth: Any, *, tag: str = "", ignore_case: bool = False) -> float:
     """1 if the answer is the ground truth, else 0; white space around and between words does not count.
 
+        >>> exact("so <answer> forty  two </answer>", "Forty two", tag="answer", ignore_case=True)
+        1.0
+
     Args:
         solution_str: the answer.
         ground_truth: a text or number, or a list of which any will do.
@@ -31,7 +34,10 @@ def exact(solution_str: str, ground_truth: Any, *, tag: str = "", ignore_case: b
 
 
 def regex(solution_str: str, ground_truth: Any, *, pattern: str, group: int | str | None = None) -> float:
-    """1 if ``pattern`` is found in the answer, else 0; with a ``group``, if its last match there is the ground truth.
+    r"""1 if ``pattern`` is found in the answer, else 0; with a ``group``, if its last match there is the ground truth.
+
+        >>> regex("x = 3, y = 4", "4", pattern=r"= (\d)", group=1)
+        1.0
 
     Args:
         solution_str: the answer.
@@ -50,11 +56,17 @@ def json_schema(
 ) -> float:
     """1 if the answer is JSON of a schema, else 0. It may stand in a fenced block, of which the last counts.
 
+        >>> json_schema('{"age": 7}', None, {}, schema={"type": "object", "required": ["age"]})
+        1.0
+
     Args:
         solution_str: the answer.
         ground_truth: not looked at.
         extra_info: its ``schema`` (a table, or JSON text) is the row's own.
         schema: of all rows.
+
+    Raises:
+        ValueError: there is no schema.
     """
     from jsonschema.validators import validator_for
 
@@ -74,7 +86,10 @@ def json_schema(
 
 
 def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float:
-    """1 if the number behind the last ``####`` is the ground truth, as GSM8K's own answers are written.
+    r"""1 if the number behind the last ``####`` is the ground truth, as GSM8K's own answers are written.
+
+        >>> gsm8k("6 times 7 is 42\n#### 42", "42"), gsm8k("it is 42", "42"), gsm8k("it is 42", "42", strict=False)
+        (1.0, 0.0, 1.0)
 
     Args:
         solution_str: the answer.

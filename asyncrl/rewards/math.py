@@ -13,6 +13,9 @@ def compute_score(solution_str: str, ground_truth: Any, *, boxed: bool = False, 
     Runs in the main thread of a process of its own: math-verify bounds its work by alarms, and what it hands to sympy
     may take for ever all the same.
 
+        >>> compute_score(r"that is \boxed{\frac{1}{2}}", "0.5")
+        1.0
+
     Args:
         solution_str: the answer; the last ``\boxed{}`` is preferred, then LaTeX, then plain expressions.
         ground_truth: LaTeX or a plain expression; or a list of which any will do.

@@ -16,7 +16,12 @@ __all__ = ["Answer", "FunctionRule", "NoRule", "RewardRule", "Verdict", "Weighte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is judged: verl's four arguments, and the conversation before the answer."""
+    """What is judged: verl's four arguments, and the conversation before the answer.
+
+    >>> answer = Answer(data_source="sums", solution_str="4", ground_truth="4")
+
+    The examples of the rules are about this answer.
+    """
 
     data_source: str
     solution_str: str
@@ -25,7 +30,11 @@ class Answer:
     prompt: Sequence[Message] = ()
 
     def as_arguments(self) -> dict[str, Any]:
-        """By the names that verl's reward functions have for them."""
+        """By the names that verl's reward functions have for them.
+
+        >>> answer.as_arguments()
+        {'data_source': 'sums', 'solution_str': '4', 'ground_truth': '4', 'extra_info': {}}
+        """
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
@@ -36,7 +45,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A score, and what it was made of, by name; parts are shown and logged, only the score is trained on."""
+    """A score, and what it was made of, by name; parts are shown and logged, only the score is trained on.
+
+    >>> Verdict(score=0.5, parts={"right": 1.0, "short": 0.0}).parts["right"]
+    1.0
+    """
 
     score: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -44,10 +57,23 @@ class Verdict:
 
 @runtime_checkable
 class RewardRule(Protocol):
-    """Judges answers. Used from one event loop; its calls overlap."""
+    """Judges answers. Used from one event loop; its calls overlap.
+
+    >>> class Brief:
+    ...     async def judge(self, answer):
+    ...         return Verdict(score=1.0 / len(answer.solution_str))
+    ...
+    ...     async def close(self): ...
+    >>> isinstance(Brief(), RewardRule)
+    True
+    """
 
     async def judge(self, answer: Answer) -> Verdict:
         """The verdict on one answer.
+
+            >>> rule: RewardRule = NoRule()
+            >>> asyncio.run(rule.judge(answer)).score
+            0.0
 
         Raises:
             RewardError: the rule is wrong, or cannot be used on such a row; the run ends.
@@ -56,7 +82,11 @@ class RewardRule(Protocol):
         ...
 
     async def close(self) -> None:
-        """Free what it holds. Idempotent."""
+        """Free what it holds. Idempotent.
+
+        >>> rule: RewardRule = NoRule()
+        >>> asyncio.run(rule.close())
+        """
         ...
 
 
@@ -69,10 +99,17 @@ class FunctionRule:
     A function that raises, or returns no number, is wrong: the run ends with its traceback. One that passes its
     deadline or takes its process along was brought there by an answer: that costs the rollout.
 
+        >>> rule = FunctionRule("asyncrl.rewards.match:exact", tag="answer")
+        >>> sorted(rule.parameters)
+        ['ground_truth', 'ignore_case', 'solution_str', 'tag']
+
     Args:
         name: ``package.module:name`` or ``path/to/file.py:name``.
         deadline_s, processes, concurrency, start_deadline_s: as for the user function.
         options: passed with every call.
+
+    Raises:
+        ConfigError: the function cannot be imported or called like this, or a number is out of range.
     """
 
     def __init__(
@@ -95,7 +132,22 @@ class FunctionRule:
         self._options = options
 
     async def judge(self, answer: Answer) -> Verdict:
-        """As :meth:`RewardRule.judge`."""
+        """As :meth:`RewardRule.judge`.
+
+            >>> async def judged():
+            ...     rule = FunctionRule("asyncrl.rewards.match:exact")
+            ...     try:
+            ...         return await rule.judge(answer)
+            ...     finally:
+            ...         await rule.close()
+            >>> asyncio.run(judged())
+            Verdict(score=1.0, parts={})
+
+        Raises:
+            RewardError: it raised, or returned no number.
+            EnvironmentDeadlineError: it passed its deadline.
+            EnvironmentFailure: its process died.
+        """
         function = self._function
         given = {**answer.as_arguments(), **self._options}
         if not function.takes_others:
@@ -115,39 +167,71 @@ class FunctionRule:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Parameters that nobody gives it."""
+        """Parameters that nobody gives it.
+
+        >>> FunctionRule("asyncrl.rewards.match:regex").missing
+        frozenset({'pattern'})
+        """
         known = {"data_source", "solution_str", "ground_truth", "extra_info", *self._options}
         return self._function.required - known
 
     @property
     def surplus(self) -> frozenset[str]:
-        """Options that it does not take."""
+        """Options that it does not take.
+
+        >>> FunctionRule("asyncrl.rewards.match:exact", tags="answer").surplus
+        frozenset({'tags'})
+        """
         return frozenset() if self._function.takes_others else frozenset(self._options) - self._function.wanted
 
     @property
     def parameters(self) -> frozenset[str]:
-        """Names it takes."""
+        """Names it takes.
+
+        >>> sorted(FunctionRule("asyncrl.rewards.match:gsm8k").parameters)
+        ['ground_truth', 'solution_str', 'strict']
+        """
         return self._function.wanted
 
     async def close(self) -> None:
-        """End its processes."""
+        """End its processes.
+
+        >>> asyncio.run(FunctionRule("asyncrl.rewards.match:exact").close())
+        """
         await self._function.close()
 
 
 class NoRule:
-    """Judges nothing: every score is 0, for runs that only generate; the part ``judged`` says so."""
+    """Judges nothing: every score is 0, for runs that only generate; the part ``judged`` says so.
+
+    >>> asyncio.run(NoRule().judge(answer))
+    Verdict(score=0.0, parts={'judged': 0.0})
+    """
 
     async def judge(self, answer: Answer) -> Verdict:
-        """As :meth:`RewardRule.judge`."""
+        """As :meth:`RewardRule.judge`.
+
+        >>> asyncio.run(NoRule().judge(answer)).score
+        0.0
+        """
         del answer
         return Verdict(score=0.0, parts={"judged": 0.0})
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Nothing to close.
+
+        >>> asyncio.run(NoRule().close())
+        """
 
 
 class WeightedSum:
     """Several rules as one: ``score = sum of weight * score``; each score is a part, under its rule's name.
+
+        >>> class Fixed(NoRule):
+        ...     async def judge(self, answer):
+        ...         return Verdict(score=1.0)
+        >>> asyncio.run(WeightedSum([("right", 0.75, Fixed()), ("brief", 0.25, NoRule())]).judge(answer))
+        Verdict(score=0.75, parts={'right': 1.0, 'brief': 0.0, 'brief/judged': 0.0})
 
     Args:
         rules: name, weight and rule of each. All are asked at once; the first failure is that of the sum.
@@ -157,7 +241,11 @@ class WeightedSum:
         self._rules = tuple(rules)
 
     async def judge(self, answer: Answer) -> Verdict:
-        """As :meth:`RewardRule.judge`."""
+        """As :meth:`RewardRule.judge`.
+
+        >>> asyncio.run(WeightedSum([]).judge(answer)).score
+        0.0
+        """
         try:
             async with asyncio.TaskGroup() as asked:
                 tasks = [asked.create_task(rule.judge(answer)) for _, _, rule in self._rules]
@@ -172,6 +260,9 @@ class WeightedSum:
         return Verdict(score=score, parts=parts)
 
     async def close(self) -> None:
-        """Close every rule."""
+        """Close every rule.
+
+        >>> asyncio.run(WeightedSum([("nothing", 1.0, NoRule())]).close())
+        """
         for _, _, rule in self._rules:
             await rule.close()

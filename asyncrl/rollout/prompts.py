@@ -44,6 +44,10 @@ def prompt_rows(
     as bytes (:mod:`asyncrl.rollout.record`). ``sampling`` replaces fields of the worker's sampling parameters. With
     ``attempt``, the number of this try, turns are told as they end; ``turns`` are those of earlier tries that rows go
     on from (:mod:`asyncrl.rollout.turns`).
+
+    >>> rows = prompt_rows([{"question": "2 + 2"}] * 2, slot=7, seeds=[1, 2], purpose="train")
+    >>> rows.batch["slot"].tolist(), rows.batch["row"].tolist(), rows.meta_info["purpose"]
+    ([7, 7], [0, 1], 'train')
     """
     rows = len(tasks)
     task_column = np.empty(rows, dtype=object)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -14,7 +13,6 @@ from blockbuster import blockbuster_ctx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import buffers.replay
 from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
 from asyncrl.pipeline.certificate import certify
@@ -516,8 +514,3 @@ def test_under_the_admission_law_every_step_gets_its_batch_and_nothing_is_left(
     assert (counts.released, counts.pending, counts.ready) == (steps * groups_per_step, 0, 0)
     if selection == "fifo":
         assert "stale" not in counts.dropped
-
-
-def test_the_example_in_the_docstring_runs():
-    results = doctest.testmod(buffers.replay)
-    assert (results.failed, results.attempted > 0) == (0, True)

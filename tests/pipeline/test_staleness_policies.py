@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 
 import pytest
 import torch
 
-import asyncrl.pipeline.certificate
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import ragged_from_list
 from asyncrl.errors import ConfigError, InvalidDataError
@@ -135,7 +133,3 @@ def test_masking_takes_old_tokens_out_of_the_loss_and_nothing_else():
     assert batch.batch["loss_mask"].values().tolist() == [False, True, True, False, True]
     assert masked.batch["input_ids"].values().tolist() == [5, 6, 7, 8, 9]
     assert masked.batch["advantages"].tolist() == [0.5, -0.5]
-
-
-def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(asyncrl.pipeline.certificate).failed == 0

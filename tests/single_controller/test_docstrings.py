@@ -22,20 +22,45 @@ import pytest
 import torch
 
 import asyncrl
+import asyncrl.algorithms.advantages
+import asyncrl.algorithms.policy_losses
 import asyncrl.data
 import asyncrl.errors
 import asyncrl.single_controller
 import asyncrl.verl
+from asyncrl.algorithms import M2PO, PolicyObjective, PolicyTokens, TokenLosses, load_estimator
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
+from asyncrl.interfaces import GroupSummary
+from asyncrl.pipeline.certificate import certify
+from asyncrl.rewards.rule import Answer
 from asyncrl.serve.serving import serve
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Role, Worker, create_colocated_worker_cls, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 
-PACKAGES = (asyncrl.data, asyncrl.single_controller, asyncrl.verl)
+PACKAGES = (
+    asyncrl.algorithms,
+    asyncrl.algorithms.advantages,
+    asyncrl.algorithms.policy_losses,
+    asyncrl.data,
+    asyncrl.single_controller,
+    asyncrl.verl,
+)
+USED_BY_NAME = (
+    "asyncrl.agents.tools",
+    "asyncrl.pipeline.certificate",
+    "asyncrl.rewards.match",
+    "asyncrl.rewards.math",
+    "asyncrl.rewards.rule",
+    "asyncrl.rollout.prompts",
+    "buffers.replay",
+)
+"""Modules of other packages that programs import from."""
+
 MODULES = sorted(
     f"{package.__name__}.{module.name}" for package in PACKAGES for module in pkgutil.iter_modules(package.__path__)
 )
+SLOW = ("asyncrl.rewards.math",)
 NEED_RAY = (
     "asyncrl.single_controller.ray",
     "asyncrl.single_controller.ray_resource_pool",
@@ -45,6 +70,7 @@ NEED_RAY = (
 )
 PUBLIC = (
     "asyncrl",
+    "asyncrl.algorithms",
     "asyncrl.data",
     "asyncrl.single_controller",
     "asyncrl.single_controller.colocation",
@@ -52,6 +78,7 @@ PUBLIC = (
     "asyncrl.single_controller.local",
     "asyncrl.single_controller.ray",
     "asyncrl.verl",
+    *USED_BY_NAME,
 )
 
 
@@ -73,11 +100,35 @@ class Greeter(Worker):
         yield from range(end)
 
 
+def add(a: int, b: int = 1) -> int:
+    """Add two integers."""
+    return a + b
+
+
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Any]]:
-    """What the examples take for granted: the batch of DataProto's own example, and a group like WorkerGroup's."""
+    """What the examples take for granted: what the example of the class, or of one beside it, has made."""
     data = DataProto.from_dict(
         tensors={"x": torch.tensor([1, 2, 3])}, non_tensors={"name": ["a", "b", "c"]}, meta_info={"step": 7}
+    )
+    half = torch.tensor([0.5, 0.5, 0.5]).log()
+    tokens = PolicyTokens(
+        current=torch.tensor([0.5, 0.75, 0.25]).log(),
+        anchor=half,
+        proximal=half,
+        behaviour=torch.tensor([0.5, 0.25, 0.5]).log(),
+        advantages=torch.tensor([1.0, 1.0, -1.0]),
+        mask=torch.tensor([True, True, True]),
+        row_index=torch.tensor([0, 0, 1]),
+    )
+    summary = GroupSummary(
+        slot=0,
+        rows=2,
+        oldest_version=1,
+        tokens=4,
+        version_tokens={1: 1, 2: 3},
+        rewards=(0.0, 1.0),
+        lengths=(1, 3),
     )
     init = ClassWithInitArgs(Greeter)
     with (
@@ -92,14 +143,23 @@ def names() -> Iterator[dict[str, Any]]:
             "Future": Future,
             "Greeter": Greeter,
             "LocalWorkerGroup": LocalWorkerGroup,
+            "M2PO": M2PO,
             "Role": Role,
+            "TokenLosses": TokenLosses,
+            "add": add,
+            "answer": Answer(data_source="sums", solution_str="4", ground_truth="4"),
             "asyncio": asyncio,
+            "certificate": certify([summary], trainer_version=2, dropped_rows=2, dropped_tokens=4),
             "colocated": colocated,
             "data": data,
             "future": DataProtoFuture.of(data),
             "group": group,
+            "load_estimator": load_estimator,
             "np": np,
+            "objective": PolicyObjective(),
+            "summary": summary,
             "threading": threading,
+            "tokens": tokens,
             "torch": torch,
         }
 
@@ -124,8 +184,9 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def cases() -> Iterator[Any]:
-    for name in [*MODULES, "asyncrl.verl", "asyncrl.serve.serving"]:
-        yield pytest.param(name, marks=[pytest.mark.ray, pytest.mark.slow] if name in NEED_RAY else [])
+    for name in [*MODULES, *USED_BY_NAME, "asyncrl.verl", "asyncrl.serve.serving"]:
+        marks = [pytest.mark.ray, pytest.mark.slow] if name in NEED_RAY else [pytest.mark.slow] * (name in SLOW)
+        yield pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("name", list(cases()))

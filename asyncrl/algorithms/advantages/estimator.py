@@ -48,6 +48,12 @@ class AdvantageEstimator:
     time, whole ones, so beside its columns it may have ``rewards`` and ``lengths`` but no groups. A user's function of
     that form is named by its path, ``package.module:function``.
 
+        >>> def above_half(rewards, *, slope=1.0):
+        ...     return slope * (rewards - 0.5)
+        >>> estimator = AdvantageEstimator("above_half", above_half, {"slope": 2.0})
+        >>> estimator({"rewards": torch.tensor([1.0, 0.0]), "groups": torch.tensor([3, 3])})
+        tensor([ 1., -1.])
+
     Attributes:
         name: how it was asked for.
         function: the estimator itself.
@@ -60,12 +66,20 @@ class AdvantageEstimator:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the columns it cannot do without."""
+        """Names of the columns it cannot do without.
+
+        >>> load_estimator("rloo").needs
+        ('rewards', 'groups')
+        """
         return tuple(name for name, each in _columns(self.function).items() if each.default is Parameter.empty)
 
     @property
     def level(self) -> Literal["row", "turn", "token"]:
-        """What it gives an advantage to."""
+        """What it gives an advantage to.
+
+        >>> load_estimator("rloo").level, load_estimator("gae").level
+        ('row', 'token')
+        """
         needs = set(self.needs)
         return "token" if needs & TOKEN_COLUMNS else "turn" if needs & TURN_COLUMNS else "row"
 
@@ -92,6 +106,12 @@ def load_estimator(
     name: str, *, options: Mapping[str, Any] | None = None, path: str = "algorithm.advantage"
 ) -> AdvantageEstimator:
     """The estimator behind ``name``: an entry point of ``asyncrl.advantages``, or ``package.module:function``.
+
+        >>> load_estimator("pass_at_k", options={"k": 2}).options
+        {'k': 2}
+        >>> load_estimator("pass_at_k", options={"kk": 2})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        asyncrl.errors.ConfigError: algorithm.advantage_options.kk: ... did you mean 'k'? allowed: k, success_reward
 
     Args:
         name: as above.

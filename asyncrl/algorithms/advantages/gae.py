@@ -27,6 +27,12 @@ def gae(
 
     Only sampled tokens are steps: what an environment says between two turns is no action and is left out before.
 
+        >>> advantages, returns = gae(
+        ...     torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.75]), torch.tensor([2]), discount=1.0, trace=0.5
+        ... )
+        >>> advantages, returns  # 0.25 at the last token, 0.25 + 0.5 * 0.25 before it
+        (tensor([0.3750, 0.2500]), tensor([0.8750, 1.0000]))
+
     Args:
         token_rewards: [T] floating, row after row without padding; an outcome's reward stands at a row's last token.
         values: [T] floating, the critic's value *before* each token is sampled.
@@ -73,5 +79,12 @@ def gae(
 def gae_advantages(
     token_rewards: Tensor, values: Tensor, lengths: Tensor, *, discount: float = 1.0, trace: float = 0.95
 ) -> Tensor:
-    """The advantages of :func:`gae` alone. arXiv:1506.02438, eq. 16."""
+    """The advantages of :func:`gae` alone. arXiv:1506.02438, eq. 16.
+
+        >>> gae_advantages(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.75]), torch.tensor([2]), trace=1.0)
+        tensor([0.5000, 0.2500])
+
+    Raises:
+        SchemaError: as :func:`gae`.
+    """
     return gae(token_rewards, values, lengths, discount=discount, trace=trace)[0]

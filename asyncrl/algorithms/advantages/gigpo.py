@@ -28,6 +28,16 @@ def gigpo_advantages(
     Turns of one group that start from the same state (their *anchor*) are compared with one another by their discounted
     return from there; whole episodes as in GRPO.
 
+        >>> gigpo_advantages(  # two rows of one prompt, a turn each, which begin in the same state
+        ...     torch.tensor([1.0, 0.0]),
+        ...     torch.tensor([5, 5]),
+        ...     torch.tensor([1.0, 0.0]),
+        ...     torch.tensor([0, 1]),
+        ...     torch.tensor([9, 9]),
+        ...     normalise=False,
+        ... )
+        tensor([ 1., -1.])
+
     Args:
         rewards: [B] return of each row.
         groups: [B] rows with the same number answer the same prompt.

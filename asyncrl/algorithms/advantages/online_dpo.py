@@ -28,6 +28,9 @@ def online_dpo_advantages(
     differ. A policy step with these advantages on every token is then one of DPO or IPO on the mean over pairs, as long
     as all tokens of a batch weigh the same (``token_mean``, ``fixed_length``); ``sequence_mean`` normalises by length.
 
+        >>> online_dpo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), torch.zeros(2), beta=0.5)
+        tensor([ 0.5000, -0.5000])
+
     Args:
         rewards: [B]
         groups: [B]

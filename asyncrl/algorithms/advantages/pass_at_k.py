@@ -22,6 +22,11 @@ def pass_at_k_advantages(rewards: Tensor, groups: Tensor, *, k: int = 4, success
     A failure is only blamed for the subsets that fail without it as well, and prompts that k answers always or never
     solve teach nothing.
 
+        >>> pass_at_k_advantages(torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), k=1)
+        tensor([ 1., -1.])
+        >>> pass_at_k_advantages(torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), k=2)  # two answers always solve it
+        tensor([0., 0.])
+
     Args:
         rewards: [B]
         groups: [B]
@@ -29,6 +34,7 @@ def pass_at_k_advantages(rewards: Tensor, groups: Tensor, *, k: int = 4, success
         success_reward: reward from which a row counts as a success.
 
     Raises:
+        SchemaError: shapes or dtypes are others.
         ConfigError: ``k`` is below 1.
         InvalidDataError: a group has fewer than ``k`` rows.
     """
@@ -52,6 +58,20 @@ def best_of_group_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 
     The leave-one-out baseline of the maximum over the whole group. arXiv:2503.19595. Among several equally
     good best rows none is missed, so all get 0.
+
+        >>> best_of_group_advantages(torch.tensor([0.25, 1.0, 0.5]), torch.tensor([7, 7, 7]))
+        tensor([0.0000, 0.5000, 0.0000])
+
+    Args:
+        rewards: [B] floating.
+        groups: [B] integer, equal for the rows of one prompt.
+
+    Returns:
+        [B] float32.
+
+    Raises:
+        SchemaError: shapes or dtypes are others.
+        InvalidDataError: a reward is not finite; the message names the row.
     """
     found = Groups(rewards, groups)
     best = found.extreme(found.rewards, "amax")

@@ -17,10 +17,19 @@ def reinforce_plus_plus_advantages(rewards: Tensor, lengths: Tensor, *, epsilon:
     Every token of a row has the row's return (no discount; a KL penalty belongs into the reward), so a row counts as
     often as it has tokens. No group is needed: the baseline is the whole batch.
 
+        >>> reinforce_plus_plus_advantages(
+        ...     torch.tensor([1.0, 0.0]), torch.tensor([2, 2])
+        ... )  # deviation: the root of 1 / 3
+        tensor([ 0.8660, -0.8660])
+
     Args:
         rewards: [B] floating.
         lengths: [B] integer, sampled tokens of each row. Rows without tokens take no part and get 0.
         epsilon: against a batch of equal rewards, which gets exactly 0.
+
+    Raises:
+        SchemaError: shapes or dtypes are others.
+        InvalidDataError: a reward is not finite; the message names the row.
     """
     return _whitened(check_rewards(rewards, lengths=lengths), lengths, epsilon=epsilon)
 
@@ -31,6 +40,15 @@ def reinforce_plus_plus_baseline_advantages(
     """As :func:`reinforce_plus_plus_advantages`, of rewards minus their group's mean. arXiv:2501.03262.
 
     Unlike GRPO's, the deviation is that of the batch: a prompt does not weigh more because its rewards differ little.
+
+        >>> reinforce_plus_plus_baseline_advantages(
+        ...     torch.tensor([6.0, 5.0]), torch.tensor([7, 7]), torch.tensor([2, 2])
+        ... )
+        tensor([ 0.8660, -0.8660])
+
+    Raises:
+        SchemaError: shapes or dtypes are others.
+        InvalidDataError: a reward is not finite; the message names the row.
     """
     check_rewards(rewards, lengths=lengths)
     return _whitened(Groups(rewards, groups).deviations, lengths, epsilon=epsilon)
@@ -39,9 +57,16 @@ def reinforce_plus_plus_baseline_advantages(
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """Reward minus that of the greedy answer to the same prompt. ReMax, arXiv:2310.10505.
 
+        >>> remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
+        tensor([ 0.5000, -0.5000])
+
     Args:
         rewards: [B] floating.
         greedy_rewards: [B] floating, reward of the greedy answer to each row's prompt.
+
+    Raises:
+        SchemaError: shapes or dtypes are others.
+        InvalidDataError: a reward is not finite; the message names the row.
     """
     if greedy_rewards.shape != rewards.shape:
         raise SchemaError(

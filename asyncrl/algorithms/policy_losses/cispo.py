@@ -19,9 +19,15 @@ class CISPO(PolicyLoss):
 
     Every token keeps a gradient, also rare ones that a clipped surrogate would silence after one step.
 
+        >>> CISPO()(tokens).loss  # the tokens of PolicyTokens' example; 1.5 counts as 1.28
+        tensor([ 0.6931,  0.3682, -0.6931])
+
     Attributes:
         clip_low: 0..1; at 1 the weight is not bounded below, as published.
         clip_high: 0 or more.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     clip_low: float = 1.0

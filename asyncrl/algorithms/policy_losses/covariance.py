@@ -39,12 +39,20 @@ def covariances(tokens: PolicyTokens) -> Tensor:
 class ClipCov(PolicyLoss):
     """The clipped surrogate without the gradient of a few tokens of high covariance. arXiv:2505.22617.
 
+        >>> from dataclasses import replace
+        >>> spread = replace(tokens, proximal=torch.tensor([0.9, 0.5, 0.1]).log())
+        >>> ClipCov().prepare(spread, seed=0)  # covariances 0.62, 0.23 and 1.69
+        {'held_back': tensor([0., 0., 1.])}
+
     Attributes:
         clip_low: as PPO's.
         clip_high: as PPO's.
         share: above 0, at most 1: share of all tokens that are taken out, at least one, drawn at random.
         low: only from tokens whose covariance lies above ...
         high: ... and below.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     clip_low: float = 0.2
@@ -61,7 +69,11 @@ class ClipCov(PolicyLoss):
         check_range("high", self.high, low=self.low, open_low=True)
 
     def prepare(self, tokens: PolicyTokens, *, seed: int) -> Mapping[str, Tensor]:
-        """Column ``held_back``: 1 for the tokens taken out."""
+        """Column ``held_back``: 1 for the tokens taken out.
+
+        >>> ClipCov().prepare(tokens, seed=0)  # no token is likelier than another
+        {'held_back': tensor([0., 0., 0.])}
+        """
         covariance = covariances(tokens)
         candidates = ((covariance > self.low) & (covariance < self.high)).nonzero().flatten()
         count = min(len(candidates), max(1, int(self.share * len(covariance))))
@@ -87,9 +99,17 @@ class KLCov(PolicyLoss):
     The penalty's gradient is 0 at r = 1 (within :data:`ROUNDING`), so it does something only from the second optimizer
     step on a batch on.
 
+        >>> from dataclasses import replace
+        >>> spread = replace(tokens, proximal=torch.tensor([0.9, 0.5, 0.1]).log())
+        >>> KLCov()(replace(spread, prepared=KLCov().prepare(spread, seed=0))).loss  # 0.5, and 0.693 for being held
+        tensor([-1.0000, -1.5000,  1.1930])
+
     Attributes:
         share: above 0, at most 1: share of all tokens that are held, at least one.
         coefficient: 0 or more, weight of the penalty.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     share: float = 2e-4
@@ -102,7 +122,11 @@ class KLCov(PolicyLoss):
         check_range("coefficient", self.coefficient, low=0.0)
 
     def prepare(self, tokens: PolicyTokens, *, seed: int) -> Mapping[str, Tensor]:
-        """Column ``held_back``: 1 for the tokens that are held."""
+        """Column ``held_back``: 1 for the tokens that are held.
+
+        >>> KLCov(share=1.0).prepare(tokens, seed=0)
+        {'held_back': tensor([1., 1., 1.])}
+        """
         covariance = covariances(tokens)
         count = min(len(covariance), max(1, int(self.share * len(covariance))))
         held_back = torch.zeros(len(covariance), device=covariance.device)

@@ -24,9 +24,15 @@ class GMPO(PolicyLoss):
     A is the row's mean advantage; every token carries the row's loss, so with ``sequence_mean``, as published, a row
     counts once.
 
+        >>> GMPO()(tokens).loss  # a log-ratio of 0.41 counts as 0.4, one of -0.69 as -0.4
+        tensor([-1.2214, -1.2214,  0.6703])
+
     Attributes:
         clip_low: 0 or more, bound of the log-ratio below; the paper's (e^-0.4, e^0.4).
         clip_high: 0 or more, above.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     clip_low: float = 0.4

@@ -22,9 +22,15 @@ class GSPO(PolicyLoss):
     In the token form (eq. 13 and 14): every token has value s and, through its own log-prob, gradient s, which for
     equal advantages in a row is the same. Published with ``sequence_mean``.
 
+        >>> GSPO(clip_low=0.2, clip_high=0.2)(tokens).loss  # the first row's ratio is the root of 1 * 1.5
+        tensor([-1.2000, -1.2000,  0.8000])
+
     Attributes:
         clip_low: 0..1; means of logs move far less than single ones, so the bounds are a thousand times narrower.
         clip_high: 0 or more.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     clip_low: float = 3e-4

@@ -36,11 +36,17 @@ def clipped_surrogate(
 class PPO(PolicyLoss):
     """PPO's clipped surrogate, token by token. Schulman et al., arXiv:1707.06347, eq. 7.
 
+        >>> PPO()(tokens).loss  # the tokens of PolicyTokens' example: ratios 1, 1.5, 0.5, the last one bad
+        tensor([-1.0000, -1.2000,  0.8000])
+
     Attributes:
         clip_low: 0..1, how far below 1 the ratio may fall before a bad token's gradient stops.
         clip_high: 0 or more, how far above 1 it may rise before a good token's gradient stops.
         dual_clip: above 1: a bad token's ratio stops counting beyond it. Ye et al., arXiv:1912.09729, eq. 5. None
             leaves it unbounded.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     clip_low: float = 0.2
@@ -66,6 +72,10 @@ class PPO(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class DAPO(PPO):
-    """PPO with more room above than below, so that unlikely tokens can gain: clip-higher. arXiv:2503.14476, eq. 10."""
+    """PPO with more room above than below, so that unlikely tokens can gain: clip-higher. arXiv:2503.14476, eq. 10.
+
+    >>> DAPO()(tokens).loss
+    tensor([-1.0000, -1.2800,  0.8000])
+    """
 
     clip_high: float = 0.28

@@ -201,16 +201,19 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
         has_batch: bool = False,
         auto_padding: bool = False,
+        device: torch.device | None = None,
     ) -> DataProto:
         """A batch of columns that are known to fit together; ``has_batch`` asks for a TensorDict without tensors too.
 
-        Counterpart of :meth:`columns`, for code that computes on them.
+        Counterpart of :meth:`columns`, for code that computes on them. ``device`` is the TensorDict's own.
 
             >>> DataProto.from_columns(data.columns(), meta_info=data.meta_info) == data
             True
         """
         data = object.__new__(cls)
-        data.batch = tensordict_of(columns.tensors, rows=columns.rows) if columns.tensors or has_batch else None
+        data.batch = None
+        if columns.tensors or has_batch:
+            data.batch = tensordict_of(columns.tensors, rows=columns.rows, device=device)
         data.non_tensor_batch = dict(columns.arrays)
         data.meta_info = dict(meta_info or {})
         data.auto_padding = auto_padding
@@ -227,11 +230,18 @@ class DataProto:
             meta_info=self.meta_info if meta_info is None else meta_info,
             has_batch=self.batch is not None,
             auto_padding=self.auto_padding,
+            device=self._device,
         )
 
     def _become(self, columns: Columns) -> None:
         other = self.with_rows(columns)
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Where the batch was moved to, and what is set in it later goes too."""
+        batch: Any = self.batch
+        return None if batch is None else batch.device
 
     def _tensors(self) -> Iterable[tuple[str, Any]]:
         batch: Any = self.batch  # set freely: what is in it is known once it was looked at
@@ -394,7 +404,7 @@ class DataProto:
         row %= columns.rows
         tensors = {name: row_of(each, row) if each.is_nested else each[row] for name, each in columns.tensors.items()}
         return DataProtoItem(
-            batch=None if self.batch is None else tensordict_of(tensors, rows=None),
+            batch=None if self.batch is None else tensordict_of(tensors, rows=None, device=self._device),
             non_tensor_batch={name: array[row] for name, array in columns.arrays.items()},
             meta_info=dict(self.meta_info),
         )
@@ -716,12 +726,15 @@ class DataProto:
     def to(self, device: torch.device | str | int) -> DataProto:
         """Move the tensors of *this* batch to ``device``, and return it.
 
+        What is set in its ``batch`` later moves there too, and what is cut out of it knows the device.
+
         >>> data.select().to("cpu") == data
         True
         """
         columns = self.columns()
-        moved = tensor_columns({name: value.to(device) for name, value in columns.tensors.items()})
-        self._become(Columns(tensors=moved, arrays=columns.arrays, rows=columns.rows))
+        if self.batch is not None:
+            moved = tensor_columns({name: value.to(device) for name, value in columns.tensors.items()})
+            self.batch = tensordict_of(moved, rows=columns.rows, device=torch.device(device))
         return self
 
     @property

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 __all__ = ["packed_tensordict", "tensordict_of", "unpacked_tensordict"]
 
 
-def tensordict_of(tensors: Mapping[str, torch.Tensor], *, rows: int | None) -> TensorDict:
-    """A TensorDict with one batch dimension of ``rows``, or none."""
+def tensordict_of(
+    tensors: Mapping[str, torch.Tensor], *, rows: int | None, device: torch.device | None = None
+) -> TensorDict:
+    """A TensorDict with one batch dimension of ``rows``, or none; with a ``device``, what is set later moves there."""
     # Imported here: tensordict takes as long to load as torch, and half of this package works without it.
     from tensordict import TensorDict
 
-    return TensorDict(dict(tensors), batch_size=[] if rows is None else [rows])
+    return TensorDict(dict(tensors), batch_size=[] if rows is None else [rows], device=device)
 
 
 def packed_tensordict(columns: Columns, meta_info: Mapping[str, Any]) -> TensorDict:

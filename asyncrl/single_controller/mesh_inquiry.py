@@ -79,6 +79,10 @@ class Meshes:
         """The mesh, if it is known. From any thread."""
         return self._known.get(name)
 
+    def all_known(self) -> dict[str, Mesh]:
+        """The meshes that are known, by name. From any thread."""
+        return dict(self._known)
+
     def ask(self, name: str) -> Inquiry:
         """Ask for a mesh, unless that is under way; after a failure the next call asks again. On the loop."""
         inquiry = self._inquiries.get(name)

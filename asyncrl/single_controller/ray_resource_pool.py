@@ -85,7 +85,7 @@ class RayResourcePool(ResourcePool):
 
     def __init__(
         self,
-        process_on_nodes: Sequence[int] = (),
+        process_on_nodes: Sequence[int] | None = None,
         use_gpu: bool = False,
         name_prefix: str | None = None,
         max_colocate_count: int = 1,

@@ -28,16 +28,13 @@ class ResourcePool:
         ResourceError: a place without workers, or ``max_colocate_count`` below 1.
     """
 
-    def __init__(self, process_on_nodes: Sequence[int] = (), max_colocate_count: int = 1) -> None:
+    def __init__(self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 1) -> None:
         if max_colocate_count < 1:
             raise ResourceError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
-        self._store: list[int] = []
         self.max_colocate_count = max_colocate_count
-        if any(count < 1 for count in process_on_nodes):
-            raise ResourceError(
-                f"process_on_nodes needs at least one worker in each place, got {list(process_on_nodes)}"
-            )
-        self._store += process_on_nodes
+        self._store = list(process_on_nodes or ())
+        if any(count < 1 for count in self._store):
+            raise ResourceError(f"process_on_nodes needs at least one worker in each place, got {self._store}")
 
     def add_node(self, process_count: int) -> None:
         """One more place, with ``process_count`` workers.

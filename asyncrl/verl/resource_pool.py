@@ -38,7 +38,7 @@ class RayResourcePool(ray_resource_pool.RayResourcePool):
         accelerator_type: str | None = None,
     ) -> None:
         super().__init__(
-            process_on_nodes or (),
+            process_on_nodes,
             use_gpu,
             name_prefix,
             max_colocate_count,
@@ -92,7 +92,7 @@ class ResourcePoolManager(resource_pool_manager.ResourcePoolManager):
     """:class:`asyncrl.single_controller.ResourcePoolManager` of GPU pools, three groups in each, as in verl.
 
         >>> ResourcePoolManager({"global": [8, 8]}, {Role.ActorRollout: "global"}).get_n_gpus()
-        16.0
+        16
 
     Raises:
         ResourceError: a role is in a pool that is not specified.
@@ -107,3 +107,11 @@ class ResourcePoolManager(resource_pool_manager.ResourcePoolManager):
             cpus_per_worker=1.0 / 3,
             strategy="STRICT_PACK",
         )
+
+    def get_n_gpus(self) -> int:
+        """GPUs of all pools together: one for each seat.
+
+        >>> ResourcePoolManager({"training": [8, 8], "generation": [8]}, {}).get_n_gpus()
+        24
+        """
+        return sum(map(sum, self.resource_pool_spec.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,6 +51,11 @@ class _Names(WorkerGroup):
         ['workers[0]', 'workers[1]']
         """
         return [f"{self.name}[{rank}]" for rank in range(self.world_size)]
+
+    @property
+    def _dispatch_info(self) -> dict[str, list[int]]:
+        """By mesh, the dp rank of each rank; of the meshes that calls have needed so far."""
+        return {name: list(mesh.dp_ranks) for name, mesh in self._meshes.all_known().items()}
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call a method, registered or not, on every rank; lists as long as the group are scattered if all are.
@@ -186,6 +192,8 @@ class RayWorkerGroup(_Names, ray_backend.RayWorkerGroup):
     ) -> Self:
         """Go on with a detached group, named by ``name_prefix`` or by the ``worker_names`` that it had.
 
+        The names may also be those that verl gives workers, ``PREFIXCLASS_0:1``, together with ``ray_cls_with_init``.
+
             >>> pool = RayResourcePool([1], use_gpu=False, detached=True)
             >>> made = RayWorkerGroup(pool, RayClassWithInitArgs(Worker), name_prefix="kept", detached=True)
             >>> made.ready().result()
@@ -201,10 +209,17 @@ class RayWorkerGroup(_Names, ray_backend.RayWorkerGroup):
             raise ResourceError(
                 "workers are found by their group's name, not by handles: from_detached(name_prefix=...)"
             )
-        names = {name.rpartition("[")[0] for name in worker_names or ()} or {name_prefix or ""}
+        names = {_group_of(name, ray_cls_with_init) for name in worker_names or ()} or {name_prefix or ""}
         if len(names) > 1 or not all(names):
             raise ResourceError(f"from_detached needs the name of one group, got {sorted(names)}")
         return cls.attach(names.pop(), ray_cls_with_init)
+
+
+def _group_of(worker: str, made: RayClassWithInitArgs | None) -> str:
+    """The group of a worker, by its name: ``GROUP[1]``, or verl's ``GROUPCLASS_0:1``; empty if it is neither."""
+    label = "" if made is None else made.cls.__name__
+    found = re.fullmatch(rf"(.*)(?:\[\d+\]|{re.escape(label)}_\d+:\d+)", worker, re.DOTALL)
+    return found[1] if found and (label or worker.endswith("]")) else ""
 
 
 def _variables(name: str, pool: ray_backend.RayResourcePool, worker_env: Mapping[str, str]) -> dict[str, str]:

@@ -207,6 +207,7 @@ def test_ppo_in_two_roles_of_one_process() -> None:
     update = actor.update_actor(batch)
     # Rows 0-2 on dp rank 0: 5 + 3 + 1, rows 3-5 on dp rank 1: -1 - 3 - 5; ranks 1 and 3 did the same, and do not tell.
     assert update.meta_info["metrics"] == {"actor/loss": [9.0, -9.0]}
+    assert actor._dispatch_info == {"actor": [0, 0, 1, 1]}
     assert actor.get_weight().result() == [3.0] * 4
     assert critic.weight_of_the_actor() == [3.0] * 4
     assert actor.save_checkpoint("/there", step=7) == "/there/7/actor_rollout by 0 of 4"
@@ -291,6 +292,11 @@ def test_detached_workers() -> None:
     assert first.all_to_all(7) == [7, 8]
     again = RayWorkerGroup.from_detached(worker_names=first.worker_names, ray_cls_with_init=made)
     assert again.all_to_all(8) == [8, 9]
+    in_verl = ["keptActorRolloutWorker_0:0", "keptActorRolloutWorker_0:1"]
+    again = RayWorkerGroup.from_detached(worker_names=in_verl, ray_cls_with_init=made)
+    assert again.all_to_all(8) == [8, 9]
+    with pytest.raises(ResourceError, match="needs the name of one group"):
+        RayWorkerGroup.from_detached(worker_names=in_verl)
     third = RayWorkerGroup.from_detached(name_prefix="kept")
     assert third.all_to_all(9) == [9, 10]
     third.shutdown()

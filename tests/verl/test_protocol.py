@@ -6,6 +6,7 @@ and the last table here has it.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pickle
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from asyncrl.errors import SchemaError
 from asyncrl.verl import (
     DataProto,
     DataProtoConfig,
+    DataProtoFuture,
     DataProtoItem,
     collate_fn,
     fold_batch_dim,
@@ -289,6 +291,25 @@ def test_what_changes_a_batch_and_returns_it() -> None:
     assert data.meta_info == {"step": 7, "temperature": 1.0}
 
 
+def test_a_batch_stays_where_it_was_moved_to() -> None:
+    data = rows()
+    assert data.batch is not None
+    assert data.batch.device is None
+    data.to("meta")
+    for each in (data, data[:2], data[[3, 1]], data.chunk(2)[1], data.select(["x"]), data.repeat(2)):
+        assert each.batch is not None
+        assert each.batch.device == each.batch["x"].device == torch.device("meta")
+    assert data[0].batch is not None
+    assert data[0].batch.device == torch.device("meta")
+    data.batch["later"] = torch.zeros(4)
+    assert data.batch["later"].device == torch.device("meta")
+    data.union(DataProto.from_dict({"score": torch.zeros(4)}))
+    assert data.batch["score"].device == torch.device("meta")
+    nothing = DataProto.from_dict(non_tensors={"uid": ["a"]})
+    assert nothing.to("cpu") is nothing
+    assert nothing.batch is None
+
+
 def test_pop_takes_out_what_it_returns() -> None:
     data = rows()
     popped = data.pop(batch_keys=["ids"], non_tensor_batch_keys=["uid"], meta_info_keys=["step"])
@@ -355,7 +376,7 @@ def test_auto_padding_of_one_batch_and_of_all() -> None:
     try:
         assert rows(5).is_padding_enabled()
         assert [len(part) for part in rows(5).chunk(2)] == [3, 2]
-        assert [len(part) for part in asyncrl.verl.DataProtoFuture.of(rows(5)).chunk(2)] == [3, 2]
+        assert [len(part) for part in DataProtoFuture.of(rows(5)).chunk(2)] == [3, 2]
     finally:
         DataProtoConfig.auto_padding = False
     assert not rows(5).is_padding_enabled()
@@ -557,6 +578,62 @@ def test_nothing_of_the_callers_is_changed_or_shared() -> None:
     assert info == {"step": 7}
     data.chunk(2)[0].meta_info["step"] = 8
     assert data.meta_info == info == {"step": 7}
+
+
+def test_a_batch_is_no_dataclass() -> None:
+    assert not dataclasses.is_dataclass(DataProto)
+    data = rows()
+    with pytest.raises(TypeError):
+        dataclasses.replace(data, meta_info={"step": 8})  # type: ignore[type-var]
+    replaced = DataProto(data.batch, data.non_tensor_batch, {"step": 8})
+    assert (replaced.meta_info, data.meta_info) == ({"step": 8}, {"step": 7})
+    assert replaced.columns().equal(data.columns())
+
+
+def test_a_future_is_made_by_a_call_or_of_other_futures() -> None:
+    with pytest.raises(TypeError, match="collect_fn"):
+        DataProtoFuture(collect_fn=DataProto.concat, futures=[], dispatch_fn=None)  # type: ignore[call-arg]
+    first = DataProtoFuture.of(rows()[:1])
+    joined = DataProtoFuture.concat([first, DataProtoFuture.of(rows()[3:])])
+    assert xs(joined.get()) == [0, 3]
+    assert xs(joined.then(last_row).get()) == [3]
+
+
+def last_row(data: DataProto) -> DataProto:
+    return data[-1:]
+
+
+@pytest.mark.parametrize("method", ["numpy", "anything"])
+def test_how_batches_travel_is_not_read_from_the_environment(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VERL_DATAPROTO_SERIALIZATION_METHOD", raising=False)
+    expected = pickle.dumps(rows())
+    monkeypatch.setenv("VERL_DATAPROTO_SERIALIZATION_METHOD", method)
+    assert pickle.dumps(rows()) == expected
+    view = rows(1000)[:4]  # verl's pickles bring the whole storage of a view
+    assert len(pickle.dumps(view)) <= len(expected) + 8
+    assert xs(pickle.loads(pickle.dumps(view))) == [0, 1, 2, 3]
+
+
+def test_a_dictionary_of_columns_of_every_kind() -> None:
+    data = DataProto.from_single_dict(
+        {
+            "x": torch.arange(2),
+            "ids": [torch.tensor([1, 2]), torch.tensor([3])],
+            "uid": np.array(["a", "b"]),
+            "messages": [[{"role": "user"}], [{"role": "user"}]],
+        },
+        meta_info={"step": 7},
+        auto_padding=True,
+    )
+    assert data.batch is not None
+    assert [each.tolist() for each in data.batch["ids"].unbind()] == [[1, 2], [3]]
+    assert data.non_tensor_batch["messages"].shape == (2,)
+    assert data.non_tensor_batch["messages"].tolist() == [[{"role": "user"}], [{"role": "user"}]]
+    assert (data.meta_info, data.auto_padding) == ({"step": 7}, True)
+    for value in (1, "ab", None, {"a": 1}, np.array(1)):
+        with pytest.raises(SchemaError, match="'x'"):
+            DataProto.from_single_dict({"x": value, "y": torch.zeros(2)})
+    assert len(DataProto.from_single_dict({})) == 0
 
 
 REFUSED: dict[str, Callable[[], object]] = {

@@ -20,6 +20,7 @@ from asyncrl.verl import (
     RayResourcePool,
     RayWorkerGroup,
     ResourcePool,
+    ResourcePoolManager,
     SubRayResourcePool,
     Worker,
     collect_all_to_all,
@@ -256,6 +257,9 @@ def test_pools() -> None:
     assert pool.local_rank_list() == [0, 1, 0, 1, 2]
     pool.add_node(1)
     assert pool.world_size == 6
+    assert ResourcePool(None).store == ResourcePool().store == RayResourcePool().store == []
+    gpus = ResourcePoolManager({"training": [8, 8], "generation": [4]}, {"actor": "training"}).get_n_gpus()
+    assert (gpus, type(gpus)) == (20, int)
     whole = RayResourcePool([4, 4])
     assert (whole.use_gpu, whole.max_colocate_count, whole.pgs) == (True, 10, None)
     halves = split_resource_pool(resource_pool=whole, split_size=4)

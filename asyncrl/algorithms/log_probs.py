@@ -21,10 +21,10 @@ def log_probs_and_entropy(
     Nothing of size [T, V] is kept for the backward pass but the logits themselves: softmax is made again, chunk by
     chunk. Peak memory beyond logits and their gradient is a few times ``chunk_tokens * V`` float32.
 
-        >>> logits = torch.tensor([[0.0, 0.0], [3.0, float("-inf")]])
+        >>> logits = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
         >>> log_probs, entropy = log_probs_and_entropy(logits, torch.tensor([1, 0]))
-        >>> log_probs, entropy  # one of two, and the only one
-        (tensor([-0.6931,  0.0000]), tensor([0.6931, 0.0000]))
+        >>> log_probs, entropy
+        (tensor([-0.6931, -1.3863]), tensor([0.6931, 0.5623]))
 
     Args:
         logits: [T, V] floating. Entries of -inf (a masked vocabulary) have probability 0.

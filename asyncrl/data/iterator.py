@@ -36,21 +36,26 @@ def mini_batches(
             f"{rows} rows cannot be cut into mini-batches of {mini_batch_size}: choose a divisor, or drop_last=True"
         )
     starts = range(0, rows - rows % mini_batch_size, mini_batch_size)
-    generator = torch.Generator()
-    generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed)
+    given = None if seed is None else torch.Generator().manual_seed(seed)
 
     def passes() -> Iterator[DataProto]:
         for _ in range(epochs):
+            # A DataLoader draws a seed for its workers before the order of its rows, and one order too many after
+            # them; so do we, to get the same rows in every epoch, and to leave torch's own generator as it would.
+            _drawn(given)
             if not shuffle:
                 for start in starts:
                     yield data.slice(start, start + mini_batch_size)
                 continue
-            # A DataLoader draws a seed for its workers before the order of its rows, and one order too many after
-            # them; so do we, to get the same rows in every epoch.
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            generator = given or torch.Generator().manual_seed(_drawn(None))
             order = torch.randperm(rows, generator=generator)
             for start in starts:
                 yield data.select_idxs(order[start : start + mini_batch_size])
             torch.randperm(rows, generator=generator)
 
     return passes()
+
+
+def _drawn(generator: torch.Generator | None) -> int:
+    """A seed from ``generator``, or from torch's own if there is none."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

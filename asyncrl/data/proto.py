@@ -603,8 +603,8 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """``epochs`` passes over the rows in mini-batches: views of consecutive rows, or copies when shuffled.
 
-        ``dataloader_kwargs`` knows ``shuffle`` and ``drop_last``. The order of shuffled rows for a ``seed`` is that of
-        torch's DataLoader with a generator of this seed.
+        ``dataloader_kwargs`` knows ``shuffle`` and ``drop_last``. Shuffled rows come as from torch's DataLoader,
+        with a generator of this ``seed`` or, if None, with torch's own, which is left as a DataLoader leaves it.
 
             >>> [part.batch["x"].tolist() for part in data.make_iterator(1, epochs=2)]
             [[1], [2], [3], [1], [2], [3]]

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -243,7 +244,8 @@ class WorkerHost:
             entries = cast("dict[object, object]", tree)
             return {key: await self._batches(each, call) for key, each in entries.items()}
         if isinstance(tree, StoredValue):
-            return await tree.fetch()
+            value = await tree.fetch()
+            return value if call.read_only else _writable(value)
         from asyncrl.data.plan import Plan
         from asyncrl.data.proto import DataProto
 
@@ -273,6 +275,12 @@ class WorkerHost:
             return await coroutine
         except Exception as error:  # noqa: BLE001  of the worker's own code, for the driver
             return Failed.of(error, hidden=__file__)
+
+
+def _writable(value: Any) -> Any:
+    """A batch that others read too, copied; anything else as it is."""
+    module = sys.modules.get("asyncrl.data.proto")  # a worker that never sees a batch does not load torch for it
+    return value.writable() if module is not None and isinstance(value, module.DataProto) else value
 
 
 @dataclass(frozen=True, slots=True)

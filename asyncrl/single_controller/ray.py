@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.data.plan import Rows
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
-from asyncrl.single_controller.call import Call, Failed
+from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation, Unwatched
 from asyncrl.single_controller.ray_actors import (
@@ -34,7 +34,7 @@ from asyncrl.single_controller.ray_actors import (
     find,
     new_name,
 )
-from asyncrl.single_controller.ray_arguments import stored, stored_parts
+from asyncrl.single_controller.ray_arguments import referred, stored, stored_parts
 from asyncrl.single_controller.ray_class import RayClassWithInitArgs, demand_of
 from asyncrl.single_controller.ray_errors import explained
 from asyncrl.single_controller.ray_host import Seat, actor_class, contexts_of, name_without_arguments
@@ -457,6 +457,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def _store(self, value: Any) -> Any:
         return stored(value)
+
+    def _refer(self, arguments: Arguments) -> Arguments:
+        return referred(arguments)
 
     def _store_parts(self, data: DataProto, parts: Sequence[Rows]) -> list[Any]:
         return stored_parts(data, parts) or super()._store_parts(data, parts)

@@ -14,10 +14,23 @@ import ray
 from asyncrl.data.codec import Encoded, encode_slices
 from asyncrl.data.plan import Header, Plan, Rows
 from asyncrl.data.proto import DataProto
+from asyncrl.single_controller.call import Arguments
 from asyncrl.single_controller.ray_host import INLINE_BYTES
 from asyncrl.single_controller.ray_store import RayBlock, RayValue
 
-__all__ = ["stored", "stored_parts"]
+__all__ = ["referred", "stored", "stored_parts"]
+
+
+def referred(arguments: Arguments) -> Arguments:
+    """A reference that is itself an argument stands for its value, as in calls of Ray; one inside a list does not."""
+    args, kwargs = arguments.args, arguments.kwargs
+    if not any(isinstance(each, ray.ObjectRef) for each in (*args, *kwargs.values())):
+        return arguments
+
+    def value(each: Any) -> Any:
+        return RayValue(each) if isinstance(each, ray.ObjectRef) else each
+
+    return Arguments(tuple(map(value, args)), {name: value(each) for name, each in kwargs.items()})
 
 
 def stored(value: Any) -> Any:

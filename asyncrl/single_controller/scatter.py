@@ -62,6 +62,7 @@ class Scatter:
     Args:
         store: puts one argument where the workers can fetch it, or leaves it as it is.
         store_parts: the same for the parts of a batch with these rows.
+        refer: what a rank, or all of them, get, with what the backend's own references stand for.
 
     Attributes:
         futures: those among the arguments.
@@ -78,6 +79,7 @@ class Scatter:
         "_mode",
         "_pad",
         "_ranks",
+        "_refer",
         "_rows",
         "_store",
         "_store_parts",
@@ -96,6 +98,7 @@ class Scatter:
         pad: bool,
         store: Callable[[Any], Any],
         store_parts: Callable[[DataProto, Sequence[Rows]], list[Any]] | None = None,
+        refer: Callable[[Arguments], Arguments] | None = None,
         group: object = None,
         mesh: Mesh | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class Scatter:
             return [store(rows_of(data, part)) for part in parts]
 
         self._store_parts = store_parts or store_each
+        self._refer = refer
         self._group = group
         self.mesh = mesh
         self._rows: int | None = None
@@ -124,10 +128,14 @@ class Scatter:
 
     def _keep_batches(self) -> None:
         if self._mode in LIST_MODES:
-            self._listed = [_mapped(each, self._store) for each in _transpose(self._whole, self._ranks)]
+            self._listed = [self._stored(each) for each in _transpose(self._whole, self._ranks)]
+        elif self.splits:
+            self._whole = _mapped(self._whole, self._stored_parts if self._parts else self._store)
         else:
-            convert = self._stored_parts if self.splits and self._parts else self._store
-            self._whole = _mapped(self._whole, convert)
+            self._whole = self._stored(self._whole)
+
+    def _stored(self, arguments: Arguments) -> Arguments:
+        return _mapped(arguments if self._refer is None else self._refer(arguments), self._store)
 
     def apply_custom(self) -> None:
         """Call the mode's own function, if it has one, once the futures are done. It may give others to wait for."""
@@ -135,7 +143,7 @@ class Scatter:
             return
         args, kwargs = self._mode["dispatch_fn"](self._group, *self._whole.args, **self._whole.kwargs)
         listed = _transpose(Arguments(tuple(args), dict(kwargs)), self._ranks)
-        self._listed = [_mapped(each, self._store) for each in listed]
+        self._listed = [self._stored(each) for each in listed]
         self.futures = [leaf for each in self._listed for leaf in leaves(each) if isinstance(leaf, Future)]
 
     @property

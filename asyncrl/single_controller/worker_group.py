@@ -167,6 +167,10 @@ class WorkerGroup(ABC):
         A large batch becomes a :class:`Plan`, anything else large a StoredValue. What is small stays as it is.
         """
 
+    def _refer(self, arguments: Arguments) -> Arguments:
+        """What a method gets, with what the backend's own references among its arguments stand for."""
+        return arguments
+
     def _store_parts(self, data: DataProto, parts: Sequence[Rows]) -> list[Any]:
         """:meth:`_store` for parts of a batch."""
         return [self._store(rows_of(data, rows)) for rows in parts]
@@ -448,6 +452,7 @@ class WorkerGroup(ABC):
             pad=registration.pad,
             store=self._store,
             store_parts=self._store_parts,
+            refer=self._refer,
             group=self,
             mesh=self._meshes.known(mode.mesh_name) if isinstance(mode, MeshDispatch) else None,
         )

@@ -282,7 +282,9 @@ def raised_by(member: Any) -> set[type[BaseException]]:
         if issubclass(member, Enum):
             return set()
         made_by = [vars(member)[name] for name in ("__new__", "__init__", "__post_init__") if name in vars(member)]
-        written = [each for each in made_by if function_of(each).__code__.co_filename != "<string>"]  # not by dataclass
+        # Neither by dataclass nor by Protocol.
+        own = [each for each in made_by if function_of(each).__module__ == member.__module__]
+        written = [each for each in own if function_of(each).__code__.co_filename != "<string>"]
         return set().union(*(raised_by(each) for each in written)) if written else set()
     function = inspect.unwrap(function_of(member))
     found: set[type[BaseException]] = set()

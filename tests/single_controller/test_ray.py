@@ -60,6 +60,17 @@ class Member(Worker):
         return type(value).__name__
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def add_one(self, batch: DataProto) -> list[int]:
+        assert batch.batch is not None
+        batch.batch["x"] += 1
+        added: list[int] = batch.batch["x"].tolist()
+        return added
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    async def take_own(self, value: Any) -> str:
+        return type(value).__name__
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def give(self) -> Any:
         return (each for each in ())
 
@@ -90,6 +101,16 @@ def test_workers_get_the_variables_of_spmd_programs(group: RayWorkerGroup) -> No
     addresses = group.environment("MASTER_ADDR", "MASTER_PORT").result(TIMEOUT_S)
     assert addresses[0] == addresses[1]
     assert int(addresses[0][1]) > 0
+
+
+def test_a_reference_of_rays_own_stands_for_its_value(group: RayWorkerGroup) -> None:
+    assert group.take(ray.put(7)).result(TIMEOUT_S) == ["int", "int"]
+    assert group.take(value=ray.put(DataProto.from_dict({"x": torch.arange(2)}))).result(TIMEOUT_S) == ["DataProto"] * 2
+    assert group.take([ray.put(7)]).result(TIMEOUT_S) == ["list", "list"]
+    batch = ray.put(DataProto.from_dict({"x": torch.arange(2)}))
+    for _ in range(2):  # each receiver has its own
+        assert group.add_one(batch).result(TIMEOUT_S) == [[1, 2], [1, 2]]
+    assert group.take_own([ray.put("one"), 2]).result(TIMEOUT_S) == ["str", "int"]
 
 
 def test_processes_are_named_after_their_group_and_rank(group: RayWorkerGroup) -> None:

@@ -228,6 +228,8 @@ def test_calls_in_every_way() -> None:
     assert group.execute_rank_zero_sync("hidden", 5) == 5
     assert group.all_to_all([1, 2]) == [1, 3]
     assert group.all_to_all(x=1) == [1, 2]
+    assert group.all_to_all(ray.put(1)) == [1, 2]
+    assert group.all_to_all([ray.put(1), ray.put(2)]) == [1, 3]
     assert group.add(x=[1, 2], y=[5, 6]) == [6, 8]
     assert group.execute_func_rank_zero(lambda data: data + 1, torch.ones(2)).tolist() == [2, 2]
     batch = DataProto.from_dict({"responses": torch.zeros(8, 5)})

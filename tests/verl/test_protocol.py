@@ -420,19 +420,24 @@ def test_concat_joins_meta_info() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_mini_batches_are_those_of_a_data_loader(shuffle: bool) -> None:
+@pytest.mark.parametrize("seed", [None, 11])
+def test_mini_batches_are_those_of_a_data_loader(shuffle: bool, seed: int | None) -> None:
     data = rows(6)
     loader: Any = DataLoader(
         data,  # type: ignore[arg-type]
         batch_size=2,
         collate_fn=collate_fn,
-        generator=torch.Generator().manual_seed(11),
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
         shuffle=shuffle,
     )
-    expected = [part.batch["x"].tolist() for _ in range(2) for part in loader]
-    given = data.make_iterator(2, 2, seed=11, dataloader_kwargs={"shuffle": shuffle})
-    assert iter(given) is given
-    assert [xs(part) for part in given] == expected
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        expected = [part.batch["x"].tolist() for _ in range(2) for part in loader], torch.rand(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        given = data.make_iterator(2, 2, seed=seed, dataloader_kwargs={"shuffle": shuffle})
+        assert iter(given) is given
+        assert ([xs(part) for part in given], torch.rand(1)) == expected
 
 
 def test_rows_collated() -> None:
@@ -596,11 +601,14 @@ def test_a_future_is_made_by_a_call_or_of_other_futures() -> None:
     first = DataProtoFuture.of(rows()[:1])
     joined = DataProtoFuture.concat([first, DataProtoFuture.of(rows()[3:])])
     assert xs(joined.get()) == [0, 3]
-    assert xs(joined.then(last_row).get()) == [3]
+    noted = joined.then(with_a_note).get()
+    assert xs(noted) == [0, 3]
+    assert noted.non_tensor_batch["note"].tolist() == ["row 0", "row 3"]
 
 
-def last_row(data: DataProto) -> DataProto:
-    return data[-1:]
+def with_a_note(data: DataProto) -> DataProto:
+    assert data.batch is not None
+    return data.with_columns(note=[f"row {each}" for each in data.batch["x"].tolist()])
 
 
 @pytest.mark.parametrize("method", ["numpy", "anything"])

@@ -44,7 +44,15 @@ async def calculator(a: int, operator: Literal["+", "-", "*"], b: int) -> int:
 
 
 class CalculatorEnvironment:
-    """One episode: tool calls are answered, the first message without a call is the final answer."""
+    """One episode: tool calls are answered, the first message without a call is the final answer.
+
+    >>> task = {"question": "2+2", "answer": 4}
+    >>> environment = CalculatorEnvironment()
+    >>> asyncio.run(environment.reset(task))
+    [{'role': 'user', 'content': '2+2'}]
+    >>> asyncio.run(environment.step({"role": "assistant", "content": "It is 4."})).reward
+    1.0
+    """
 
     def __init__(self, *, instructions: str = "") -> None:
         self._instructions = instructions
@@ -55,14 +63,37 @@ class CalculatorEnvironment:
 
     @property
     def tools(self) -> Sequence[Tool]:
+        """The calculator.
+
+        >>> [each.name for each in CalculatorEnvironment().tools]
+        ['calculator']
+        """
         return self._toolbox.declarations
 
     async def reset(self, task: Task) -> Sequence[Message]:
+        """Pose a question.
+
+        >>> environment = CalculatorEnvironment(instructions="Be brief.")
+        >>> len(asyncio.run(environment.reset({"question": "2+2", "answer": 4})))
+        2
+        """
         self._task, self._calls, self._mistakes = task, 0, 0
         system: list[Message] = [{"role": "system", "content": self._instructions}] if self._instructions else []
         return [*system, {"role": "user", "content": task["question"]}]
 
     async def step(self, reply: Message) -> Step:
+        """Answer calls, or judge the answer: the last integer in it counts.
+
+            >>> environment = CalculatorEnvironment()
+            >>> _ = asyncio.run(environment.reset({"question": "2+2", "answer": 4}))
+            >>> call = {"function": {"name": "calculator", "arguments": {"a": 2, "operator": "+", "b": 2}}}
+            >>> step = asyncio.run(environment.step({"role": "assistant", "tool_calls": [call]}))
+            >>> step.messages[0]["content"], step.done
+            ('4', False)
+
+        Raises:
+            EnvironmentFailure: there is no task, or the tool broke.
+        """
         if self._task is None:
             raise EnvironmentFailure("step before reset: the environment has no task")
         answers = await self._toolbox.answer_all(reply)
@@ -76,11 +107,20 @@ class CalculatorEnvironment:
         return Step(reward=float(right), done=True, info=info)
 
     async def close(self) -> None:
+        """Forget the task.
+
+        >>> asyncio.run(CalculatorEnvironment().close())
+        """
         self._task = None
 
 
 class CalculatorFactory:
     """Questions by number. Every question belongs to one split by the hash of its text: they share none.
+
+        >>> factory = CalculatorFactory(operation_shares=[1.0], operators=["+"])
+        >>> first, operator, second, result = factory.task(0, split="train")["steps"][0]
+        >>> (operator, result) == ("+", first + second)
+        True
 
     Args:
         seed: of the order of the questions.
@@ -94,6 +134,9 @@ class CalculatorFactory:
             stops.
         misread_share: share of the demonstrations with calls whose answer is an operand instead of the result.
         instructions: system message; none if empty.
+
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     def __init__(
@@ -147,13 +190,30 @@ class CalculatorFactory:
         self._instructions = instructions
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
+        """The question of this number, with its ``answer`` and the ``steps`` to it: (left, operator, right, result).
+
+        >>> factory = CalculatorFactory()
+        >>> task = factory.task(3, split="held_out")
+        >>> task["answer"] == task["steps"][-1][-1], task == factory.task(3, split="held_out")
+        (True, True)
+        """
         return self._draw(f"task/{split}/{index}", held_out=split == "held_out")
 
     def make(self) -> CalculatorEnvironment:
+        """An environment for one episode.
+
+        >>> CalculatorFactory().make().tools[0].name
+        'calculator'
+        """
         return CalculatorEnvironment(instructions=self._instructions)
 
     def demonstration(self, index: int) -> list[Message]:
-        """A conversation about a question of the training split, right or not (see the module's docstring)."""
+        """A conversation about a question of the training split, right or not (see the module's docstring).
+
+        >>> factory = CalculatorFactory(operation_shares=[1.0], guess_share=0.0, misread_share=0.0)
+        >>> [message["role"] for message in factory.demonstration(0)]
+        ['user', 'assistant', 'tool', 'assistant']
+        """
         task = self._draw(f"demonstration/{index}", held_out=False)
         draw = random.Random(f"{self._seed}/outcome/{index}")  # noqa: S311 (reproducible, not secret)
         system: list[Message] = [{"role": "system", "content": self._instructions}] if self._instructions else []

@@ -47,6 +47,7 @@ PACKAGES = (
     asyncrl.verl,
 )
 USED_BY_NAME = (
+    "asyncrl.agents.calculator",
     "asyncrl.agents.tools",
     "asyncrl.pipeline.certificate",
     "asyncrl.rewards.match",

@@ -684,8 +684,11 @@ class ReplayBuffer(Protocol):
     with ``weight_version - oldest_version > max_staleness``; it drops it (reason ``stale``) and goes on.
     """
 
-    async def admit(self, slot: int, *, timeout_s: float | None = None) -> None:
+    async def admit(self, slot: int, *, again: bool = False, timeout_s: float | None = None) -> None:
         """Reserve a place for the group ``slot``; waits while the buffer is full.
+
+        ``again`` of a group that an earlier run had admitted: it is never held back for more than its place. A resumed
+        run takes up all of them before it trains.
 
         Raises:
             InvalidDataError: the slot was admitted before.
@@ -694,11 +697,14 @@ class ReplayBuffer(Protocol):
         """
         ...
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
+    def put(
+        self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0, promised: int = 0
+    ) -> None:
         """The first rows of a pending group; it is ready unless the buffer was made to wait for further columns.
 
         A slot that is unknown or not pending raises :class:`InvalidDataError`. ``uses`` is how many steps of an earlier
-        run trained on it.
+        run trained on it; ``promised`` how many are to be done again and will take it by its number
+        (:meth:`select` with ``slots``): until then it is neither handed out nor given up.
         """
         ...
 

@@ -44,9 +44,17 @@ def compose_selection(selection: str | Selection, quotas: Mapping[str, float] | 
     """The selection called so, or the object itself; with quotas, one of it for each environment.
 
     Raises:
-        ConfigError: unknown name or option, quotas that are none, or an order that cannot be kept within quotas.
+        ConfigError: unknown name or option, quotas that are none, an order that cannot be kept within quotas, or
+            anything to be told to an object that is made already.
     """
     if not isinstance(selection, str):
+        for name, value in {"quotas": quotas, **options}.items():
+            if value is not None and name != "seed":
+                raise ConfigError(
+                    f"{name} cannot be told to a selection that is an object",
+                    path=f"buffer.options.{name}",
+                    remedy="make the object with it, or name one of the selections",
+                )
         return selection
     if "seed" not in OPTIONS.get(selection, ()):
         options.pop("seed", None)  # it may be meant for the eviction
@@ -77,10 +85,22 @@ def compose_eviction(
         ConfigError: unknown name, or numbers with which a step would wait for ever.
     """
     if eviction is not None and not isinstance(eviction, str):
+        if keep_groups is not None:
+            raise ConfigError(
+                "keep_groups cannot be told to an eviction that is an object",
+                path="buffer.options.keep_groups",
+                remedy="make the object with it, or name one of oldest, dullest, reservoir",
+            )
         return eviction
     policies: list[Eviction] = [StalenessBound(max_staleness)]
     if quotas is not None:
         needs = apportion(batch_groups, quotas)
+        if never := [name for name, count in needs.items() if not count]:
+            raise ConfigError(
+                f"{quotas[never[0]]:g} of {batch_groups} groups is none: environment {never[0]!r} would never be used",
+                path="buffer.options.quotas",
+                remedy="give it a larger share, or train on more groups a step",
+            )
         places = {name: capacity - (batch_groups - needs[name]) for name in quotas}
         if min(places[name] - needs[name] for name in quotas) < 0:
             raise ConfigError(

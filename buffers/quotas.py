@@ -41,6 +41,7 @@ class QuotaOrder:
         self._shares = dict(shares)
         self._orders = {name: make() for name in shares}
         self._home: dict[int, str] = {}
+        self._ready = dict.fromkeys(shares, 0)
 
     def admitted(self, slot: int) -> None:
         """Whose a pending group is is not known yet."""
@@ -53,15 +54,19 @@ class QuotaOrder:
                 f"give it one beside {', '.join(self._orders)}"
             )
         self._home[summary.slot] = summary.environment
+        self._ready[summary.environment] += 1
         order.admitted(summary.slot)
         order.ready(summary)
 
     def forget(self, slot: int) -> None:
         name = self._home.pop(slot, None)
         if name is not None:
+            self._ready[name] -= 1
             self._orders[name].forget(slot)
 
     def choose(self, groups: int, *, weight_version: int) -> tuple[int, ...] | None:
+        if self._short(groups):
+            return None  # before any order has drawn
         chosen: list[int] = []
         for name, count in apportion(groups, self._shares).items():
             if count:
@@ -72,11 +77,11 @@ class QuotaOrder:
         return tuple(chosen)
 
     def explain(self, groups: int) -> str:
-        waits = []
-        for name, count in apportion(groups, self._shares).items():
-            if count and self._orders[name].choose(count, weight_version=0) is None:
-                waits.append(f"{name}: {self._orders[name].explain(count)}")
-        return "; ".join(waits)
+        return "; ".join(f"{name}: {self._orders[name].explain(count)}" for name, count in self._short(groups).items())
+
+    def _short(self, groups: int) -> dict[str, int]:
+        """Environments that have fewer ready groups than their share of a batch, and that share."""
+        return {name: count for name, count in apportion(groups, self._shares).items() if self._ready[name] < count}
 
 
 def check_shares(shares: Mapping[str, float]) -> None:

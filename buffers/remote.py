@@ -83,10 +83,10 @@ class BufferWorker(Worker):
             self._change()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    async def admit(self, slot: int, timeout_s: float | None) -> None:
+    async def admit(self, slot: int, again: bool, timeout_s: float | None) -> None:
         """As :meth:`asyncrl.interfaces.ReplayBuffer.admit`."""
         try:
-            await self._buffer.admit(slot, timeout_s=timeout_s)
+            await self._buffer.admit(slot, again=again, timeout_s=timeout_s)
         finally:
             self._change()
 
@@ -239,10 +239,10 @@ class RemoteReplayBuffer:
 
     # ---------------------------------------------------------------------------------------------------------- waits
 
-    async def admit(self, slot: int, *, timeout_s: float | None = None) -> None:
+    async def admit(self, slot: int, *, again: bool = False, timeout_s: float | None = None) -> None:
         """As :meth:`asyncrl.interfaces.ReplayBuffer.admit`."""
         self._check("admit")
-        call = self._group.admit(slot, timeout_s)
+        call = self._group.admit(slot, again, timeout_s)
         try:
             await call
         except asyncio.CancelledError:
@@ -313,9 +313,11 @@ class RemoteReplayBuffer:
 
     # ----------------------------------------------------------------------------------------------------- operations
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
+    def put(
+        self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0, promised: int = 0
+    ) -> None:
         """As :meth:`asyncrl.interfaces.ReplayBuffer.put`."""
-        self._send("put", summary, rows, uses=uses)
+        self._send("put", summary, rows, uses=uses, promised=promised)
 
     def extend(
         self,

@@ -43,6 +43,7 @@ class _Waiter(Generic[_T]):
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Admission(_Waiter[None]):
     slot: int
+    again: bool
     reason: ClassVar[str] = "admit: the buffer is full"
 
 
@@ -168,7 +169,7 @@ class AsyncReplayBuffer:
         self._closed = False
         self._error: BaseException | None = None
 
-    async def admit(self, slot: int, *, timeout_s: float | None = None) -> None:
+    async def admit(self, slot: int, *, again: bool = False, timeout_s: float | None = None) -> None:
         """Reserve a place for the group ``slot``; waits while the buffer is full.
 
             >>> buffer = AsyncReplayBuffer(capacity=1, max_staleness=1)
@@ -176,6 +177,12 @@ class AsyncReplayBuffer:
             >>> asyncio.run(buffer.admit(1, timeout_s=0.0))  # doctest: +ELLIPSIS
             Traceback (most recent call last):
             asyncrl.errors.DeadlineError: admit of slot 1 passed its deadline of 0 s: all 1 places are taken ...
+
+        Args:
+            slot: of the group.
+            again: an earlier run admitted it too, so a rate of use is not asked a second time: what it holds back are
+                new groups, and a resumed run takes up its old ones before it trains.
+            timeout_s: to wait at most.
 
         Raises:
             InvalidDataError: the slot was admitted before, or another call is admitting it.
@@ -186,11 +193,11 @@ class AsyncReplayBuffer:
         self._state.check_new(slot)
         if slot in self._admissions:
             raise InvalidDataError(f"slot {slot} is being admitted by another call")
-        if not self._admissions and self._may_admit():
+        if not self._admissions and self._may_admit(again=again):
             self._admit(slot)
             return
         loop = asyncio.get_running_loop()
-        waiter = _Admission(slot=slot, future=loop.create_future(), since=loop.time())
+        waiter = _Admission(slot=slot, again=again, future=loop.create_future(), since=loop.time())
         self._admissions[slot] = waiter
         served = False
         try:
@@ -226,10 +233,13 @@ class AsyncReplayBuffer:
         >>> asyncio.run(buffer.settled())
         """
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
+    def put(
+        self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0, promised: int = 0
+    ) -> None:
         """The first rows of a pending group; it is ready, unless columns are still to come (:meth:`extend`).
 
-        ``uses`` is how many steps of an earlier run trained on it.
+        ``uses`` is how many steps of an earlier run trained on it; ``promised`` how many will take it by its number
+        (``select(slots=...)``), until which no policy hands it out, refuses it or gives it up.
 
             >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1)
             >>> asyncio.run(buffer.admit(0))
@@ -242,7 +252,9 @@ class AsyncReplayBuffer:
             BufferClosedError: closed.
         """
         self._check_open("put")
-        self._state.put(summary, rows, uses=uses)
+        self._state.put(summary, rows, uses=uses, promised=promised)
+        if self._rate is not None:
+            self._rate.sampled(uses)
         self._settle()
 
     def extend(
@@ -452,8 +464,11 @@ class AsyncReplayBuffer:
                     break
                 request.future.set_result(taken)
             del self._requests[ticket]
-        while self._admissions and not self._closed and self._may_admit():
-            slot, admission = self._admissions.popitem(last=False)
+        while self._admissions and not self._closed:
+            slot, admission = next(iter(self._admissions.items()))
+            if not self._may_admit(again=admission.again):
+                break
+            del self._admissions[slot]
             if not admission.future.done():
                 self._admit(slot)
                 admission.future.set_result(None)
@@ -479,16 +494,16 @@ class AsyncReplayBuffer:
         if self._rate is not None:
             self._rate.inserted()
 
-    def _may_admit(self) -> bool:
+    def _may_admit(self, *, again: bool) -> bool:
         """Whether a group may come in now; where the rate of use is what keeps the places taken, one is freed."""
-        if self._rate is not None and not self._rate.may_insert():
+        if self._rate is not None and not again and not self._rate.may_insert():
             return False
         if self._state.has_room:
             return True
         stuck = self._rate is not None and not self._rate.may_sample(self._batch_groups)
         made = stuck and self._state.make_room()
         self._settle_rate()
-        return made and (self._rate is None or self._rate.may_insert())
+        return made and (again or self._rate is None or self._rate.may_insert())
 
     def _settle_rate(self) -> None:
         used_up = self._state.drain_used_up()
@@ -524,7 +539,7 @@ class AsyncReplayBuffer:
             if self._rate is not None and not self._rate.may_sample(waiter.groups):
                 return f"{self._rate.samples:g} uses of {self._rate.inserts} groups: new groups must come in first"
             return self._state.explain(waiter.groups)
-        if self._rate is not None and not self._rate.may_insert():
+        if self._rate is not None and not waiter.again and not self._rate.may_insert():
             return f"{self._rate.samples:g} uses of {self._rate.inserts} groups: they must be used first"
         counts = self._state.statistics()
         return (

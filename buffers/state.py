@@ -8,6 +8,8 @@
 
 A group is ready when all the columns that its consumer asked for are there, in whatever order they came. It is used by
 at most ``max_uses`` steps; once it was used it is never dropped: what ends its stay early counts as released.
+A group that is promised to batches of an earlier run waits for them alone: no policy hands it out, refuses it or
+gives it up before.
 
 Groups that are pending, ready or selected occupy a place; there are ``capacity`` places. Each event costs O(log n) per
 group named in it, where n is the number of places taken.
@@ -47,6 +49,7 @@ class _Group:
     missing: set[str] = field(default_factory=set)
     parts: list[DataProto | DataProtoFuture] = field(default_factory=list)
     rewards: tuple[float, ...] | None = None
+    promised: int = 0
 
 
 class BufferState:
@@ -132,13 +135,22 @@ class BufferState:
         self._known.remove(slot)
         self._admitted -= 1
 
-    def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0) -> None:
-        """The first rows of a pending group, and its summary. ``uses``: steps of an earlier run that trained on it."""
+    def put(
+        self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0, promised: int = 0
+    ) -> None:
+        """The first rows of a pending group, and its summary.
+
+        ``uses``: steps of an earlier run that trained on it. ``promised``: steps that :meth:`take_these` will take it
+        for, before any policy hears of it.
+        """
         self._require([summary.slot], Stage.PENDING)
         group = self._groups[summary.slot]
         if group.held is not None:
             raise InvalidDataError(f"slot {summary.slot} was put before; what comes later extends it")
         group.held = SelectedGroup(summary=summary, rows=rows, uses=uses)
+        group.promised = promised
+        if promised:
+            self._selection.forget(summary.slot)
         self._complete(group)
 
     def extend(
@@ -175,7 +187,7 @@ class BufferState:
             rows = joined(rows, part)
         group.held = replace(group.held, summary=summary, rows=rows)
         group.parts.clear()
-        reason = self._refuse(summary) if self._refuse is not None else None
+        reason = self._refuse(summary) if self._refuse is not None and not group.promised else None
         if reason is not None:
             self.drop(summary.slot, reason)
             return
@@ -202,8 +214,8 @@ class BufferState:
                 for slot in stale:
                     self.drop(slot, "stale")
                 continue
-            for slot, group, held in taken:
-                self._leave_ready(slot, held)
+            for _, group, held in taken:
+                self._leave_ready(group, held)
                 self._move(group, Stage.SELECTED)
             return tuple(held for _, _, held in taken)
 
@@ -218,8 +230,9 @@ class BufferState:
         self._require(slots, Stage.READY)
         taken = tuple(self._held(slot) for slot in slots)
         for held in taken:
-            self._leave_ready(held.summary.slot, held)
-            self._move(self._groups[held.summary.slot], Stage.SELECTED)
+            group = self._groups[held.summary.slot]
+            self._leave_ready(group, held)
+            self._move(group, Stage.SELECTED)
         return taken
 
     def make_room(self) -> bool:
@@ -240,6 +253,7 @@ class BufferState:
         for slot in self._require(slots, Stage.SELECTED):
             group, held = self._groups[slot], self._held(slot)
             held = group.held = replace(held, uses=held.uses + 1)
+            group.promised = max(0, group.promised - 1)
             if held.uses < self.max_uses:
                 self._become_ready(group, held)
             else:
@@ -263,8 +277,8 @@ class BufferState:
         if group.held is not None:
             tokens = group.held.summary.tokens
         if group.stage is Stage.READY:
-            self._leave_ready(slot, self._held(slot))
-        elif group.stage is Stage.PENDING:
+            self._leave_ready(group, self._held(slot))
+        elif group.stage is Stage.PENDING and not group.promised:
             self._selection.forget(slot)
         self._forget(slot)
         if group.held is not None and group.held.uses:
@@ -331,18 +345,23 @@ class BufferState:
 
     def _become_ready(self, group: _Group, held: SelectedGroup) -> None:
         self._move(group, Stage.READY)
+        if not held.uses:
+            self._ready_tokens += held.summary.tokens
+        if group.promised:
+            return
         if held.uses:
             self._used.push(held.summary.slot, -held.uses)
-        else:
-            self._ready_tokens += held.summary.tokens
         self._selection.ready(held.summary)
         self._eviction.ready(held.summary)
 
-    def _leave_ready(self, slot: int, held: SelectedGroup) -> None:
+    def _leave_ready(self, group: _Group, held: SelectedGroup) -> None:
+        slot = held.summary.slot
+        if not held.uses:
+            self._ready_tokens -= held.summary.tokens
+        if group.promised:
+            return
         if held.uses:
             self._used.discard(slot)
-        else:
-            self._ready_tokens -= held.summary.tokens
         self._selection.forget(slot)
         self._eviction.forget(slot)
 

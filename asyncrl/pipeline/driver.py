@@ -174,8 +174,9 @@ class Driver:
         """Take up what the ledger has kept: recorded groups go into the buffer, and places are held for the others."""
         found = self.journal.recovered
         used = {slot for slot, group in found.groups.items() if group.uses}
+        promised = Counter(slot for batch in found.batches.values() for slot in batch)
         for slot in sorted(self.outstanding | used):
-            await self.buffer.admit(slot)
+            await self.buffer.admit(slot, again=True)
             if (group := found.groups.get(slot)) is not None:
                 entering = self._stages.enter(
                     group.summary,
@@ -183,6 +184,7 @@ class Driver:
                     greedy=self._greedy_beside(stages, slot),
                     rewarded=group.rewarded,
                     uses=group.uses,
+                    promised=promised[slot],
                 )
                 self.law.finished_group(slot)
                 stages.create_task(entering, name=f"group {slot}")

@@ -56,11 +56,13 @@ class GroupStages:
         greedy: Greedy | None = None,
         rewarded: bool = False,
         uses: int = 0,
+        promised: int = 0,
     ) -> None:
         """Put a group into the buffer, and what the stages add to it as it comes.
 
-        ``rewarded`` groups have the rewards of an earlier life. ``uses`` is how many steps trained on them then. A
-        group without a greedy answer to compare with is dropped (reason ``baseline_failed``).
+        ``rewarded`` groups have the rewards of an earlier life. ``uses`` is how many steps trained on them then, and
+        ``promised`` how many of those are done again. A group without a greedy answer to compare with is dropped
+        (reason ``baseline_failed``).
         """
         slot = summary.slot
         if greedy is not None:
@@ -70,7 +72,7 @@ class GroupStages:
                 self.buffer.drop(slot, "baseline_failed", tokens=summary.tokens)
                 return
             self.judge.greedy[slot] = reward
-        self.buffer.put(summary, rows, uses=uses)
+        self.buffer.put(summary, rows, uses=uses, promised=promised)
         async with asyncio.TaskGroup() as stages:
             if self.reward is not None:
                 stages.create_task(self._rewarded(summary, rows, rewarded=rewarded))

@@ -185,9 +185,13 @@ def test_a_sum_tree_is_a_dictionary_of_weights(changes: list[tuple[int, float | 
         ({"selection": "uniform", "priority": "age"}, "buffer.options.priority", "has no priority"),
         ({"selection": "fifo", "quotas": {"a": 1.0}}, "buffer.options.quotas", "quotas cannot hold"),
         ({"selection": "uniform", "quotas": {"a": 0.5}}, "buffer.options.quotas", "add up to 1"),
+        ({"selection": "uniform", "quotas": {"a": 0.8, "b": 0.2}}, "buffer.options.quotas", "'b' would never be used"),
         ({"eviction": "newest", "keep_groups": 4}, "buffer.options.eviction", "no eviction is called"),
         ({"eviction": "oldest"}, "buffer.options.keep_groups", "takes 2 at once"),
         ({"keep_groups": 4}, "buffer.options.keep_groups", "belongs to an eviction"),
+        ({"eviction": Reservoir(4), "keep_groups": 4}, "buffer.options.keep_groups", "that is an object"),
+        ({"selection": UniformOrder(), "quotas": {"a": 1.0}}, "buffer.options.quotas", "that is an object"),
+        ({"selection": UniformOrder(), "window": 3}, "buffer.options.window", "that is an object"),
         ({"insert_tolerance": 4.0}, "buffer.options.insert_tolerance", "belongs to samples_per_insert"),
         ({"samples_per_insert": 2.0}, "buffer.options.samples_per_insert", "1 uses end a group"),
         ({"samples_per_insert": 0.5}, "buffer.options.samples_per_insert", "never used fill the places"),
@@ -280,6 +284,24 @@ async def test_each_environment_gets_its_share_and_none_blocks_another():
         await filled(buffer, summary(5, environment="c"))
 
 
+async def test_whoever_asks_why_a_share_is_waited_for_changes_nothing():
+    """A choice within an environment may be drawn, and looking at it must not draw."""
+    stories = []
+    for asked in (0, 3):
+        buffer = AsyncReplayBuffer(
+            capacity=12, max_staleness=9, selection="uniform", batch_groups=2, quotas={"a": 0.5, "b": 0.5}, seed=1
+        )
+        await filled(buffer, *[summary(slot, environment="a") for slot in range(8)])
+        waiting = asyncio.ensure_future(buffer.select(2, weight_version=0))
+        await asyncio.sleep(0)
+        for _ in range(asked):
+            (why,) = buffer.explain()
+            assert why.endswith(": b: 0 of 1 groups are ready")
+        await filled(buffer, summary(8, environment="b"))
+        stories.append(slots_of(await waiting))
+    assert stories[0] == stories[1]
+
+
 # --------------------------------------------------------------------------------------------------------- uses, rates
 
 
@@ -304,9 +326,9 @@ async def test_a_group_is_used_as_often_as_it_may_be():
 class Ends:
     """Producers that admit and finish, a trainer that selects and releases; says when nobody can move any more."""
 
-    def __init__(self, buffer: AsyncReplayBuffer, batch: int, seed: int) -> None:
+    def __init__(self, buffer: AsyncReplayBuffer, batch: int, seed: int, *, first_slot: int = 0) -> None:
         self.buffer, self.batch, self.dice = buffer, batch, random.Random(seed)
-        self.slot = 0
+        self.slot = first_slot
         self.running: list[int] = []
 
     async def one_move(self) -> bool:
@@ -386,6 +408,52 @@ def test_a_rate_keeps_either_side_close():
     assert not rate.may_insert()
     rate.sampled(2)
     assert rate.may_insert()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 3),
+    behind=st.integers(0, 4),
+    ahead=st.integers(0, 6),
+    max_uses=st.integers(1, 3),
+    ratio=st.floats(1.0, 3.0),
+    eviction=st.sampled_from([None, "oldest", "dullest", "reservoir"]),
+)
+def test_a_resumed_run_takes_up_its_groups_whatever_the_policies(
+    seed: int, batch: int, behind: int, ahead: int, max_uses: int, ratio: float, eviction: str | None
+):
+    """All are admitted before it trains; ``behind`` batches are taken again as they were; then it goes on for ever."""
+    assume(ratio <= max_uses)
+    held = behind * batch + ahead
+    buffer = AsyncReplayBuffer(
+        capacity=max(2 * batch, held),
+        max_staleness=0,
+        selection="fifo_ready",
+        eviction=eviction,
+        keep_groups=batch if eviction else None,
+        zero_variance="drop",
+        batch_groups=batch,
+        max_uses=max_uses,
+        samples_per_insert=ratio,
+        seed=seed,
+    )
+    batches = [range(step * batch, (step + 1) * batch) for step in range(behind)]
+
+    async def story() -> None:
+        for slot in range(held):
+            await buffer.admit(slot, again=True, timeout_s=0.0)
+            promised = int(slot < behind * batch)
+            buffer.put(summary(slot, rewards=(1.0, 1.0) if promised else (0.0, 1.0)), ROWS, promised=promised)
+        for slots in batches:
+            taken = await buffer.select(batch, weight_version=9, slots=slots, timeout_s=0.0)
+            assert slots_of(taken) == list(slots)
+            buffer.release(slots)
+        ends = Ends(buffer, batch, seed, first_slot=held)
+        for _ in range(60):
+            assert await ends.one_move(), buffer.explain()
+
+    asyncio.run(story())
 
 
 # ------------------------------------------------------------------------------------------------------------- columns

@@ -83,6 +83,32 @@ async def test_what_was_admitted_and_put_is_selected_once_and_released(place: Pl
         assert (counts.admitted, counts.pending, counts.ready, counts.selected, counts.released) == (3, 1, 0, 0, 2)
 
 
+async def test_a_group_that_is_promised_is_handed_out_by_its_number_alone(place: Place):
+    options: dict[str, Any] = {"max_uses": 2, "zero_variance": "drop", "eviction": "oldest", "keep_groups": 1}
+    async with place(capacity=4, max_staleness=1, selection="fifo_ready", samples_per_insert=1.0, **options) as buffer:
+        for slot in range(4):  # two are as many as are admitted anew
+            await buffer.admit(slot, again=True, timeout_s=1.0)
+        buffer.put(summary(0, rewards=(1.0, 1.0)), ROWS, promised=2)
+        buffer.put(summary(1), ROWS, promised=1)
+        buffer.put(summary(2, version=5), ROWS)
+        assert slots_of(await buffer.select(1, weight_version=5)) == [2]
+        for _ in range(2):
+            with pytest.raises(DeadlineError):
+                await buffer.select(1, weight_version=5, timeout_s=0.01)
+            assert slots_of(await buffer.select(1, weight_version=5, slots=[0])) == [0]
+            buffer.release([0])
+        taken = await buffer.select(1, weight_version=5, slots=[1])
+        buffer.restore(slots_of(taken))  # the step did not happen: the promise stands
+        with pytest.raises(DeadlineError):
+            await buffer.select(1, weight_version=1, timeout_s=0.01)
+        assert slots_of(await buffer.select(1, weight_version=5, slots=[1])) == [1]
+        buffer.release([1])
+        assert slots_of(await buffer.select(1, weight_version=1)) == [1]  # kept: it is like any other now
+        await buffer.settled()
+        assert buffer.statistics().dropped == {}
+        assert buffer.statistics().released == 1
+
+
 async def test_a_wait_has_a_deadline_and_a_reason(place: Place):
     async with place(capacity=1, max_staleness=1) as buffer:
         await buffer.admit(0)

@@ -43,11 +43,20 @@ class Stopped(Exception):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("buffers.remote:RemoteReplayBuffer", {}),
+        ("buffers.remote:RemoteReplayBuffer", {"samples_per_insert": 1.0}),  # more groups come back than it would admit
+        ("replay", {"eviction": "oldest", "keep_groups": 2}),  # and more than it would keep
+    ],
+)
 def test_batches_that_are_taken_again_wait_for_their_groups_to_be_there_again(
-    small_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    small_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ):
     """Step 3 comes after the last checkpoint, and stands in the ledger."""
-    config = small_config(steps=5, buffer={"kind": "buffers.remote:RemoteReplayBuffer"}, checkpoint={"every": 2})
+    config = small_config(steps=5, buffer={"kind": kind, "options": options}, checkpoint={"every": 2})
     update = Driver._update
 
     async def stopping(self: Driver, at: int, groups: Any) -> Any:

@@ -13,6 +13,7 @@
     │   ├── EngineError             a rollout or training engine failed
     │   │   ├── EngineClosedError   ... because it was closed
     │   │   └── RequestAbortedError ... because this request was aborted
+    │   ├── RolloutsLostError       the same rollouts were lost with one replica after the other
     │   ├── WeightError             weights could not be published or pulled
     │   │   ├── WeightMismatchError     ... they differ from their manifest
     │   │   └── WeightVersionError      ... their version does not follow the one held
@@ -63,6 +64,7 @@ __all__ = [
     "RequestAbortedError",
     "ResourceError",
     "RewardError",
+    "RolloutsLostError",
     "SchemaError",
     "UserCodeError",
     "WeightError",
@@ -232,6 +234,13 @@ class DeadlineError(InfrastructureError, TimeoutError):
         super().__init__(message)
         self.waiting_for = waiting_for
         self.timeout_s = timeout_s
+
+
+class RolloutsLostError(InfrastructureError):
+    """Every replica that was given these rollouts died or failed, the last one with nothing else to do.
+
+    They may be the reason, so their prompt is given up; many in a row are not.
+    """
 
 
 class EnvironmentFailure(AsyncRLError):

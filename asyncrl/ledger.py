@@ -142,7 +142,7 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped", kw_only=True):
 
 
 class GivenUp(msgspec.Struct, frozen=True, tag="given_up", kw_only=True):
-    """It will not be trained on: every attempt failed (``environment_failed``, ...)."""
+    """It will not be trained on: every attempt failed (``environment_failed``, ``rollouts_lost``)."""
 
     slot: int
     failure: str

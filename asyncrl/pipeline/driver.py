@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure
+from asyncrl.errors import EnvironmentFailure, RolloutsLostError
 from asyncrl.interfaces import DroppedGroup, EnvironmentFactory, GroupSummary, ReplayBuffer, SelectedGroup
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.certificate import check_summary
@@ -214,19 +214,22 @@ class Driver:
         greedy = self._greedy_beside(stages, slot)
         try:
             rows, summary = await self._roll_out(slot)
-        except EnvironmentFailure as failure:
+        except (EnvironmentFailure, RolloutsLostError) as failure:
             if greedy is not None:
                 greedy.cancel()
             self._failed(failure)
             self._take_over(slot, {})
-            self.buffer.drop(slot, "environment_failed", tokens=failure.tokens_generated)
+            if isinstance(failure, EnvironmentFailure):
+                self.buffer.drop(slot, "environment_failed", tokens=failure.tokens_generated)
+            else:
+                self.buffer.drop(slot, "rollouts_lost")  # its tokens went with the replicas
             return
         self._failures_in_a_row = 0
         self.law.finished_group(slot)
         await self._stages.enter(summary, rows, greedy=greedy)
         self._gauge()
 
-    def _failed(self, failure: EnvironmentFailure) -> None:
+    def _failed(self, failure: EnvironmentFailure | RolloutsLostError) -> None:
         """Raise what fails again and again; one failure costs its group only."""
         self._failures_in_a_row += 1
         if self._failures_in_a_row > 2 * self.plan.groups_per_step:
@@ -239,7 +242,7 @@ class Driver:
         return stages.create_task(self._greedy(slot), name=f"baseline {slot}")
 
     async def _greedy(self, slot: int) -> float | None:
-        """Reward of the greedy answer; None if its environment failed. Its tokens are not counted among the samples."""
+        """Reward of the greedy answer; None if it failed. Its tokens are not counted among the samples."""
         prompts = prompt_rows(
             [self.environments.task(slot, split="train")],
             slot=slot,
@@ -248,7 +251,7 @@ class Driver:
         )
         try:
             rows = await self.pool.rollout(prompts)
-        except EnvironmentFailure as failure:
+        except (EnvironmentFailure, RolloutsLostError) as failure:
             self._failed(failure)
             return None
         if self.reward is not None:

@@ -24,7 +24,7 @@ from asyncrl.rollout.turns import sampled_turns
 
 __all__ = ["FAILURES", "Journal"]
 
-FAILURES = frozenset({"environment_failed"})
+FAILURES = frozenset({"environment_failed", "rollouts_lost"})
 """Reasons under which a group is dropped because it failed, not by a decision."""
 
 _NOTHING = Recovered(next_slot=0, waiting={}, batches={}, groups={}, dropped_tokens={})

@@ -26,6 +26,7 @@ from asyncrl.errors import (
     InfrastructureError,
     RequestAbortedError,
     ResourceError,
+    RolloutsLostError,
     WeightError,
     WorkerDiedError,
 )
@@ -69,6 +70,7 @@ class _Life:
         calls: rollouts sent and not answered, and how many rows each has.
         placed_s: when they were sent, by the loop's clock.
         taken_back: those that are done elsewhere instead.
+        reserved: for rollouts that other replicas died under; nothing else is sent here.
     """
 
     group: Any
@@ -79,6 +81,7 @@ class _Life:
     calls: dict[DataProtoFuture, int] = field(default_factory=dict)
     placed_s: dict[DataProtoFuture, float] = field(default_factory=dict)
     taken_back: set[DataProtoFuture] = field(default_factory=set)
+    reserved: bool = False
 
     def take_back(self) -> None:
         """What it was doing is done elsewhere."""
@@ -100,7 +103,8 @@ class RolloutPool:
         deadline_s: seconds each replica has for each phase of a weight update; past it, it is fenced.
         rollout_deadline_s: seconds a call of :meth:`rollout` may take; past it, it fails.
         revive: makes the worker group of a dead replica again, ready for its start; None leaves the dead alone.
-        attempts: replicas that may die or fail under the same rollouts before these fail: they may be the reason.
+        attempts: replicas that may die or fail under the same rollouts before these fail: they may be the reason. The
+            last one has nothing else to do then, so that no other rollouts are taken for it.
         restarts: starts in a row that may fail before a replica is given up.
         restart_s: seconds before the first of them; doubled after each that fails.
     """
@@ -216,7 +220,7 @@ class RolloutPool:
 
     async def _load(self, life: _Life) -> None:
         await life.group.start(self._model_path, self._first_version)
-        (answer,) = await self._answers([life])
+        answer = await life.group.engine_statistics()
         meter = answer.get("meter")
         life.meter = Path(meter) if meter else None
 
@@ -236,7 +240,7 @@ class RolloutPool:
 
         Raises:
             ResourceError: no replica serves, and none is coming back.
-            WorkerDiedError, EngineError: ``attempts`` replicas died or failed under these rows.
+            RolloutsLostError: ``attempts`` replicas died or failed under these rows.
             EnvironmentFailure: as :meth:`asyncrl.rollout.worker.RolloutWorker.rollout`.
             DeadlineError: they were not there in time.
         """
@@ -247,7 +251,8 @@ class RolloutPool:
             if sent and again is not None:
                 prompts = await again()
             sent = True
-            name, life = await self._place()
+            alone = 0 < failures == self._attempts - 1
+            name, life = await self._place(alone=alone)
             call: DataProtoFuture = life.group.rollout(prompts)
             if self._rollout_deadline_s is not None:
                 call.deadline(self._rollout_deadline_s)
@@ -264,8 +269,12 @@ class RolloutPool:
             except (WorkerDiedError, GroupClosedError, EngineError) as error:
                 self._bury(name, life, str(error))
                 failures += 1
-                if failures >= self._attempts or self._closing.is_set():
+                if self._closing.is_set():
                     raise
+                if failures >= self._attempts:
+                    why = f"{failures} replicas died or failed under the same rollouts; the last one: {error}"
+                    _log.warning("rollouts are given up: %s", why)
+                    raise RolloutsLostError(why) from error
             except (asyncio.CancelledError, concurrent.futures.CancelledError):
                 task = asyncio.current_task()
                 if call not in life.taken_back or (task is not None and task.cancelling()):
@@ -278,9 +287,12 @@ class RolloutPool:
                 return call
             finally:
                 del life.calls[call], life.placed_s[call]
+                if life.reserved:
+                    life.reserved = not alone  # somebody else waits for it to have nothing to do
+                    self._tell()
 
-    async def _place(self) -> tuple[str, _Life]:
-        """The serving replica with the fewest rows; waits while one is coming back."""
+    async def _place(self, *, alone: bool) -> tuple[str, _Life]:
+        """The serving replica with the fewest rows; waits while one is coming back, or until it has none."""
         try:
             async with asyncio.timeout(self._rollout_deadline_s):
                 while True:
@@ -288,10 +300,14 @@ class RolloutPool:
                     name = choose(
                         ReplicaLoad(name=name, rows=sum(life.calls.values()), serving=life.serving)
                         for name, life in self._lives.items()
+                        if not life.reserved
                     )
-                    if name is not None:
+                    if name is not None and (not alone or await self._emptied(self._lives[name])):
                         return name, self._lives[name]
-                    if self._closing.is_set() or not self._reviving:
+                    if name is not None:
+                        continue
+                    reserved = any(life.serving and life.reserved for life in self._lives.values())
+                    if self._closing.is_set() or not (self._reviving or reserved):
                         raise ResourceError("no rollout replica serves: every one is fenced, draining or gone")
                     await changed.wait()
         except TimeoutError:
@@ -300,6 +316,19 @@ class RolloutPool:
                 waiting_for="a replica",
                 timeout_s=self._rollout_deadline_s or 0.0,
             ) from None
+
+    async def _emptied(self, life: _Life) -> bool:
+        """Reserve a replica and wait until it has nothing to do; False, and free again, if it stops serving before."""
+        life.reserved = True
+        try:
+            while life.calls and life.serving and not self._closing.is_set():
+                await self._changed.wait()
+        except BaseException:
+            life.reserved = False
+            self._tell()
+            raise
+        life.reserved = life.serving
+        return life.serving
 
     # ---------------------------------------------------------------------------------------------- life and death
 
@@ -392,6 +421,7 @@ class RolloutPool:
         sentences = []
         for name, life in self._lives.items():
             state = "serves" if life.serving else "is dead" if life.dead else "does not serve"
+            state += ", reserved for rollouts that others died under" if life.reserved else ""
             if name in self._reviving:
                 state += " and is being made again"
             longest_s = max((now_s - life.placed_s[call] for call in life.calls), default=0.0)
@@ -408,13 +438,14 @@ class RolloutPool:
         tell, because an answer may cross the taking back.
         """
         delivered = in_flight = lost = 0
-        living = [life for life in self._lives.values() if not life.dead]
-        for life, answer in zip(living, await self._answers(living), strict=True):
+        for _, life, answer in await self._told():
+            if life.dead:  # after it had answered: counted below
+                continue
             delivered += answer["delivered"][purpose]
             in_flight += answer["in_flight"][purpose]
             if life.taken_back:
                 lost += answer["delivered"][purpose] - answer["in_flight"][purpose] - life.answered[purpose]
-        for life in self._past:
+        for life in tuple(self._past):
             counted = life.answered[purpose]  # all that is known of the dead without a file
             if life.meter is not None:
                 counted = await asyncio.to_thread(meter_tokens, life.meter, purpose)
@@ -424,10 +455,17 @@ class RolloutPool:
 
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Each living replica's :meth:`asyncrl.rollout.worker.RolloutWorker.engine_statistics`, by name."""
-        names = [name for name, life in self._lives.items() if not life.dead]
-        return dict(zip(names, await self._answers([self._lives[name] for name in names]), strict=True))
+        return {name: answer for name, _, answer in await self._told()}
 
-    @staticmethod
-    async def _answers(lives: list[_Life]) -> list[dict[str, Any]]:
-        answers = await asyncio.gather(*(life.group.engine_statistics() for life in lives))
-        return list(answers)
+    async def _told(self) -> list[tuple[str, _Life, dict[str, Any]]]:
+        """The statistics of those that live; one that is found dead is buried."""
+
+        async def ask(name: str, life: _Life) -> tuple[str, _Life, dict[str, Any]] | None:
+            try:
+                return name, life, await life.group.engine_statistics()
+            except (WorkerDiedError, GroupClosedError, EngineError) as error:
+                self._bury(name, life, str(error))
+                return None
+
+        asked = [ask(name, life) for name, life in self._lives.items() if not life.dead]
+        return [answer for answer in await asyncio.gather(*asked) if answer is not None]

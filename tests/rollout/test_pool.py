@@ -13,6 +13,7 @@ from asyncrl.data import DataProto
 from asyncrl.errors import (
     DeadlineError,
     ResourceError,
+    RolloutsLostError,
     WeightError,
     WeightMismatchError,
     WeightVersionError,
@@ -40,6 +41,7 @@ class Pretender(Worker):
         self._fails = fails_to_prepare
         self._hangs = hangs_on_prepare
         self.gate = asyncio.Event()
+        self.dead = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def start(self, model_path: str, weight_version: int) -> None:
@@ -51,6 +53,8 @@ class Pretender(Worker):
         self.delivered += len(prompts)
         self.in_flight += len(prompts)
         try:
+            if prompts.meta_info["purpose"] == "last":
+                self.dead = True
             if prompts.meta_info["purpose"] == "poison":
                 raise WorkerDiedError(f"{self.name} died", group=self.name)
             if prompts.meta_info["sample"]:
@@ -79,6 +83,8 @@ class Pretender(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def engine_statistics(self) -> dict[str, Any]:
+        if self.dead:
+            raise WorkerDiedError(f"{self.name} died", group=self.name)
         return {"delivered": {"train": self.delivered}, "in_flight": {"train": self.in_flight}}
 
 
@@ -219,9 +225,63 @@ async def test_a_dead_replica_costs_time_and_comes_back_with_the_current_weights
 
 async def test_rows_that_kill_every_replica_fail_by_name(pair: Pair):
     pool, _ = pair
-    with pytest.raises(WorkerDiedError, match="died"):
+    with pytest.raises(RolloutsLostError, match="3 replicas died or failed under the same rollouts"):
         await pool.rollout(rows(1, purpose="poison"))
     assert await by(pool, 1) in ("a", "b")
+
+
+async def test_a_replica_that_is_found_dead_by_asking_for_its_counts_is_made_again(pair: Pair):
+    pool, _ = pair
+    first, second = await by(pool, 2), (await meta_of(pool, rows(3, purpose="last")))["by"]
+    assert first == second == "a"
+    counts = await pool.token_counts()
+    assert (counts.delivered, counts.lost) == (2, 0)  # of the dead one what it had answered is known
+    while not pool._lives["a"].serving:
+        await asyncio.sleep(0)
+    assert set(await pool.statistics()) == {"a", "b"}
+    assert (await pool.token_counts()).delivered == 2
+    assert await by(pool, 1) == "a"
+
+
+async def test_rows_are_held_to_be_the_reason_when_a_replica_died_of_them_alone(monkeypatch: pytest.MonkeyPatch):
+    every: list[LocalWorkerGroup] = []
+    at_deaths: list[int] = []
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        every.append(group(name))
+        return every[-1]
+
+    def bury(self: RolloutPool, name: str, life: Any, reason: str) -> None:
+        at_deaths.append(len(life.calls))
+        real(self, name, life, reason)
+
+    real = RolloutPool._bury
+    monkeypatch.setattr(RolloutPool, "_bury", bury)
+
+    async def again() -> DataProto:
+        while not (pool._lives["only"].serving and pool._lives["only"].calls):
+            await asyncio.sleep(0)  # the innocent rows are there before
+        return rows(1, purpose="poison")
+
+    every.append(group("only"))
+    pool = RolloutPool({"only": every[0]}, revive=revive, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    innocent = asyncio.ensure_future(meta_of(pool, rows(1, slow=True)))
+    await begun(pool, "only")
+    guilty = asyncio.ensure_future(pool.rollout(rows(1, purpose="poison"), again=again))
+    while not (pool._lives["only"].reserved or guilty.done()):
+        await asyncio.sleep(0)
+    later = asyncio.ensure_future(meta_of(pool, rows(1)))  # waits for a replica that nobody reserved
+    await every[-1].open()
+    with pytest.raises(RolloutsLostError):
+        await guilty
+    assert at_deaths == [2, 2, 1]
+    assert (await innocent)["by"] == (await later)["by"] == "only"
+    assert not pool._lives["only"].reserved
+    assert len(every) == 4
+    await pool.aclose()
+    for one in every:
+        await one.aclose()
 
 
 async def test_one_that_cannot_be_made_again_is_given_up():

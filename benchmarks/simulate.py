@@ -8,7 +8,10 @@ weights that do not arrive, a trainer that dies, a disk that is full. The driver
 publication and resumption are those of a real run. What is checked after every step and at the end: issued = trained on
 + dropped + live, no slot twice, no token older than the bound in the loss, certificates that tell what the trainer was
 really given, the token equation, and that the run comes to its end. One schedule in fifty fetches its batches and lets
-the real mask act on them. A schedule that fails is named by its number: `--seed N --schedules 1` runs it again.
+the real mask act on them. One in ten keeps the real ledger, as a file, and a life that follows a fault goes on from it:
+with the groups that were recorded, the batches that were trained on after the checkpoint, and what was given up, some
+of them under a rate of use or an eviction. A schedule that fails is named by its number: `--seed N --schedules 1` runs
+it again.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Tried:
     """Some schedules: how many, what was broken, what struck, what lives ended by, and the processor time of it."""
 
     schedules: int = 0
+    ledgers: int = 0
     broken: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
@@ -43,6 +47,7 @@ class Tried:
 
     def add(self, other: Tried) -> None:
         self.schedules += other.schedules
+        self.ledgers += other.ledgers
         self.broken += other.broken
         self.struck += other.struck
         self.ended += other.ended
@@ -55,8 +60,10 @@ def run_chunk(seeds: range) -> Tried:
     logging.getLogger("asyncrl").setLevel(logging.CRITICAL)  # failures are what this is about
     tried = Tried(len(seeds))
     for seed in seeds:
+        scenario = random_scenario(seed)
+        tried.ledgers += scenario.ledger
         try:
-            result = simulate(random_scenario(seed), fetch=seed % FETCH_EVERY == 0, limit_s=LIMIT_S)
+            result = simulate(scenario, fetch=seed % FETCH_EVERY == 0, limit_s=LIMIT_S)
         except Exception as error:  # noqa: BLE001  told with its number
             tried.broken.append(f"schedule {seed}: {type(error).__name__}: {error}")
             continue
@@ -98,6 +105,7 @@ def main() -> None:
     done, broken = total.schedules, total.broken
     figures = [
         figure("schedules", done, "schedules"),
+        figure("of them with a ledger", total.ledgers, "schedules"),
         figure("rate on one core", round(done / max(total.cpu_s, 1e-9), 1), "schedules/s of processor time"),
         figure(
             "rate",

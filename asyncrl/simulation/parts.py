@@ -18,7 +18,9 @@ from asyncrl.data.pending import Future
 from asyncrl.data.plan import Header, Plan
 from asyncrl.data.ragged import ragged_from_list
 from asyncrl.errors import EnvironmentFailure, WeightVersionError, WorkerDiedError
-from asyncrl.interfaces import GroupSummary, KVCachePolicy
+from asyncrl.interfaces import GroupSummary, KVCachePolicy, Message
+from asyncrl.rollout.record import encode_rows
+from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
 from asyncrl.simulation.decoder import ModelledDecoder
 from asyncrl.simulation.scenario import Fault, Scenario
 from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
@@ -41,6 +43,16 @@ class RolledOut:
         self.slot = slot
         self.versions = tuple(versions)
 
+    @classmethod
+    def of(cls, rows: DataProto) -> list[RolledOut]:
+        """The groups that lie in rows of :meth:`trajectories`, in their order."""
+        assert rows.batch is not None
+        groups: dict[int, list[Counter[int]]] = {}
+        columns = (rows.batch[name].unbind() for name in ("input_ids", "weight_versions", "loss_mask"))
+        for tokens, stamps, sampled in zip(*columns, strict=True):
+            groups.setdefault(int(tokens[0]), []).append(Counter(stamps[sampled].tolist()))
+        return [cls(slot, versions) for slot, versions in groups.items()]
+
     @property
     def version_tokens(self) -> Counter[int]:
         """Tokens of the group by version."""
@@ -61,6 +73,26 @@ class RolledOut:
                 "weight_versions": ragged_from_list([torch.tensor(row, dtype=torch.int32) for row in stamps]),
             }
         )
+
+    def trajectories(self) -> list[Trajectory]:
+        """The same, as a ledger keeps them: the prompt is one token, the slot."""
+        found = []
+        for number, row in enumerate(self.versions):
+            stamps = (-1, *sorted(row.elements()))
+            message: Message = {"role": "assistant", "content": ""}
+            found.append(
+                Trajectory(
+                    task={"slot": self.slot},
+                    token_ids=(self.slot,) * len(stamps),
+                    loss_mask=tuple(stamp >= 0 for stamp in stamps),
+                    behaviour_log_probs=tuple(-float(stamp >= 0) for stamp in stamps),
+                    weight_versions=stamps,
+                    reward=float((self.slot + number) % 2),
+                    turns=(Turn(start=1, end=len(stamps), finish_reason="stop", message=message),),
+                    finish_reason="done",
+                )
+            )
+        return found
 
     @classmethod
     def get_all(cls, blocks: Sequence[RolledOut]) -> list[DataProto]:
@@ -201,6 +233,11 @@ class ModelledReplica:
             broken = [{"tokens": summary.tokens + 1}, {"version_tokens": {1 << 20: summary.tokens}}, {"slot": slot + 1}]
             meta["summary"] |= random.Random(scenario.seed ^ slot).choice(broken)  # noqa: S311
         self.finished.update(rows=rows, tokens=summary.tokens)
+        if scenario.ledger:
+            trajectories = block.trajectories()
+            batch = trajectories_to_batch(trajectories, slot=slot)
+            batch.meta_info |= meta | {"record": encode_rows(trajectories)}
+            return Plan.of(batch)
         return Plan.shard(block, Header(rows=rows, schema=_SCHEMA, meta_info=meta, size_bytes=16 * summary.tokens))
 
     async def _row(self, slot: int, row: int, made: Counter[int]) -> Counter[int]:
@@ -294,7 +331,10 @@ class ModelledTrainer:
             if self._strike(step, "trainer"):
                 raise WorkerDiedError(f"the trainer died in step {step}", group="trainer")
             plan = await batch.plan()
-            groups = [block for block in blocks_of(plan.node) if isinstance(block, RolledOut)]
+            if self._scenario.ledger:
+                groups = RolledOut.of(await batch)
+            else:
+                groups = [block for block in blocks_of(plan.node) if isinstance(block, RolledOut)]
             staleness: Counter[int] = Counter()
             masked = 0
             for group in groups:

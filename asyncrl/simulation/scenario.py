@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from asyncrl.pipeline.staleness import StalenessPolicy, staleness_policy
 from asyncrl.simulation.distributions import Distribution
@@ -58,6 +59,9 @@ class Scenario:
         publish_s: seconds until the trainer has its weights ready to be fetched.
         prepare_s: seconds a replica takes to fetch them.
         checkpoint_every: steps between checkpoints; 0 for none.
+        ledger: keep one, on the disk, and go on from it after a fault; without one what came after the checkpoint is
+            sampled again.
+        buffer: further options of the replay buffer.
         rollout_deadline_s: seconds a group may take.
         weights_deadline_s: seconds a replica may take for a phase of a weight update.
         revive_s: seconds until a dead replica is made again; None: it stays dead.
@@ -82,6 +86,8 @@ class Scenario:
     publish_s: float = 0.0
     prepare_s: float = 0.0
     checkpoint_every: int = 0
+    ledger: bool = False
+    buffer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     rollout_deadline_s: float | None = None
     weights_deadline_s: float = 300.0
     revive_s: float | None = 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 from asyncrl.pipeline.staleness import POLICIES
 from asyncrl.simulation.distributions import Distribution
@@ -27,7 +28,7 @@ def random_scenario(seed: int) -> Scenario:
         by_slot = dice.random() < 0.7
         kinds, highest = (_BY_SLOT, issued) if by_slot else (_BY_STEP, steps)
         faults.append(Fault(kind=dice.choice(kinds), at=dice.randint(0 if by_slot else 1, highest)))
-    return Scenario(
+    scenario = Scenario(
         steps=steps,
         groups_per_step=groups_per_step,
         group_size=dice.choice((1, 1, 2)),
@@ -49,7 +50,10 @@ def random_scenario(seed: int) -> Scenario:
         revive_s=dice.choice((None, 0.5, 5.0)),
         faults=tuple(faults),
         seed=seed,
+        ledger=dice.random() < 0.1,
     )
+    buffer = dice.choice(({}, {}, {"samples_per_insert": 1.0}, {"eviction": "oldest", "keep_groups": groups_per_step}))
+    return replace(scenario, buffer=buffer) if scenario.ledger else scenario
 
 
 _LENGTHS = tuple(map(Distribution.parse, ("4", "uniform(1, 8)", "lognormal(1.4, 1)", "lognormal(1, 2)")))

@@ -6,7 +6,10 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from torch import Tensor
@@ -15,14 +18,21 @@ from asyncrl.agents.single_turn import SingleTurnFactory
 from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import AsyncRLError, InvalidDataError
-from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
+from asyncrl.interfaces import DroppedGroup, GroupSummary, Ledger, ReplayBuffer
 from asyncrl.parts import load_part
 from asyncrl.pipeline.accounts import TokenBalance
 from asyncrl.pipeline.certificate import Certificate
 from asyncrl.pipeline.checkpoint import DriverState
 from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.evaluation import EvaluationResult
-from asyncrl.pipeline.resumption import admission_law, driver_state, resumed_accounts
+from asyncrl.pipeline.journal import Journal
+from asyncrl.pipeline.resumption import (
+    admission_law,
+    driver_state,
+    ledger_base,
+    resumed_accounts,
+    still_outstanding,
+)
 from asyncrl.pipeline.staleness import AdmissionLaw
 from asyncrl.pipeline.training_plan import StepRecord, TrainingPlan
 from asyncrl.rollout.pool import RolloutPool
@@ -91,7 +101,13 @@ def simulate(scenario: Scenario, *, fetch: bool = False, limit_s: float = 1e9) -
         SimulationDeadlock: nothing could happen any more, or it was not over after ``limit_s``.
         BaseException: a failure that is not one of asyncrl's own, and no fault explains.
     """
-    return run_virtually(_World(scenario, fetch=fetch).run(), seed=scenario.seed, limit_s=limit_s)
+    with TemporaryDirectory(prefix="simulation-", dir=_FAST) if scenario.ledger else nullcontext() as folder:
+        world = _World(scenario, fetch=fetch, folder=Path(folder) if folder is not None else None)
+        return run_virtually(world.run(), seed=scenario.seed, limit_s=limit_s)
+
+
+_FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
+"""Where a ledger lies that has to survive nothing but its life: in memory, if there is a file system of that kind."""
 
 
 @functools.cache
@@ -99,6 +115,13 @@ def _replay_buffer() -> Callable[..., ReplayBuffer]:
     """The installed replay buffer: this package does not know it by import."""
     buffer: Callable[..., ReplayBuffer] = load_part("asyncrl.replay_buffers", "replay", path="buffer.kind")
     return buffer
+
+
+@functools.cache
+def _ledger() -> Callable[..., Any]:
+    """The installed ledger, likewise."""
+    ledger: Callable[..., Any] = load_part("asyncrl.ledgers", "sqlite", path="ledger.kind")
+    return ledger
 
 
 def _rewards(rewards: Tensor) -> Tensor:
@@ -109,10 +132,13 @@ def _rewards(rewards: Tensor) -> Tensor:
 class _World:
     """Lives of one run: each begins where the newest checkpoint was, and ends by a fault or at the last step."""
 
-    def __init__(self, scenario: Scenario, *, fetch: bool) -> None:
+    def __init__(self, scenario: Scenario, *, fetch: bool, folder: Path | None) -> None:
         self.scenario = scenario
         self.result = Simulation()
+        self.generated = 0
+        """Tokens that the lives before this one made, where a ledger goes on with them."""
         self._fetch = fetch
+        self._folder = folder
         self._faults = list(scenario.faults)
         self._state: DriverState | None = None
         self._dropped_at_checkpoint: dict[int, str] = {}
@@ -128,6 +154,17 @@ class _World:
                 await life.close()
             if life.over:
                 return self.result
+
+    def open_ledger(self) -> Any:
+        """The ledger of a life that begins; None where none is kept."""
+        if self._folder is None:
+            return None
+        if self._state is None:  # it died before its first checkpoint, and begins anew
+            self.generated = 0
+            for file in self._folder.iterdir():
+                file.unlink()
+        resume = ledger_base(self._state) if self._state is not None else None
+        return _ledger()(self._folder / "ledger.sqlite", resume=resume, threaded=False)
 
     def strike(self, at: int, kind: str) -> Fault | None:
         """The fault of this kind that is due at this slot or step, once."""
@@ -152,7 +189,8 @@ class _World:
         done = self._state.step if self._state is not None else 0
         self.result.steps = [step for step in self.result.steps if step.step <= done]
         self.result.trained = [batch for batch in self.result.trained if batch.step <= done]
-        self.result.dropped = dict(self._dropped_at_checkpoint)
+        if self._folder is None or self._state is None:  # a ledger remembers what was given up after the checkpoint
+            self.result.dropped = dict(self._dropped_at_checkpoint)
 
 
 class _DuplicatingBuffer:
@@ -207,12 +245,19 @@ class _Life:
             restart_s=scenario.revive_s or 0.0,
         )
         self._rewards = ModelledRewards(scenario)
+        self._ledger: Ledger | None = world.open_ledger()
+        journal = Journal(self._ledger)
+        self._found = found = journal.recovered
         policy = scenario.staleness
+        held, again = still_outstanding(resumed, found, total_groups=(scenario.steps - step) * scenario.groups_per_step)
+        used = sum(1 for group in found.groups.values() if group.uses)
         buffer: ReplayBuffer = _replay_buffer()(
-            capacity=scenario.capacity_groups,
+            capacity=max(scenario.capacity_groups, len(held) + len(again) + used),
+            batch_groups=scenario.groups_per_step,
             max_staleness=scenario.steps if policy.keeps_groups else scenario.max_staleness,
             selection=policy.selection,
             columns=("scores",) if scenario.reward_s is not None else (),
+            **scenario.buffer,
         )
         self._buffer: ReplayBuffer = cast("ReplayBuffer", _DuplicatingBuffer(buffer, world))
         self._buffer.on_drop(self._dropped)
@@ -222,6 +267,7 @@ class _Life:
             groups_per_step=scenario.groups_per_step,
             max_staleness=scenario.max_staleness,
             policy=policy,
+            found=found,
         )
         if scenario.endless:
             law = AdmissionLaw(
@@ -245,7 +291,11 @@ class _Life:
             environments=SingleTurnFactory(prompt="?"),
             timeline=Timeline(clock=self._clock, max_events=1),
             observer=self,
-            accounts=resumed_accounts(resumed),
+            journal=journal,
+            outstanding={*held, *(again if found.next_slot else ())},
+            accounts=resumed_accounts(
+                resumed, found=found, generated=world.generated if self._ledger is not None else None
+            ),
             staleness=Counter(resumed.staleness if resumed is not None else {}),
             reward=self._rewards.score if scenario.reward_s is not None else None,
             save_checkpoint=self._save,
@@ -274,6 +324,10 @@ class _Life:
         lost = set(range(self.driver.law.next_slot)) - slots.keys() - result.dropped.keys()
         if lost and not scenario.endless:
             self._violated(f"slots {sorted(lost)} were issued, and neither trained on nor dropped")
+        if self._ledger is not None:
+            counts = self._ledger.statistics()
+            if counts.unaccounted or counts.live or counts.consumed != scenario.steps * scenario.groups_per_step:
+                self._violated(f"the ledger's books do not add up: {counts}")
         result.issued = self.driver.law.next_slot
 
     async def _revive(self, name: str) -> ModelledReplica:
@@ -285,6 +339,9 @@ class _Life:
 
     async def close(self) -> None:
         """Every process ends."""
+        if self._ledger is not None:
+            self._world.generated += (await self._pool.token_counts()).delivered
+            await self._ledger.aclose()
         await self._pool.aclose()
         await self._trainer.aclose()
         await self._rewards.aclose()
@@ -319,6 +376,9 @@ class _Life:
         )
         if record.step == scenario.steps:
             self._read_clocks()
+        before = self._found.batches.get(record.step)
+        if before is not None and before != truth.slots:
+            self._violated(f"step {record.step} trained on slots {truth.slots}, and in an earlier life on {before}")
         oldest = max(truth.staleness, default=0)
         if oldest > scenario.max_staleness and driver.policy.too_old != "correct":
             self._violated(f"step {record.step} trained on tokens {oldest} versions old")
@@ -333,7 +393,7 @@ class _Life:
         if statistics.admitted != occupied + statistics.released + sum(statistics.dropped.values()):
             self._violated(f"the buffer's books do not add up: {statistics}")
         done = (record.step - driver.law.first_version) * scenario.groups_per_step
-        if driver.law.live - done != len(driver.outstanding) + len(driver.law.again):
+        if driver.law.live - done != len({*driver.outstanding, *driver.law.again}):
             self._violated(
                 f"step {record.step}: {driver.law.live} live groups, {done} trained on, "
                 f"{len(driver.outstanding)} outstanding, {len(driver.law.again)} to be issued again"
@@ -353,14 +413,17 @@ class _Life:
     async def _save(self, driver: Driver, step: int) -> None:
         if self._world.strike(step, "storage"):
             raise OSError(f"no space left for the checkpoint of step {step}")
+        position = await self._ledger.durable() if self._ledger is not None else None
         balance = await self._balance()
-        self._world.checkpoint(driver_state(driver, balance, step=step, history={}))
+        self._world.checkpoint(driver_state(driver, balance, step=step, history={}, position=position))
 
     async def _balance(self) -> TokenBalance:
         counts = await self._pool.token_counts()
         self.driver.accounts.drop("replica_lost", counts.lost - self._lost_tokens)
         self._lost_tokens = counts.lost
         before = self._resumed.generated if self._resumed is not None else 0
+        if self._ledger is not None:
+            before = self._world.generated
         return self.driver.balance(generated=before + counts.delivered, in_flight=counts.in_flight)
 
     def _violated(self, rule: str) -> None:

@@ -112,6 +112,25 @@ def test_a_replica_that_is_made_again_costs_the_run_nothing(fault: Fault, replic
     assert sorted(slot for batch in result.trained for slot in batch.slots) == list(range(8))
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_prompt_that_its_replicas_die_of_is_given_up(replicas: int):
+    faults = (Fault(kind="crash", at=3),) * 3
+    result = simulate(replace(FAULTY, replicas=replicas, revive_s=2.0, faults=faults), fetch=True)
+    assert result.struck == list(faults)
+    assert result.dropped == {3: "rollouts_lost"}
+    assert result.ended_by == []
+    assert result.violations == []
+    assert sorted(slot for batch in result.trained for slot in batch.slots) == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_replicas_that_die_of_every_prompt_end_the_run():
+    faults = tuple(Fault(kind="crash", at=slot) for slot in range(5) for _ in range(3))
+    result = simulate(replace(FAULTY, revive_s=2.0, faults=faults))
+    (ended,) = result.ended_by
+    assert ended.startswith("RolloutsLostError: 3 replicas died or failed under the same rollouts")
+    assert result.violations == []
+
+
 def test_a_run_without_a_checkpoint_begins_anew():
     result = simulate(replace(FAULTY, checkpoint_every=0, faults=(Fault(kind="trainer", at=4),)))
     assert [step.step for step in result.steps] == [1, 2, 3, 4]

@@ -17,6 +17,10 @@ When a run is through, its ledger is held against what must be:
 Seconds to recover: from a kill to the next training step that reached the ledger. Each kill must leave a witness in
 what the run says of itself: the driver's log, its error, or the ledger's own record of a resumed life. One that left
 none makes this program fail, and so does anything lost, duplicated or fabricated.
+
+After every run a line on stderr says what was found so far. At SIGTERM, SIGINT or SIGHUP nothing is killed any more:
+the run under way goes on to its end, is held against what must be, and the figures of the kills done by then are
+printed. At a second signal that run is given up, and its kills are not counted.
 """
 
 from __future__ import annotations
@@ -42,12 +46,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 # Ray reads these when it is imported; the children of this program have them from here.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # as it is, whatever else a machine does starves Ray's workers
 os.environ["OMP_NUM_THREADS"] = "1"
 
 HERE = Path(__file__).parent
@@ -57,6 +63,8 @@ KINDS = ("driver", "rollout", "trainer", "reward", "scoring", "buffer")
 STEPS, GROUPS, ROWS = 24, 2, 4
 DEATHS = "(?:died|dead|lost|killed|gone|exited|ended|signal)"
 """One of these words stands in a sentence that tells of a death."""
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask for the end."""
 HANG_S = 240.0
 """A run that makes no step for so long hangs."""
 
@@ -87,7 +95,13 @@ class Campaign:
     wanted: int
     kinds: tuple[str, ...]
     until: float = 0.0
+    ended_by: str = ""
+    """The signal that asked for the end."""
+    gives_up: bool = False
+    """The end is asked for again: the run under way is not waited for."""
     kills: list[Kill] = field(default_factory=list)
+    given_up: int = 0
+    """Kills of a run that was given up, which nobody held against anything."""
     resumes: int = 0
     restarts: int = 0
     runs: int = 0
@@ -99,13 +113,29 @@ class Campaign:
 
     @property
     def goes_on(self) -> bool:
-        return len(self.kills) < self.wanted and time.monotonic() < self.until
+        return len(self.kills) < self.wanted and time.monotonic() < self.until and not self.ended_by
+
+    def end(self, number: int, _frame: FrameType | None = None) -> None:
+        """Handles a signal: kill nothing more, and at the second one do not wait for the run under way."""
+        self.gives_up = bool(self.ended_by)
+        self.ended_by = self.ended_by or signal.Signals(number).name
+        then = "is given up" if self.gives_up else "goes on to its end"
+        tell(f"{signal.Signals(number).name}: the run under way {then}")
+
+    def give_up(self, kills: Sequence[Kill]) -> None:
+        """The last of all kills, whose run was not seen through: they count for nothing."""
+        self.given_up = len(kills)
+        del self.kills[len(self.kills) - len(kills) :]
 
     def next_kind(self, kinds: Sequence[str]) -> str:
         """One of these kinds at random, each as often as the others."""
         done = Counter(kill.kind for kill in self.kills)
         fewest = min(done[kind] for kind in kinds)
         return self.dice.choice([kind for kind in kinds if done[kind] <= fewest + 1])
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
@@ -150,7 +180,11 @@ def a_cluster(folder: Path) -> Iterator[tuple[str, int]]:
         "    import ray; print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()\n"
     )
     helper = subprocess.Popen(
-        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # what a terminal or `timeout` sends to the whole group is for this program alone
     )
     assert helper.stdin is not None
     assert helper.stdout is not None
@@ -233,6 +267,7 @@ class HurtRun:
         self.output = self.folder / "output.txt"
         self.kinds = [kind for kind in campaign.kinds if kind != "buffer" or has_buffer_worker(number)]
         self.lives = 0
+        self.resumes = 0
         self.driver = 0
         self.kills: list[Kill] = []
         self._sequence = 0
@@ -251,13 +286,13 @@ class HurtRun:
         run = self.path
         resumable = run is not None and any((run / "checkpoints").glob("step-*"))
         if self.lives and resumable:
-            self.campaign.resumes += 1
-        elif self.lives:
-            self.campaign.restarts += 1
+            self.resumes += 1
         words = ["train", str(self.file), *(["--resume", str(run)] if resumable else [])]
 
         def life() -> int:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.setsid()
+            for number in ENDINGS:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -300,13 +335,14 @@ class HurtRun:
         return self._step
 
     def live(self) -> None:
-        """Hurt it until it is through, or until enough was killed."""
+        """Hurt it until enough was killed, and see it through."""
         campaign = self.campaign
         self.begin()
         next_at = self._next_moment()
-        while True:
+        while not campaign.gives_up:
             process, status = os.waitpid(self.driver, os.WNOHANG)
             if process:
+                self.driver = 0
                 code = os.waitstatus_to_exitcode(status)
                 campaign.endings["killed" if code == -signal.SIGKILL else f"exit code {code}"] += 1
                 self.look()
@@ -321,8 +357,7 @@ class HurtRun:
             step, now = self.look(), time.monotonic()
             if now - max([self._stepped, *(kill.at for kill in self.kills)]) > HANG_S:
                 campaign.problems.append(f"{self.folder.name}: no step for {HANG_S:g} s: {self._last_words()}")
-                os.kill(self.driver, signal.SIGKILL)
-                os.waitpid(self.driver, 0)
+                self.stop()
                 return
             if now >= next_at and campaign.goes_on and step <= STEPS - 6:
                 waits = self.kills and self.kills[-1].recovered_s is None and self._waits_for_recovery
@@ -330,10 +365,17 @@ class HurtRun:
                     next_at = self._next_moment()
             time.sleep(0.05)
 
+    def stop(self) -> None:
+        """A driver that still lives, because it hangs, is given up, or this program ends by an error."""
+        if self.driver:
+            os.kill(self.driver, signal.SIGKILL)
+            os.waitpid(self.driver, 0)
+            self.driver = 0
+
     def _next_moment(self) -> float:
-        """When to kill next: after a recovery as a rule, in the middle of one at times."""
+        """When to kill next: after a recovery as often as in the middle of one."""
         dice = self.campaign.dice
-        self._waits_for_recovery = dice.random() < 0.7
+        self._waits_for_recovery = dice.random() < 0.5
         return time.monotonic() + dice.uniform(0.1, 1.5 if self._waits_for_recovery else 6.0)
 
     def _kill(self) -> bool:
@@ -375,6 +417,9 @@ class HurtRun:
         from digits_world import worth
 
         campaign, run = self.campaign, self.path
+        campaign.runs += 1
+        campaign.resumes += self.resumes
+        campaign.restarts += self.lives - 1 - self.resumes
         campaign.problems += [
             f"{self.folder.name}: the death of {kill.what} ({kill.pid}) left no witness"
             for kill in self.kills
@@ -432,29 +477,33 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(ROOT))
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.folder))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster and the driver end with this program
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with this program
     begun = time.perf_counter()
     with a_cluster(folder) as (address, raylet):
         preload()
         campaign = Campaign(folder, address, raylet, random.Random(options.seed), options.kills, kinds)
         campaign.until = time.monotonic() + options.seconds
+        for number in ENDINGS:
+            signal.signal(number, campaign.end)
         while campaign.goes_on and not campaign.problems:
             run = HurtRun(campaign, campaign.runs)
-            campaign.runs += 1
+            tell(f"run {campaign.runs + 1} begins")
             try:
                 run.live()
             finally:
-                stop(run.driver)
+                run.stop()
+            if campaign.gives_up:
+                campaign.give_up(run.kills)
+                break
             run.audit()
-            if not options.json:
-                print(
-                    f"run {campaign.runs}: {len(run.kills)} kills, {run.lives} lives; {len(campaign.kills)} of "
-                    f"{campaign.wanted} kills after {time.perf_counter() - begun:.0f} s",
-                    flush=True,
-                )
+            tell(
+                f"run {campaign.runs}: {len(run.kills)} kills, {run.lives} lives; so far {len(campaign.kills)} of "
+                f"{campaign.wanted} kills, {campaign.resumes} resumes, {campaign.lost} lost, {campaign.duplicated} "
+                f"duplicated, {campaign.fabricated} fabricated, {time.perf_counter() - begun:.0f} s"
+            )
+        report(campaign, elapsed_s=time.perf_counter() - begun, options=options)
     if not options.keep and not campaign.problems:
         shutil.rmtree(folder)
-    report(campaign, elapsed_s=time.perf_counter() - begun, options=options)
     bad = campaign.problems or campaign.lost or campaign.duplicated or campaign.fabricated
     sys.exit(1 if bad else 0)
 
@@ -473,15 +522,6 @@ def preload() -> None:
     import asyncrl.single_controller.ray  # noqa: F401
 
 
-def stop(driver: int) -> None:
-    """A driver that lives on because this program ends by an error."""
-    try:
-        os.kill(driver, signal.SIGKILL)
-        os.waitpid(driver, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
-
-
 def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace) -> None:
     kills = campaign.kills
     recovered = sorted(kill.recovered_s for kill in kills if kill.recovered_s is not None)
@@ -497,6 +537,7 @@ def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace)
         figure("witnesses", sum(bool(kill.witness) for kill in kills), "kills"),
         figure("recovery p50", round(cuts[49], 2) if cuts else -1, "s"),
         figure("recovery p99", round(cuts[98], 2) if cuts else -1, "s"),
+        figure("kills of a run given up", campaign.given_up, "not counted"),
         *(figure(f"kills, {kind}", count, "") for kind, count in sorted(Counter(k.kind for k in kills).items())),
         *(figure(f"lives, {ending}", count, "") for ending, count in sorted(campaign.endings.items())),
         figure("time", round(elapsed_s, 1), "s"),
@@ -506,7 +547,9 @@ def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace)
         {"kind": kill.kind, "pid": kill.pid, "recovered_s": kill.recovered_s, "witness": kill.witness} for kill in kills
     ]
     if options.json:
-        print(json.dumps({"machine": machine, "figures": figures, "problems": campaign.problems, "faults": witnesses}))
+        told = {"machine": machine, "figures": figures, "problems": campaign.problems, "faults": witnesses}
+        told["ended_by"] = campaign.ended_by or None
+        print(json.dumps(told))
         return
     for each in figures:
         verdict = f"  goal {each['goal']}: {'holds' if each['holds'] else 'DOES NOT HOLD'}" if each["goal"] else ""
@@ -515,6 +558,8 @@ def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace)
         print(f"  {each['kind']:8s} {each['pid']:>8}  {each['witness']}")
     for problem in campaign.problems:
         print(f"PROBLEM: {problem}")
+    if campaign.ended_by:
+        print(f"ENDED BY {campaign.ended_by}: {len(kills)} kills of the {options.kills} that were asked for")
 
 
 def figure(

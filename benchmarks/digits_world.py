@@ -5,13 +5,15 @@ What a text earns follows from the text alone, so that a reward that nobody comp
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.interfaces import Message, Step, Task, Tool
 
-__all__ = ["DigitsFactory", "text_score", "worth"]
+__all__ = ["PACE", "DigitsFactory", "Pace", "PacedFactory", "text_score", "worth"]
 
 
 def worth(text: str) -> float:
@@ -61,3 +63,31 @@ class DigitsFactory:
     def demonstration(self, index: int) -> list[Message]:
         a, b = index % 10, index // 10 % 10
         return [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]
+
+
+@dataclass
+class Pace:
+    """How long a step of the paced world takes: a share of what an update took lately, at this load of the machine."""
+
+    share: float = 1.0
+    update_s: float = 0.2
+
+    def updated(self, took_s: float) -> None:
+        self.update_s += (took_s - self.update_s) / 3
+
+
+PACE = Pace()
+"""Of this process, which trains too."""
+
+
+class PacedDigits(Digits):
+    async def step(self, reply: Message) -> Step:
+        await asyncio.sleep(PACE.share * PACE.update_s)
+        return await super().step(reply)
+
+
+class PacedFactory(DigitsFactory):
+    """The same sums, but rollouts are neither much shorter nor much longer than updates."""
+
+    def make(self) -> Digits:
+        return PacedDigits()

@@ -2,10 +2,11 @@
 
     python benchmarks/replay.py --runs 100 [--jobs 2] [--seed 0] [--json]
 
-Each run is a tiny model in a world with slow steps, of which rollouts, updates and publications overlap; its seed
-draws staleness bound and policy, loss, minibatches, a reference, a reward function, LoRA, and whether it is stopped on
-the way and resumed. Each step of the replay is held to the fingerprint that the run recorded of its weights. A run that
-overlaps by less than 60 % counts as one that was not tried, and one whose weights never changed as one that failed.
+Each run is a tiny model in a world whose steps take about as long as an update, however busy the machine is, so that
+rollouts, updates and publications overlap; its seed draws staleness bound and policy, loss, minibatches, a reference, a
+reward function, LoRA, and whether it is stopped on the way and resumed. Each step of the replay is held to the
+fingerprint that the run recorded of its weights. A run that overlaps by less than 60 % counts as one that was not
+tried, and one whose weights never changed as one that failed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +30,7 @@ LEAST_OVERLAP = 0.6
 STEPS = 24
 STOPPED_AT = 4
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))  # worlds:DigitsFactory
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))  # worlds:length_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class Outcome:
     replayed_s: float
 
 
-def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
-    """The configuration drawn for a seed, and whether its run is stopped and resumed."""
+def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool, float]:
+    """The configuration drawn for a seed, whether its run is stopped and resumed, and the world's pace."""
     dice = random.Random(seed)
     bound = dice.choice([2, 3, 4])
     algorithm = dice.choice(
@@ -71,22 +73,24 @@ def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool]:
             "source": "scratch",
             "options": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 2, "max_position": 128},
         },
-        "env": {"name": "worlds:DigitsFactory", "latency_s": dice.choice([0.1, 0.15])},
+        "env": {"name": "digits_world:PacedFactory"},
         "rollout": {"max_new_tokens": 12, "max_tokens": 96},
         "trainer": trainer,
         "algorithm": algorithm,
         "staleness": {"policy": dice.choice(["mask", "mask", "wait", "drop", "correct"])},
         "reward": reward,
         "eval": {"tasks": 0},
-        "checkpoint": {"every": 3},
         "telemetry": {"progress": "none"},
     }
-    return tables, dice.random() < 0.3
+    hurt = dice.random() < 0.3
+    tables["checkpoint"] = {"every": 3 if hurt else 12}
+    return tables, hurt, dice.choice([0.7, 1.0])
 
 
 def measure(seed: int) -> Outcome:
     """Record one run and train it again."""
     import torch
+    from digits_world import PACE
 
     from asyncrl.config import Config
     from asyncrl.pipeline.driver import Driver
@@ -100,24 +104,25 @@ def measure(seed: int) -> Outcome:
 
     update = Driver._update
 
-    async def stopping(self: Driver, step: int, groups: Any) -> Any:
-        if step == STOPPED_AT:
+    async def timed(self: Driver, step: int, groups: Any) -> Any:
+        if step == stops_at:
             raise Stopped
-        return await update(self, step, groups)
+        begun = time.perf_counter()
+        record = await update(self, step, groups)
+        PACE.updated(time.perf_counter() - begun)
+        return record
 
     folder = Path(tempfile.mkdtemp(prefix="replay-"))
     try:
-        tables, hurt = config_of(seed, folder)
+        tables, hurt, PACE.share = config_of(seed, folder)
         config = Config.from_mapping(tables)
+        stops_at = STOPPED_AT if hurt else 0
+        Driver._update = timed  # type: ignore[method-assign]
         started = time.perf_counter()
         if hurt:
-            Driver._update = stopping  # type: ignore[method-assign]
-            try:
+            with suppress(Stopped):
                 train(config)
-            except Stopped:
-                pass
-            finally:
-                Driver._update = update  # type: ignore[method-assign]
+            stops_at = 0
             (run,) = folder.glob("recorded-2*")
             summary = train(config, resume=run)
         else:
@@ -145,6 +150,7 @@ def measure(seed: int) -> Outcome:
             replayed_s=time.perf_counter() - started,
         )
     finally:
+        Driver._update = update  # type: ignore[method-assign]
         shutil.rmtree(folder)
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from asyncrl.data import DataProto
 from asyncrl.interfaces import ValueEngine
-from asyncrl.parts import make_part
 from asyncrl.pipeline.credit import TokenCredit, with_returns
+from asyncrl.pipeline.engine_rank import EngineRank
 from asyncrl.pipeline.masking import mask_older
-from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.single_controller import Dispatch, register
 
 __all__ = ["CriticSpec", "CriticWorker"]
 
@@ -32,30 +31,16 @@ class CriticSpec:
     path: str = "critic.engine"
 
 
-class CriticWorker(Worker):
-    """Collective methods are plain ``def``: they run one after another, in the order of the calls, on every rank."""
+class CriticWorker(EngineRank[ValueEngine]):
+    """Values and scores on request, and steps towards better ones."""
 
     def __init__(self, spec: CriticSpec) -> None:
-        super().__init__()
-        self._spec = spec
-        self._engine: Any = None
+        super().__init__("asyncrl.value_engines", spec.engine, options=spec.engine_options, path=spec.path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def build(self, model_path: str, settings: dict[str, Any]) -> None:
         """Make the value engine for a model; replaces the one held, if any."""
-        self.close()
-        self._engine = make_part(
-            "asyncrl.value_engines",
-            self._spec.engine,
-            model_path,
-            options=self._spec.engine_options,
-            path=self._spec.path,
-            rank=self.rank,
-            world_size=self.world_size,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            **settings,
-        )
+        self._make_engine(model_path, settings)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def values(self, batch: DataProto) -> DataProto:
@@ -78,30 +63,3 @@ class CriticWorker(Worker):
     def compare(self, pairs: DataProto) -> dict[str, float]:
         """One step on rows chosen, rejected, chosen, rejected, ..."""
         return self._held().compare(pairs)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save(self, folder: Path) -> None:
-        """Write everything training goes on from."""
-        self._held().save(folder)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load(self, folder: Path) -> None:
-        """Go on from what :meth:`save` wrote."""
-        self._held().load(folder)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder."""
-        self._held().export(folder)
-
-    def close(self) -> None:
-        """Leave the process group and free the model."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-
-    def _held(self) -> ValueEngine:
-        if self._engine is None:
-            raise RuntimeError("the critic holds no model yet: call build(model_path, settings) first")
-        engine: ValueEngine = self._engine
-        return engine

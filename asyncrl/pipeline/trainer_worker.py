@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data import DataProto
 from asyncrl.errors import WeightVersionError
 from asyncrl.interfaces import TrainingEngine, WeightTransport
-from asyncrl.parts import make_part
 from asyncrl.pipeline.ages import with_ages
 from asyncrl.pipeline.credit import TokenCredit, with_token_advantages, with_turn_advantages
+from asyncrl.pipeline.engine_rank import EngineRank
 from asyncrl.pipeline.masking import mask_older
-from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.single_controller import Dispatch, register
 from asyncrl.weights.fingerprint import fingerprint_of
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
@@ -40,13 +39,11 @@ class TrainerSpec:
     transport: TransportSpec | None = None
 
 
-class TrainerWorker(Worker):
-    """Collective methods are plain ``def``: they run one after another, in the order of the calls, on every rank."""
+class TrainerWorker(EngineRank[TrainingEngine]):
+    """Steps on the policy, each of which makes the weights of the next version, and publishes them."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        super().__init__()
-        self._spec = spec
-        self._engine: Any = None
+        super().__init__("asyncrl.training_engines", spec.engine, options=spec.engine_options, path="trainer.engine")
         self._version = 0
         self._adapted = False
         self._transport: WeightTransport | None = None
@@ -59,21 +56,9 @@ class TrainerWorker(Worker):
 
         ``weight_version`` is what the model's weights are called; every :meth:`update` makes the next one.
         """
-        self._close_engine()
         self._version = weight_version
         self._adapted = settings.get("lora") is not None
-        self._engine = make_part(
-            "asyncrl.training_engines",
-            self._spec.engine,
-            model_path,
-            options=self._spec.engine_options,
-            path="trainer.engine",
-            rank=self.rank,
-            world_size=self.world_size,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            **settings,
-        )
+        self._make_engine(model_path, settings)
 
     # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
@@ -146,34 +131,8 @@ class TrainerWorker(Worker):
         if self._transport is not None:
             self._transport.release(version)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save(self, folder: Path) -> None:
-        """Write everything training goes on from."""
-        self._held().save(folder)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load(self, folder: Path) -> None:
-        """Go on from what :meth:`save` wrote."""
-        self._held().load(folder)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder."""
-        self._held().export(folder)
-
     def close(self) -> None:
         """Leave the process group and unlink what was published."""
-        self._close_engine()
+        super().close()
         if self._transport is not None:
             self._transport.close()
-
-    def _close_engine(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-
-    def _held(self) -> TrainingEngine:
-        if self._engine is None:
-            raise RuntimeError("the trainer holds no model yet: call build(model_path, options) first")
-        engine: TrainingEngine = self._engine
-        return engine

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -12,9 +13,7 @@ from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
 from engines.training.lora import lora_of, without_adapters
-from engines.training.microbatch import Layout
-from engines.training.model import ComputeDtype, PolicyModel, load_policy_model
-from engines.training.optimizer import Schedule
+from engines.training.model import PolicyModel, load_policy_model
 from engines.training.packed_rows import PackedRows, RowStream
 from engines.training.sharded_engine import ShardedEngine, check_some
 from engines.training.token_log_probs import TokenScores
@@ -28,6 +27,7 @@ _PREPARED = "prepared."
 """Prefix of the columns that an objective has made of the whole batch; they travel with their rows."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FSDPEngine(ShardedEngine[PolicyModel]):
     """A :class:`~asyncrl.interfaces.TrainingEngine` on ``torch.distributed.fsdp.fully_shard``.
 
@@ -40,102 +40,33 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     ranks with fewer micro-batches, stand-ins of weight zero keep the collectives in step.
 
     Args:
-        model_path: folder or hub id of a transformers causal LM.
+        model_path: of a causal LM. This and what is not named here is as :class:`ShardedEngine` says.
         objective: what :meth:`update` minimises.
-        rank: this process, 0..world_size-1.
-        world_size: number of ranks; 1 needs no network, and any number of such engines can live in one process.
-        master_addr: where several ranks meet.
-        master_port: likewise; needed for several ranks unless this process has a torch process group already.
-        device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: CUDA if there is any.
-        dtype: what matrix products are computed in.
-        lr: peak learning rate.
-        weight_decay: decoupled; not applied to tensors of one dimension (norms, biases).
-        betas: AdamW's decay rates of the two moments.
-        eps: AdamW's epsilon.
-        max_grad_norm: gradients are scaled down to this global norm; None leaves them.
-        schedule: see :class:`~engines.training.optimizer.LearningRate`.
-        warmup_steps: optimizer steps; one :meth:`update` makes ``minibatches * epochs`` of them.
-        total_steps: optimizer steps; needed unless the schedule is constant.
-        max_tokens_per_microbatch: tokens a rank computes at once, padding included. A longer row is computed alone.
-        gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
-        layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
-            whose attention cannot be told of rows), ``auto``: packed where the model allows it.
         lora: train low-rank adapters instead of the weights: ``rank``, ``alpha`` and ``targets``, see
             :class:`~engines.training.lora.LoRA`.
-        minibatches: optimizer steps per pass over a batch.
-        epochs: passes over a batch.
         temperature: the one that tokens are sampled with: log-probs are of softmax(logits / temperature).
-        publish_dtype: what :meth:`named_tensors` and :meth:`export` cast floating weights to.
-        threads: CPU threads of torch, for the whole process; None leaves them as they are.
-        seed: order in which rows are dealt to minibatches.
-        collective_timeout_s: how long a rank waits for the others before it fails.
 
     Raises:
         ConfigError: a value that cannot be used; the message names it.
         OSError: there is no such model.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        objective: PolicyObjective,
-        lr: float,
-        rank: int = 0,
-        world_size: int = 1,
-        master_addr: str = "127.0.0.1",
-        master_port: int | None = None,
-        device: str = "auto",
-        dtype: ComputeDtype = "float32",
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        max_grad_norm: float | None = 1.0,
-        schedule: Schedule = "constant",
-        warmup_steps: int = 0,
-        total_steps: int | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        gradient_checkpointing: bool = False,
-        layout: Layout | Literal["auto"] = "auto",
-        lora: Mapping[str, Any] | None = None,
-        minibatches: int = 1,
-        epochs: int = 1,
-        temperature: float = 1.0,
-        publish_dtype: ComputeDtype = "float32",
-        threads: int | None = None,
-        seed: int = 0,
-        collective_timeout_s: float = 1800.0,
-    ) -> None:
-        lora_made = lora_of(lora)
-        super().__init__(
-            model_path,
-            load=lambda: load_policy_model(
-                model_path, gradient_checkpointing=gradient_checkpointing, layout=layout, lora=lora_made, seed=seed
+    objective: PolicyObjective
+    lora: Mapping[str, Any] | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        lora = lora_of(self.lora)
+        self._open(
+            lambda: load_policy_model(
+                self.model_path,
+                gradient_checkpointing=self.gradient_checkpointing,
+                layout=self.layout,
+                lora=lora,
+                seed=self.seed,
             ),
-            lr=lr,
-            rank=rank,
-            world_size=world_size,
-            master_addr=master_addr,
-            master_port=master_port,
-            device=device,
-            dtype=dtype,
-            weight_decay=weight_decay,
-            betas=betas,
-            eps=eps,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            minibatches=minibatches,
-            epochs=epochs,
-            temperature=temperature,
-            publish_dtype=publish_dtype,
-            threads=threads,
-            seed=seed,
-            collective_timeout_s=collective_timeout_s,
+            temperature=self.temperature,
         )
-        self._objective = objective
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -159,20 +90,20 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
             EngineError: loss or gradient norm is not finite (no step is made of it), or another rank failed.
         """
         self._check_open()
-        rows = self._read(batch, required=self._objective.columns, optional=_OPTIONAL)
+        rows = self._read(batch, required=self.objective.columns, optional=_OPTIONAL)
         held = self._ranks.gather([*(name in rows.columns for name in _OPTIONAL)])
         if any(each != held[0] for each in held):
             raise InvalidDataError(f"some ranks have the columns {', '.join(_OPTIONAL)}, others have not")
-        if self._objective.whiten:
+        if self.objective.whiten:
             rows.columns["advantages"] = whitened(rows.columns["advantages"], rows.mask, self._ranks)
         dealing = self._deal(rows)
         check_some(dealing.scored)
-        prepares = self._objective.prepares
-        if "proximal_log_probs" not in rows.columns and (prepares or self._minibatches * self._epochs > 1):
+        prepares = self.objective.prepares
+        if "proximal_log_probs" not in rows.columns and (prepares or self.minibatches * self.epochs > 1):
             rows.columns["proximal_log_probs"], _ = self._score(dealing, extras="none")
         if prepares:
             prepared = prepared_columns(
-                self._objective,
+                self.objective,
                 rows,
                 self._ranks,
                 row_counts=dealing.row_counts,
@@ -182,13 +113,13 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
             rows.columns |= {_PREPARED + name: column for name, column in prepared.items()}
         metrics = self._descend(
             dealing,
-            token_weights=lambda lengths, tokens, rows: self._objective.token_weights(
+            token_weights=lambda lengths, tokens, rows: self.objective.token_weights(
                 lengths, total_tokens=tokens, total_rows=rows
             ),
             losses_of=self._policy_losses,
-            extras="entropy_gradient" if self._objective.entropy_coefficient else "entropy",
+            extras="entropy_gradient" if self.objective.entropy_coefficient else "entropy",
         )
-        return self._objective.report(metrics)
+        return self.objective.report(metrics)
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step of cross-entropy, every token where ``loss_mask`` counting the same.
@@ -245,7 +176,7 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
 
     def _policy_losses(self, rows: PackedRows, scores: TokenScores, stream: RowStream, mask: Tensor) -> TokenLosses:
         columns = {name: stream.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}
-        return self._objective.token_losses(
+        return self.objective.token_losses(
             current_log_probs=scores.log_probs,
             proximal_log_probs=columns.get("proximal_log_probs", scores.log_probs.detach()),
             behaviour_log_probs=columns["behaviour_log_probs"],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from asyncrl.algorithms import TokenLosses
 from asyncrl.data import DataProto
 from asyncrl.errors import EngineClosedError, EngineError, InvalidDataError
 from engines.training.dealing import Dealing
+from engines.training.microbatch import Layout
 from engines.training.model import ComputeDtype, PolicyModel, shard
 from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
 from engines.training.options import check_options
@@ -28,83 +30,108 @@ __all__ = ["ShardedEngine", "check_some"]
 ModelT = TypeVar("ModelT", bound=PolicyModel)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ShardedEngine(Generic[ModelT]):
     """Model and optimizer, sharded over the ranks of one group. Methods are collective.
 
-    Engines derive from it and say what they minimise. Arguments are those of
-    :class:`~engines.training.fsdp_engine.FSDPEngine`, but for one.
+    Engines derive from it, add what they minimise, and begin with :meth:`_open`. The arguments of all of them are these
+    fields and their own; they are read when the engine is made.
 
     Args:
-        load: makes the model, on the CPU and not sharded yet.
+        model_path: folder or hub id of a transformers model.
+        lr: peak learning rate.
+        rank: this process, 0..world_size-1.
+        world_size: number of ranks; 1 needs no network, and any number of such engines can live in one process.
+        master_addr: where several ranks meet.
+        master_port: likewise; needed for several ranks unless this process has a torch process group already.
+        device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: CUDA if there is any.
+        dtype: what matrix products are computed in.
+        weight_decay: decoupled; not applied to tensors of one dimension (norms, biases).
+        betas: AdamW's decay rates of the two moments.
+        eps: AdamW's epsilon.
+        max_grad_norm: gradients are scaled down to this global norm; None leaves them.
+        schedule: see :class:`~engines.training.optimizer.LearningRate`.
+        warmup_steps: optimizer steps; one update makes ``minibatches * epochs`` of them.
+        total_steps: optimizer steps; needed unless the schedule is constant.
+        max_tokens_per_microbatch: tokens a rank computes at once, padding included. A longer row is computed alone.
+        gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
+        layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
+            whose attention cannot be told of rows), ``auto``: packed where the model allows it.
+        minibatches: optimizer steps per pass over a batch.
+        epochs: passes over a batch.
+        publish_dtype: what published and exported floating weights are cast to.
+        threads: CPU threads of torch, for the whole process; None leaves them as they are.
+        seed: order in which rows are dealt to minibatches.
+        collective_timeout_s: how long a rank waits for the others before it fails.
+
+    Raises:
+        ConfigError: a value that cannot be used; the message names it.
+        OSError: there is no such model.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        load: Callable[[], ModelT],
-        lr: float,
-        rank: int,
-        world_size: int,
-        master_addr: str,
-        master_port: int | None,
-        device: str,
-        dtype: ComputeDtype,
-        weight_decay: float,
-        betas: tuple[float, float],
-        eps: float,
-        max_grad_norm: float | None,
-        schedule: Schedule,
-        warmup_steps: int,
-        total_steps: int | None,
-        max_tokens_per_microbatch: int,
-        minibatches: int,
-        epochs: int,
-        temperature: float,
-        publish_dtype: ComputeDtype,
-        threads: int | None,
-        seed: int,
-        collective_timeout_s: float,
-    ) -> None:
+    model_path: str = field(kw_only=False)
+    lr: float
+    rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    device: str = "auto"
+    dtype: ComputeDtype = "float32"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    max_tokens_per_microbatch: int = 8192
+    gradient_checkpointing: bool = False
+    layout: Layout | Literal["auto"] = "auto"
+    minibatches: int = 1
+    epochs: int = 1
+    publish_dtype: ComputeDtype = "float32"
+    threads: int | None = None
+    seed: int = 0
+    collective_timeout_s: float = 1800.0
+
+    def _open(self, load: Callable[[], ModelT], *, temperature: float = 1.0) -> None:
+        """Check the options, join the ranks and shard the model that ``load`` makes, on the CPU and not sharded yet."""
         check_options(
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            minibatches=minibatches,
-            epochs=epochs,
-            threads=threads,
-            max_grad_norm=max_grad_norm,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+            minibatches=self.minibatches,
+            epochs=self.epochs,
+            threads=self.threads,
+            max_grad_norm=self.max_grad_norm,
             temperature=temperature,
-            dtype=dtype,
-            publish_dtype=publish_dtype,
+            dtype=self.dtype,
+            publish_dtype=self.publish_dtype,
         )
-        self._rate = LearningRate(peak=lr, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self._model_path = model_path
-        self._max_grad_norm = max_grad_norm
-        self._minibatches = minibatches
-        self._epochs = epochs
-        self._publish_dtype: torch.dtype = getattr(torch, publish_dtype)
-        self._seed = seed
+        self._rate = LearningRate(
+            peak=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps
+        )
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        self._dealing_seed = self.seed
         self._updates = 0
         self._optimizer_steps = 0
         self._closed = False
         self._ranks = RankGroup(
-            rank=rank,
-            world_size=world_size,
-            master_addr=master_addr,
-            master_port=master_port,
-            device=device,
-            timeout_s=collective_timeout_s,
+            rank=self.rank,
+            world_size=self.world_size,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            device=self.device,
+            timeout_s=self.collective_timeout_s,
         )
         try:
             self._model: ModelT = load()
             self._cost = self._model.row_cost()
-            shard(self._model, self._ranks.mesh, dtype=dtype)
+            shard(self._model, self._ranks.mesh, dtype=self.dtype)
             self._optimizer = ShardedAdamW(
-                self._model.parameters_by_name(), weight_decay=weight_decay, betas=betas, eps=eps
+                self._model.parameters_by_name(), weight_decay=self.weight_decay, betas=self.betas, eps=self.eps
             )
             self._passes = Passes(
-                self._model, self._ranks, max_tokens=max_tokens_per_microbatch, temperature=temperature
+                self._model, self._ranks, max_tokens=self.max_tokens_per_microbatch, temperature=temperature
             )
         except BaseException:
             self._ranks.close()
@@ -119,7 +146,7 @@ class ShardedEngine(Generic[ModelT]):
             OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
         """
         self._check_open()
-        counters = {"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._seed}
+        counters = {"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._dealing_seed}
         save_trainer(Path(folder), self._model, self._optimizer, self._ranks, counters=counters)
 
     def load(self, folder: Path) -> None:
@@ -134,7 +161,7 @@ class ShardedEngine(Generic[ModelT]):
         counters = load_trainer(Path(folder), self._model, self._optimizer, self._ranks)
         self._updates = counters["updates"]
         self._optimizer_steps = counters["optimizer_steps"]
-        self._seed = counters["seed"]
+        self._dealing_seed = counters["seed"]
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder: config, weights in ``publish_dtype``, the tokenizer of ``model_path`` if any.
@@ -151,8 +178,8 @@ class ShardedEngine(Generic[ModelT]):
             self._model,
             self._full_tensors(),
             self._ranks,
-            dtype=self._publish_dtype,
-            model_path=self._model_path,
+            dtype=getattr(torch, self.publish_dtype),
+            model_path=self.model_path,
         )
 
     def close(self) -> None:
@@ -166,7 +193,7 @@ class ShardedEngine(Generic[ModelT]):
     # ---------------------------------------------------------------------------------------------- for derived engines
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        dtype = self._publish_dtype
+        dtype: torch.dtype = getattr(torch, self.publish_dtype)
         whole = self._model.merged((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
         tensors = ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in whole)
         return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
@@ -197,8 +224,8 @@ class ShardedEngine(Generic[ModelT]):
         check_some(dealing.scored)
         steps: list[dict[str, float]] = []
         tokens_of_steps: list[int] = []
-        for epoch in range(self._epochs):
-            for rows, members in dealing.minibatches(self._minibatches, seed=self._draw(epoch)):
+        for epoch in range(self.epochs):
+            for rows, members in dealing.minibatches(self.minibatches, seed=self._draw(epoch)):
                 portion = self._passes.portion(rows, members)
                 if portion.tokens == 0:
                     continue
@@ -225,7 +252,7 @@ class ShardedEngine(Generic[ModelT]):
 
     def _draw(self, number: int = 0) -> int:
         """Seed of something that this update draws; ``number`` below 1024."""
-        return (self._seed << 40) + (self._updates << 10) + number
+        return (self._dealing_seed << 40) + (self._updates << 10) + number
 
     def _step(
         self, rows: PackedRows, portion: Portion, weights: Tensor, *, losses_of: LossesOf, extras: Extras
@@ -247,7 +274,7 @@ class ShardedEngine(Generic[ModelT]):
                     f"Look at the batch (advantages, log-probs) and at lr={self._rate.at(self._optimizer_steps):g}"
                 )
         lr = self._rate.at(self._optimizer_steps)
-        self._optimizer.step(lr=lr, gradient_scale=clipping_scale(gradients.norm, self._max_grad_norm))
+        self._optimizer.step(lr=lr, gradient_scale=clipping_scale(gradients.norm, self.max_grad_norm))
         self._optimizer_steps += 1
         return gradients.metrics | {"loss": gradients.loss, "grad_norm": gradients.norm, "lr": lr}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from asyncrl.algorithms import TokenLosses, ValueObjective, bradley_terry_losses
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import InvalidDataError
-from engines.training.microbatch import Layout
-from engines.training.model import ComputeDtype
-from engines.training.optimizer import Schedule
 from engines.training.packed_rows import PackedRows, RowStream
 from engines.training.sharded_engine import ShardedEngine, check_some
 from engines.training.token_log_probs import TokenScores
@@ -22,6 +19,7 @@ from engines.training.value_model import ValueModel, load_value_model
 __all__ = ["FSDPValueEngine"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FSDPValueEngine(ShardedEngine[ValueModel]):
     """A :class:`~asyncrl.interfaces.ValueEngine`: values of tokens, scores of rows, and what either learns from.
 
@@ -29,77 +27,26 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
     here too.
 
     Args:
-        model_path: folder or hub id of a causal LM, whose head is replaced by one that says 0 at first, or of a model
-            for sequence classification with one label.
+        model_path: of a causal LM, whose head is replaced by one that says 0 at first, or of a model for sequence
+            classification with one label. This and what is not named here is as :class:`ShardedEngine` says.
         objective: what :meth:`update` minimises.
         centring: 0 or more: how strongly :meth:`compare` pulls the sum of a pair's scores to 0.
-        rank, world_size, master_addr, master_port, device, dtype, lr, weight_decay, betas, eps, max_grad_norm,
-            schedule, warmup_steps, total_steps, max_tokens_per_microbatch, gradient_checkpointing, layout, minibatches,
-            epochs, publish_dtype, threads, seed, collective_timeout_s: as for the policy's engine.
 
     Raises:
         ConfigError: a value that cannot be used; the message names it.
         OSError: there is no such model.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        objective: ValueObjective | None = None,
-        centring: float = 0.0,
-        lr: float = 0.0,
-        rank: int = 0,
-        world_size: int = 1,
-        master_addr: str = "127.0.0.1",
-        master_port: int | None = None,
-        device: str = "auto",
-        dtype: ComputeDtype = "float32",
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        max_grad_norm: float | None = 1.0,
-        schedule: Schedule = "constant",
-        warmup_steps: int = 0,
-        total_steps: int | None = None,
-        max_tokens_per_microbatch: int = 8192,
-        gradient_checkpointing: bool = False,
-        layout: Layout | Literal["auto"] = "auto",
-        minibatches: int = 1,
-        epochs: int = 1,
-        publish_dtype: ComputeDtype = "float32",
-        threads: int | None = None,
-        seed: int = 0,
-        collective_timeout_s: float = 1800.0,
-    ) -> None:
-        super().__init__(
-            model_path,
-            load=lambda: load_value_model(model_path, gradient_checkpointing=gradient_checkpointing, layout=layout),
-            lr=lr,
-            rank=rank,
-            world_size=world_size,
-            master_addr=master_addr,
-            master_port=master_port,
-            device=device,
-            dtype=dtype,
-            weight_decay=weight_decay,
-            betas=betas,
-            eps=eps,
-            max_grad_norm=max_grad_norm,
-            schedule=schedule,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            minibatches=minibatches,
-            epochs=epochs,
-            temperature=1.0,
-            publish_dtype=publish_dtype,
-            threads=threads,
-            seed=seed,
-            collective_timeout_s=collective_timeout_s,
+    lr: float = 0.0
+    objective: ValueObjective = field(default_factory=ValueObjective)
+    centring: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._open(
+            lambda: load_value_model(
+                self.model_path, gradient_checkpointing=self.gradient_checkpointing, layout=self.layout
+            )
         )
-        self._objective = objective or ValueObjective()
-        self._centring = centring
 
     # --------------------------------------------------------------------------------------------------------- critic
 
@@ -133,14 +80,14 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
         rows = self._read(batch, required=("returns",))
         dealing = self._deal(rows)
         check_some(dealing.scored)
-        if self._minibatches * self._epochs > 1:
+        if self.minibatches * self.epochs > 1:
             rows.columns["old_values"], _ = self._score(dealing, extras="none")
-        metrics = self._descend(dealing, token_weights=self._objective.token_weights, losses_of=self._value_losses)
-        return self._objective.report(metrics)
+        metrics = self._descend(dealing, token_weights=self.objective.token_weights, losses_of=self._value_losses)
+        return self.objective.report(metrics)
 
     def _value_losses(self, rows: PackedRows, scores: TokenScores, stream: RowStream, mask: Tensor) -> TokenLosses:
         columns = {name: stream.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}
-        return self._objective.token_losses(
+        return self.objective.token_losses(
             scores.log_probs,
             old_values=columns.get("old_values", scores.log_probs.detach()),
             returns=columns["returns"],
@@ -186,7 +133,7 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
         if all(flag for (flag,) in self._ranks.gather(["margins" in rows.columns])):
             margins = self._ranks.concatenated(rows.columns["margins"][rows.mask], counts)[0::2]
         with torch.enable_grad():
-            losses = bradley_terry_losses(everyone[0::2], everyone[1::2], margins=margins, centring=self._centring)
+            losses = bradley_terry_losses(everyone[0::2], everyone[1::2], margins=margins, centring=self.centring)
             (slopes,) = torch.autograd.grad(losses.loss.mean(), everyone)
         first = sum(counts[: self._ranks.rank])
         slope = torch.zeros(len(rows.mask))

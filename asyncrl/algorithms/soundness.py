@@ -128,11 +128,11 @@ def _unusable(estimator: AdvantageEstimator, setting: Setting) -> Iterator[Objec
             remedy="use at least 2, or an advantage without groups (reinforce_plus_plus)",
             unsound=False,
         )
-    k = estimator.options.get("k")
+    k = estimator.option("k")
     if isinstance(k, int) and k > setting.group_size:
         yield Objection(
             key="algorithm.advantage_options.k",
             reason=f"{k} answers cannot be chosen from trainer.group_size = {setting.group_size}",
-            remedy=f"use at most {setting.group_size}",
+            remedy=f"use at most {setting.group_size}, or a larger trainer.group_size",
             unsound=False,
         )

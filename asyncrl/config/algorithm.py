@@ -169,5 +169,7 @@ def check_algorithm(config: Config) -> tuple[Objection, ...]:
 def _value(config: Config, key: str) -> str:
     value: object = config
     for name in key.split("."):
+        if isinstance(value, dict) and name not in value:
+            return ""  # an option's default
         value = value[name] if isinstance(value, dict) else getattr(value, name)
     return value_to_toml(value)

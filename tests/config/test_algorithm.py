@@ -90,6 +90,7 @@ def test_parts_are_named_and_take_options() -> None:
         ({"advantage": "advantages_of_ones_own:of_two_kinds"}, "algorithm.advantage", "sees rows without their groups"),
         ({"trainer": {"group_size": 1}}, "trainer.group_size", "no baseline"),
         ({"advantage": "pass_at_k", "advantage_options": {"k": 9}}, "algorithm.advantage_options.k", "group_size = 8"),
+        ({"advantage": "pass_at_k", "trainer": {"group_size": 3}}, "algorithm.advantage_options.k", "4 answers cannot"),
     ],
 )
 def test_what_cannot_be_used_is_told_with_its_key(settings: dict[str, Any], path: str, words: str) -> None:

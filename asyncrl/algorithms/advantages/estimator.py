@@ -83,6 +83,17 @@ class AdvantageEstimator:
         needs = set(self.needs)
         return "token" if needs & TOKEN_COLUMNS else "turn" if needs & TURN_COLUMNS else "row"
 
+    def option(self, name: str) -> Any:
+        """Value of an option, the function's default where none was given; None if it takes no such option.
+
+        >>> load_estimator("pass_at_k").option("k"), load_estimator("grpo").option("k")
+        (4, None)
+        """
+        parameter = signature(self.function).parameters.get(name)
+        if parameter is None or parameter.kind is not parameter.KEYWORD_ONLY:
+            return None
+        return self.options.get(name, parameter.default)
+
     def __call__(self, columns: Mapping[str, Tensor]) -> Tensor:
         """Advantages [B], [K] or [T] float32 of a batch, by :attr:`level`.
 

@@ -1,17 +1,19 @@
 """The pool of replicas under fire: processes that are really killed, weights that change, and what clients notice.
 
-    python benchmarks/pool.py [--json] [--engine scripted|transformers] [--replicas 4] [--seconds 120]
-                              [--kill-every 5] [--swaps 2000] [--clients 16] [--no-spawner]
+    python benchmarks/pool.py [--json] [--engine scripted|transformers|vllm|sglang] [--python FILE] [--replicas 4]
+                              [--seconds 120] [--kill-every 5] [--swaps 2000] [--most-seconds S] [--clients 16]
+                              [--no-spawner]
 
 The engines' every token is the weight version that made it (``scripted``: asyncrl.testing.TelltaleEngine, one token a
-millisecond; ``transformers``: a model of 20,000 parameters whose version v can only say v), so a wrong label shows by
+millisecond; the others: a model of 20,000 parameters whose version v can only say v), so a wrong label shows by
 itself. Requests of 1 to 200 tokens come from ``--clients`` clients without a pause; weights are swapped ``--swaps``
 times, one after another, pauses in between; every ``--kill-every`` seconds a serving replica is sent SIGKILL. The run
-ends when the swaps are done and the seconds have passed.
+ends when the swaps are done and the seconds have passed; after ``--most-seconds`` no swap is begun any more. vLLM and
+SGLang run under the ``--python`` of their own environment.
 
-Tokens are counted by the engines where they are sampled, in a file each that outlives them: what they sampled and no
-client got was sampled twice. A replica that was killed has to come back with the version that was current at the kill,
-or a newer one.
+Tokens are counted by the engines where they are sampled (by vLLM's and SGLang's where they arrive from the process that
+samples), in a file each that outlives them: what they sampled and no client got was sampled twice. A replica that was
+killed has to come back with the version that was current at the kill, or a newer one.
 
 Re-routing is measured from the kill to the first token that a request of the dead replica gets on another. Its floor is
 the mean time between two chunks of one request.
@@ -50,6 +52,16 @@ from asyncrl.weights.transport import TransportSpec
 from engines.rollout.remote_engine import RemoteEngine
 
 VOCABULARY = 67
+COUNTED = {
+    "transformers": "benchmarks.pool_engines:CountedTransformers",
+    "vllm": "benchmarks.pool_engines:CountedVLLM",
+    "sglang": "benchmarks.pool_engines:CountedSGLang",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "transformers": {"device": "cpu"},
+    "vllm": {"kv_cache_bytes": 64 << 20},
+    "sglang": {"device": "cpu", "kv_cache_tokens": 8192},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +159,12 @@ class Fire:
                     self.came_back_stale += status.weight_version is None or status.weight_version < version
             await asyncio.sleep(every_s)
 
-    async def swap(self, publish: Callable[[int], Any], swaps: int) -> None:
+    async def swap(self, publish: Callable[[int], Any], swaps: int, *, most_s: float) -> None:
+        until = time.perf_counter() + most_s
         for version in range(1, swaps + 1):
             begin = time.perf_counter()
+            if begin > until:
+                return
             try:
                 await publish(version)
             except WeightError:
@@ -167,7 +182,10 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def telltale(folder: Path) -> Callable[[int], dict[str, Any]]:
-    """A model folder, and weights by version: the layers add nothing, and only row ``version`` of the head is high."""
+    """A model folder, and weights by version: the layers add nothing, and only row ``version`` of the head is high.
+
+    Heads are as wide as vLLM's attention on a CPU needs them.
+    """
     import torch
     import transformers
 
@@ -176,8 +194,9 @@ def telltale(folder: Path) -> Callable[[int], dict[str, Any]]:
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -206,15 +225,17 @@ def telltale(folder: Path) -> Callable[[int], dict[str, Any]]:
 
 async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
     transport: WeightTransport
-    if given.engine == "transformers":
+    if given.engine != "scripted":
         from engines.weights.shared_memory import SharedMemoryTransport
 
         weights, says = telltale(folder), lambda label: label % VOCABULARY
         namespace = f"benchmark-{os.getpid()}"
         transport = SharedMemoryTransport(namespace=namespace, max_versions=4)
         spec = TransportSpec(name="shared_memory", namespace=namespace)
-        made: dict[str, Any] = {"engine": "benchmarks.pool_engines:CountedTransformers", "threads": 1}
-        made["options"] = {"device": "cpu", "count_in": str(folder)}
+        made: dict[str, Any] = {"engine": COUNTED[given.engine], "threads": 1, "dtype": "float32"}
+        made["options"] = {"count_in": str(folder), **OPTIONS[given.engine]}
+        if given.python is not None:
+            made |= {"python": given.python, "environment": {"OMP_NUM_THREADS": "1"}}
     else:
         weights, says = lambda _version: {}, lambda label: label
         transport = EmptyTransport()
@@ -228,7 +249,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
     )
     held: set[int] = set()
     async with contextlib.AsyncExitStack() as stack:
-        if not given.no_spawner:
+        if not given.no_spawner and given.python is None:
             made["spawner"] = spawner = RemoteEngine.spawner(made["engine"], str(folder))
             stack.push_async_callback(spawner.close)
         factories = {f"r{n}": lambda: RemoteEngine(str(folder), transport=spec, **made) for n in range(given.replicas)}
@@ -251,7 +272,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
                 group.create_task(fire.client(name, says))
             killing = group.create_task(fire.kill(given.kill_every))
             group.create_task(fire.watch())
-            await fire.swap(publish, given.swaps)
+            await fire.swap(publish, given.swaps, most_s=given.most_seconds)
             await asyncio.sleep(max(0.0, given.seconds - (time.perf_counter() - begin)))
             fire.running = False
             killing.cancel()
@@ -294,11 +315,13 @@ def figures(fire: Fire, told: Any, lasted_s: float, *, sampled: int) -> list[Fig
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--engine", choices=("scripted", "transformers"), default="scripted")
+    parser.add_argument("--engine", choices=("scripted", *COUNTED), default="scripted")
+    parser.add_argument("--python", help="interpreter of vLLM's or SGLang's environment")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--kill-every", type=float, default=5.0)
     parser.add_argument("--swaps", type=int, default=2000)
+    parser.add_argument("--most-seconds", type=float, default=float("inf"), help="begin no swap after so many")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--max-away", type=int, default=1)
     parser.add_argument("--no-spawner", action="store_true", help="every process imports everything by itself")

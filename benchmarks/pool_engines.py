@@ -11,9 +11,12 @@ from typing import Any
 
 from asyncrl.testing import TelltaleEngine
 from engines.rollout.embedded.generation import Counters
+from asyncrl.weights.transport import TransportSpec
+from engines.rollout.sglang_engine import SGLangEngine
 from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.vllm_engine import VLLMEngine
 
-__all__ = ["CountedTelltale", "CountedTransformers", "sampled_tokens"]
+__all__ = ["CountedSGLang", "CountedTelltale", "CountedTransformers", "CountedVLLM", "sampled_tokens"]
 
 _COUNT = struct.Struct("<q")
 
@@ -58,6 +61,30 @@ class CountedTransformers(TransformersEngine):
         generation = super()._load()
         generation.counters = TalliedCounters(Tally(self._count_in))
         return generation
+
+
+class CountedVLLM(VLLMEngine):
+    def __init__(
+        self, model_path: str, *, count_in: str, transport: TransportSpec | None = None, **options: Any
+    ) -> None:
+        self._tally = Tally(count_in)
+        super().__init__(model_path, transport=transport, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "_tokens_generated":
+            self._tally.write(value)
+
+
+class CountedSGLang(SGLangEngine):
+    def __init__(self, model_path: str, *, count_in: str, **options: Any) -> None:
+        self._tally = Tally(count_in)
+        super().__init__(model_path, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "_tokens":
+            self._tally.write(value)
 
 
 class CountedTelltale(TelltaleEngine):

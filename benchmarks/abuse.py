@@ -7,7 +7,10 @@ The server runs in a process of its own with its default limits, over a pool of 
 * refusals: the time from the last byte of a request that asks for too much to the first line of its refusal, at most;
 * the good client: one request after the other. Its 99th percentile while one hostile client sends ten such requests a
   second, or while 2,000 connections send their heads a byte at a time, over the same alone. Windows alone and windows
-  beside take turns, and each ratio is of neighbours in time, because the machine does other things too;
+  beside take turns, and each ratio is of neighbours in time, because the machine does other things too. Hostile clients
+  are processes of their own: in this one, the good client would wait for what they do. Of the worst of them, a body
+  without an end, is told what it takes of the processors, and what it costs the good client of a bare aiohttp handler
+  that reads no byte of such a body, answers 413 and hangs up;
 * streams: requests damaged in one to four places, and bytes that are no request, from a seed. After them the server
   answers, holds no connection and no request, and has not grown.
 """
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
 import platform
 import random
@@ -24,9 +26,9 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
@@ -56,6 +58,10 @@ GREEDY = {
         "/generate", json.dumps({"prompt_token_ids": [5], "grammar": 'start: "' + "x" * 100_000 + '"'}).encode()
     ),
 }
+
+
+CHUNKED = "600 MB in chunks"
+SLOW = "slow clients"
 
 
 async def refusal_ms(port: int, data: bytes) -> float:
@@ -112,41 +118,56 @@ async def good_ms(port: int, requests: int) -> tuple[float, float]:
     return statistics.median(times), times[int(0.99 * len(times))]
 
 
-@asynccontextmanager
-async def attacked(attack: Callable[[], Awaitable[float]], pause_s: float) -> AsyncIterator[None]:
-    """One hostile client meanwhile."""
+@dataclass(slots=True)
+class Taken:
+    """What an attack took of the processors, in seconds of each side, and how often it was refused."""
 
-    async def go_on() -> None:
-        while True:
-            await attack()
-            await asyncio.sleep(pause_s)
-
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(go_on())
-        yield
-        task.cancel()
+    refused: int = 0
+    hostile_s: float = 0.0
+    server_s: float = 0.0
 
 
 @asynccontextmanager
-async def slow_clients(port: int, count: int) -> AsyncIterator[None]:
-    """So many connections that send the head of a request a byte at a time, each once a second.
-
-    From a process of their own: in this one, the good client would wait for their writing, too.
-    """
+async def hostile(server: Child, attack: str, slow: int, taken: Taken) -> AsyncIterator[None]:
+    """One hostile client meanwhile, or ``slow`` slow ones, in a process of their own."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, __file__, "--trickle-to", str(port), "--slow", str(count)), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, __file__, "--attack", attack, "--port", str(server.port), "--slow", str(slow)),
+        stdout=asyncio.subprocess.PIPE,
     )
-    assert process.stdout is not None
+    lines = process.stdout
+    assert lines is not None
+    client = Child(server.port, process.pid, {})
+
+    async def count() -> None:
+        while await lines.readline():
+            taken.refused += 1
+
     try:
-        await process.stdout.readline()  # all are connected
+        await lines.readline()  # refused once, or all are connected
+        counting = asyncio.ensure_future(count())
+        before = client.cpu_s(), server.cpu_s()
         yield
+        assert process.returncode is None, "the attack ended"
+        taken.hostile_s += client.cpu_s() - before[0]
+        taken.server_s += server.cpu_s() - before[1]
+        counting.cancel()
     finally:
         process.kill()
         await process.wait()
 
 
+async def attack_for_ever(name: str, port: int, slow: int) -> None:
+    """What the process of the hostile clients does. Says when it has begun, and then of each refusal."""
+    if name == SLOW:
+        await trickle(port, slow)
+    while True:
+        await (chunked_ms(port) if name == CHUNKED else refusal_ms(port, GREEDY[name]))
+        print("refused", flush=True)
+        await asyncio.sleep(0.1)
+
+
 async def trickle(port: int, count: int) -> None:
-    """What the process of the slow clients does."""
+    """Connections that send the head of a request a byte at a time, each once a second."""
     opened = []
     for _ in range(count):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -162,7 +183,7 @@ async def trickle(port: int, count: int) -> None:
 
 async def refusals(server: Child, rounds: int) -> list[Figure]:
     found = {name: [await refusal_ms(server.port, data) for _ in range(4 * rounds)] for name, data in GREEDY.items()}
-    found["600 MB in chunks"] = [await chunked_ms(server.port) for _ in range(rounds)]
+    found[CHUNKED] = [await chunked_ms(server.port) for _ in range(rounds)]
     figures = []
     for name, times in found.items():
         worst, title = max(times), f"refused: {name}, slowest of {len(times)}"
@@ -170,27 +191,34 @@ async def refusals(server: Child, rounds: int) -> list[Figure]:
     return figures
 
 
-async def beside(server: Child, rounds: int, slow: int, requests: int = 700) -> list[Figure]:
+async def beside(server: Child, bare: Child, rounds: int, slow: int, requests: int = 700) -> list[Figure]:
     """The good client's p99 beside each attack over its p99 just before and just after."""
-    attacks: dict[str, Callable[[], Awaitable[float]]] = {
-        name: functools.partial(refusal_ms, server.port, data) for name, data in GREEDY.items()
-    }
-    attacks["600 MB in chunks"] = functools.partial(chunked_ms, server.port)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*attacks, "slow")}
-    await good_ms(server.port, requests)
+    attacks = {name: (server, name) for name in (*GREEDY, CHUNKED, SLOW)}
+    attacks["bare"] = bare, CHUNKED
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in attacks}
+    taken = {name: Taken() for name in attacks}
+    for each in (server, bare):
+        await good_ms(each.port, requests)
     for _ in range(rounds):
-        for name, tails in found.items():
-            _, before = await good_ms(server.port, requests)
-            meanwhile = slow_clients(server.port, slow) if name == "slow" else attacked(attacks[name], 0.1)
-            async with meanwhile:
-                _, during = await good_ms(server.port, requests)
-            _, after = await good_ms(server.port, requests)
-            tails.append((during, 2 * during / (before + after)))
+        for name, (at, attack) in attacks.items():
+            _, before = await good_ms(at.port, requests)
+            async with hostile(at, attack, slow, taken[name]):
+                _, during = await good_ms(at.port, requests)
+            _, after = await good_ms(at.port, requests)
+            found[name].append((during, 2 * during / (before + after)))
     figures = []
     for name, tails in found.items():
         tail, ratio = (statistics.median(column) for column in zip(*tails, strict=True))
-        what = f"{slow} slow clients" if name == "slow" else f"10/s of {name}"
-        figures.append(Figure(f"p99 beside {what}", tail, "ms", tail / ratio, ratio, "<= 2 of alone", ratio <= 2))
+        of = f"p99 beside {f'{slow} slow clients' if name == SLOW else f'10/s of {attacks[name][1]}'}"
+        if name == "bare":
+            figures.append(Figure(f"{of}, of a bare handler", tail, "ms", tail / ratio, ratio, "", True))
+            continue
+        figures.append(Figure(of, tail, "ms", tail / ratio, ratio, "<= 2 of alone", ratio <= 2))
+    for name in (CHUNKED, "bare"):
+        one, of = taken[name], f"{CHUNKED}{', a bare handler' if name == 'bare' else ''}"
+        attacked, hurting = 1e3 * one.server_s / one.refused, 1e3 * one.hostile_s / one.refused
+        figures.append(Figure(f"processor time of the hostile client for each: {of}", hurting, "ms", 0, 0, "", True))
+        figures.append(Figure(f"of the server, with the good client's requests: {of}", attacked, "ms", 0, 0, "", True))
     return figures
 
 
@@ -266,7 +294,8 @@ async def measure(options: argparse.Namespace) -> list[Figure]:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(running("guarded"))
         figures = await refusals(server, options.rounds)
-        figures += await beside(server, options.rounds, options.slow)
+        bare = await stack.enter_async_context(running("closing"))
+        figures += await beside(server, bare, options.rounds, options.slow)
         if options.streams:
             figures += await streams(server, options.streams)
     return figures
@@ -278,13 +307,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=50_000)
     parser.add_argument("--slow", type=int, default=2000)
-    parser.add_argument("--trickle-to", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--attack", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if options.trickle_to is not None:
-            runner.run(trickle(options.trickle_to, options.slow))
+        if options.attack is not None:
+            runner.run(attack_for_ever(options.attack, options.port, options.slow))
         figures = runner.run(measure(options))
     if options.json:
         machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}

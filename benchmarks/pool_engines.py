@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.testing import TelltaleEngine
-from engines.rollout.embedded.generation import Counters
 from asyncrl.weights.transport import TransportSpec
+from engines.rollout.embedded.generation import Counters
 from engines.rollout.sglang_engine import SGLangEngine
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.rollout.vllm_engine import VLLMEngine

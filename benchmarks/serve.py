@@ -228,10 +228,18 @@ def scratch_text() -> ModelText:
     return ModelText(make_scratch_tokenizer([said]))
 
 
-async def serve_bare(stack: AsyncExitStack) -> int:
-    """The floor: JSON in, JSON out."""
+async def serve_bare(stack: AsyncExitStack, *, closing: bool = False) -> int:
+    """The floor: JSON in, JSON out. ``closing`` reads no byte of a body in chunks, and hangs up."""
 
     async def generate(request: web.Request) -> web.Response:
+        if closing and request.headers.get("Transfer-Encoding") == "chunked":
+            refusal = web.Response(status=413)
+            refusal.force_close()
+            await refusal.prepare(request)
+            await refusal.write_eof()
+            assert request.transport is not None
+            request.transport.close()
+            return refusal
         asked = await request.json()
         ids = asked["prompt_token_ids"][-asked["max_new_tokens"] :]
         answer = {
@@ -266,8 +274,8 @@ async def child(kind: str, turn_s: float) -> None:
             lags.append(loop.time() - begin - 0.005)
 
     async with AsyncExitStack() as stack:
-        if kind == "bare":
-            port = await serve_bare(stack)
+        if kind in ("bare", "closing"):
+            port = await serve_bare(stack, closing=kind == "closing")
         else:
             guarded = kind == "guarded"
             port = await serve_ours(stack, turn_s=turn_s, pooled=kind == "pool" or guarded, guarded=guarded)
@@ -546,7 +554,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--sessions", type=int, default=16_000)
     parser.add_argument("--think", type=float, default=14.0)
-    parser.add_argument("--child", choices=("ours", "pool", "bare", "guarded"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("ours", "pool", "bare", "closing", "guarded"), help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

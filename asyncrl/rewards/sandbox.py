@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.errors import EnvironmentFailure
+from asyncrl.owned_folder import OwnedFolder
 
 __all__ = ["Isolation", "ProgramEnd", "SandboxLimits", "run_program"]
 
@@ -88,18 +87,18 @@ async def run_program(
         EnvironmentFailure: the sandbox itself could not be set up.
     """
     limits = limits or SandboxLimits()
-    folder = Path(await asyncio.to_thread(_folder, files))
+    folder = await asyncio.to_thread(_folder, files)
     try:
-        return await _run(folder, entry, stdin, limits)
+        return await _run(folder.path, entry, stdin, limits)
     finally:
-        await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+        await asyncio.shield(asyncio.to_thread(folder.close))
 
 
-def _folder(files: Mapping[str, str]) -> str:
+def _folder(files: Mapping[str, str]) -> OwnedFolder:
     try:
-        folder = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
+        folder = OwnedFolder("sandbox")
         for name, text in files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+            (folder.path / name).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise EnvironmentFailure(f"no folder could be made for a sandbox: {error}") from error
     return folder

@@ -10,7 +10,6 @@ before the engine sees it.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from asyncrl.interfaces import (
     RolloutEngine,
     RolloutEngineStatistics,
 )
+from asyncrl.owned_folder import OwnedFolder
 from asyncrl.parts import make_part
 from asyncrl.rollout.model_source import made_model
 from asyncrl.single_controller import Dispatch, Worker, register
@@ -75,14 +75,14 @@ class EngineWorker(Worker):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
-        self._folder = tempfile.TemporaryDirectory(prefix="asyncrl-model-")
-        self._engine = spec.make(Path(self._folder.name))
+        self._folder = OwnedFolder("model")
+        self._engine = spec.make(self._folder.path)
         self._for_ever = asyncio.Event()
 
     async def aclose(self) -> None:
         """Close the engine."""
         await self._engine.close()
-        await asyncio.to_thread(self._folder.cleanup)
+        await asyncio.to_thread(self._folder.close)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     async def start(self) -> RolloutEngineStatistics:

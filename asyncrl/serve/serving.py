@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -34,6 +33,7 @@ from asyncrl.interfaces import (
     SpawningHost,
     WeightTransport,
 )
+from asyncrl.owned_folder import OwnedFolder
 from asyncrl.parts import load_part, make_part
 from asyncrl.rollout.engine_worker import EngineSpec
 from asyncrl.rollout.model_source import is_made, made_model
@@ -178,8 +178,9 @@ class ServedModel:
         if not is_made(self._model):
             return self._model
         self._tell(f"making a model folder of {self._model.partition(':')[2]}")
-        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-model-"))
-        return await asyncio.to_thread(made_model, self._model, Path(made))
+        made = await asyncio.to_thread(OwnedFolder, "model")
+        stack.callback(made.close)
+        return await asyncio.to_thread(made_model, self._model, made.path)
 
     async def _joining(self, stack: AsyncExitStack, transport: WeightTransport | None) -> Joining | None:
         """How machines of a Ray cluster bring replicas; connects to the cluster."""
@@ -188,7 +189,7 @@ class ServedModel:
             return None
         from asyncrl.single_controller.ray_cluster import RayCluster
 
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-ray-")))
+        logs = stack.enter_context(OwnedFolder("ray"))
         cluster = RayCluster(address=None if options.ray == "local" else options.ray, log_folder=logs)
         self._tell("starting a Ray cluster" if options.ray == "local" else f"connecting to Ray at {options.ray}")
         await asyncio.to_thread(cluster.__enter__)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from typing import Any
@@ -44,6 +43,7 @@ from asyncrl.interfaces import (
     RolloutEngineStatistics,
     SamplingParams,
 )
+from asyncrl.owned_folder import OwnedFolder
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.vllm_adapter.gate import Gate
@@ -110,6 +110,7 @@ class VLLMEngine:
         )
         self._transport = transport
         self._version = weight_version
+        self._folder: OwnedFolder | None = None
         self._started: StartedLLM | None = None
         self._updates: WeightUpdates | None = None
         self._gate: Gate[VLLMRequest] = Gate(max_running_requests)
@@ -146,12 +147,12 @@ class VLLMEngine:
                 await self._start()
 
     async def _start(self) -> None:
-        started = self._started = await asyncio.to_thread(start, self._settings)
+        folder = self._folder = await asyncio.to_thread(OwnedFolder, "vllm")
+        started = self._started = await asyncio.to_thread(start, self._settings, folder.path)
         llm = started.llm
         try:
-            await llm.collective_rpc("asyncrl_end_with", args=(os.getpid(),))
             if self._transport is not None:
-                self._updates = WeightUpdates(started)
+                self._updates = WeightUpdates(started, folder.path)
                 await self._updates.open(self._transport)
             await llm.update_weight_version(str(self._version))
             await self._probe(started)
@@ -173,6 +174,8 @@ class VLLMEngine:
                 if held.collector is not None:
                     held.collector.put(EngineClosedError("the engine is closed"))
             await asyncio.to_thread(started.llm.shutdown)
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.close)
 
     async def wait_ended(self) -> str:
         """Wait until vLLM's engine core is gone; returns why."""

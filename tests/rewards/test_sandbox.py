@@ -34,7 +34,7 @@ async def isolated(*kinds: str) -> None:
 
 
 def left_behind() -> list[str]:
-    return [path.name for path in Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*")]
+    return [path.name for path in Path(tempfile.gettempdir()).glob("asyncrl.sandbox.*")]
 
 
 async def test_a_program_reads_and_writes():

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from asyncrl.errors import EngineError, WeightError
+from asyncrl.owned_folder import OwnedFolder
 from engines.rollout.sglang_adapter.launching import SGLangOptions, launch
 from engines.rollout.sglang_adapter.request import SGLangRequest
 
@@ -30,9 +30,12 @@ class SGLangControl:
 
     def __init__(self, options: SGLangOptions) -> None:
         self._ranks = options.tensor_parallel
-        self._folder = tempfile.TemporaryDirectory(prefix="asyncrl-sglang-")
-        self._engine = launch(options, Path(self._folder.name))
+        self._folder = OwnedFolder("sglang")
+        self._engine = launch(options, self._folder.path)
         self.manager: Any = self._engine.tokenizer_manager
+        loads = self.manager.load_snapshot_reader
+        if loads.read_all():  # mapped now on both sides: its name is not needed, and nobody would remove the file
+            Path(loads.path).unlink(missing_ok=True)
         self.manager.auto_create_handle_loop()
         self._half_loaded = False
 
@@ -43,7 +46,7 @@ class SGLangControl:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._engine.shutdown)
-        self._folder.cleanup()
+        await asyncio.to_thread(self._folder.close)
 
     async def freeze(self, mode: Literal["in_place", "retract"]) -> None:
         """Take no more steps. ``retract`` gives the room of running requests back: they compute it again."""

@@ -9,6 +9,7 @@ Everything runs over Unix sockets of this user: no HTTP server is started, so no
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -163,15 +164,20 @@ def launch(options: SGLangOptions, folder: Path) -> Any:
         raise ConfigError(
             f"SGLang cannot be imported: {error}; {remedy}", path="rollout.engine", remedy=remedy
         ) from error
-    from engines.rollout.sglang_adapter.scheduler import run_scheduler
+    from engines.rollout.sglang_adapter.processes import run_detokenizer, run_scheduler
 
     # By name, not by descriptor: these can be opened by processes that did not inherit them.
     multiprocessing.set_sharing_strategy("file_system")
 
     class RolloutEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(run_detokenizer)
 
+    elsewhere = tempfile.gettempdir()
+    tempfile.tempdir = str(folder)  # where SGLang makes its sockets, which it leaves behind
     try:
         return RolloutEngine(**options.arguments())
     except Exception as error:
         raise EngineError(f"SGLang does not start: {type(error).__name__}: {error}") from error
+    finally:
+        tempfile.tempdir = elsewhere

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -40,18 +39,20 @@ def confirm(address: str, confirmation: Confirmation) -> None:
 
 
 class Confirmations:
-    """The listening end. Orders are numbered, so that late answers to an earlier one are not taken for this one's."""
+    """The listening end. Orders are numbered, so that late answers to an earlier one are not taken for this one's.
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="asyncrl-vllm-")
+    Args:
+        folder: where the socket lies; whoever may enter it may tell.
+
+    Attributes:
+        address: where ranks tell.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / "confirmations")
         self._server: asyncio.Server | None = None
         self._number = 0
         self._answers: asyncio.Queue[Confirmation] = asyncio.Queue()
-
-    @property
-    def address(self) -> str:
-        """Where ranks tell."""
-        return str(Path(self._folder.name) / "confirmations")
 
     async def open(self) -> None:
         """Listen."""
@@ -61,7 +62,6 @@ class Confirmations:
         """Stop listening."""
         if self._server is not None:
             self._server.close()
-        self._folder.cleanup()
 
     def expect(self) -> int:
         """The number of the next order."""

@@ -9,13 +9,17 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import EngineError
 from engines.rollout.embedded.grammar import Grammars
 from engines.rollout.vllm_adapter.checkpoint import CheckpointLayout
 
-__all__ = ["StartedLLM", "VLLMSettings", "start"]
+__all__ = ["ENGINE_PROCESS", "StartedLLM", "VLLMSettings", "start"]
+
+ENGINE_PROCESS = "ASYNCRL_ENGINE_PROCESS"
+"""Environment variable of vLLM's processes: the number of the one that they work for."""
 
 _WORKER_EXTENSION = "engines.rollout.vllm_adapter.worker.WorkerExtension"
 
@@ -65,13 +69,13 @@ class StartedLLM:
     kv_cache_capacity_tokens: int
 
 
-def start(settings: VLLMSettings) -> StartedLLM:
-    """Start vLLM's engine core in a process of its own. Blocks, for many seconds.
+def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
+    """Start vLLM's engine core in a process of its own, with its sockets in ``folder``. Blocks, for many seconds.
 
     Raises:
         EngineError: vLLM is not installed here, or does not serve this model with these arguments.
     """
-    _set_environment(settings)
+    _set_environment(settings, folder)
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -139,9 +143,11 @@ def start(settings: VLLMSettings) -> StartedLLM:
 _CPU_KV_CACHE_BYTES = 1 << 30
 
 
-def _set_environment(settings: VLLMSettings) -> None:
+def _set_environment(settings: VLLMSettings, folder: Path) -> None:
     """For this process and vLLM's own; what the user has set stays, but for the number of threads."""
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    os.environ[ENGINE_PROCESS] = str(os.getpid())
     for name, value in {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned threads of several replicas would share the first cores
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import asyncrl.errors as error_tree
@@ -25,14 +26,15 @@ class WeightUpdates:
 
     Args:
         started: the running vLLM.
+        folder: that only this user enters.
 
     Attributes:
         prepared: version that every rank holds and has verified; None if there is none.
     """
 
-    def __init__(self, started: StartedLLM) -> None:
+    def __init__(self, started: StartedLLM, folder: Path) -> None:
         self._started = started
-        self._confirmations = Confirmations()
+        self._confirmations = Confirmations(folder)
         self.prepared: int | None = None
 
     async def open(self, spec: TransportSpec) -> None:

@@ -3,8 +3,9 @@
     begin_fetch     (any time)      a thread pulls and verifies the version; its bytes stay mapped: they are the shadow
     start, update, finish           (paused) vLLM's own three calls: the mapped bytes are loaded layer by layer
 
-vLLM imports this module in every worker because it is named as ``worker_extension_cls``; that is also the moment at
-which a backend has to be registered, hence the one statement at its end.
+vLLM imports this module in every worker because it is named as ``worker_extension_cls``. That is also the moment at
+which a backend has to be registered, and the first one at which a worker can be told to end with the engine's process,
+which may die while the model is being loaded: hence the two statements at its end.
 """
 
 # vLLM lives in an environment of its own, where the type checkers do not look.
@@ -35,6 +36,7 @@ from asyncrl.interfaces import WeightTransport
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.vllm_adapter.confirmation import Confirmation, confirm
+from engines.rollout.vllm_adapter.starting import ENGINE_PROCESS
 from engines.rollout.vllm_adapter.tied_heads import pack_tied_heads
 
 __all__ = ["BACKEND", "ManifestTransferEngine", "WorkerExtension"]
@@ -186,17 +188,6 @@ class WorkerExtension:
     rank: int
     weight_transfer_engine: Any
 
-    def asyncrl_end_with(self, parent: int) -> None:
-        """End this process when the engine's process dies, however it dies; vLLM's own notices only orderly ends."""
-        ended = select.poll()
-        ended.register(os.pidfd_open(parent), select.POLLIN)
-
-        def watch() -> None:
-            ended.poll()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=watch, name="watching the engine's process", daemon=True).start()
-
     def asyncrl_begin_fetch(self, manifest: bytes, names: dict[str, str], address: str, number: int) -> None:
         """Fetch a version in a thread; the end of it is told at ``address``."""
         rank = self.rank
@@ -213,4 +204,23 @@ class WorkerExtension:
         self.weight_transfer_engine.drop_fetch()
 
 
+def _end_with(engine: int) -> None:
+    """End this process when the engine's process dies, however it dies; vLLM's own notices only orderly ends."""
+    if engine == os.getpid():
+        return
+    try:
+        watched = os.pidfd_open(engine)
+    except ProcessLookupError:  # while this one was being made
+        os._exit(1)
+    ended = select.poll()
+    ended.register(watched, select.POLLIN)
+
+    def watch() -> None:
+        ended.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watching the engine's process", daemon=True).start()
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, ManifestTransferEngine)
+_end_with(int(os.environ[ENGINE_PROCESS]))

@@ -10,6 +10,8 @@ import contextlib
 import os
 import random
 import shutil
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import torch
 
 from asyncrl.errors import EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, SeparateEngine
+from asyncrl.owned_folder import OwnedFolder
 from asyncrl.rollout.pool_options import PoolOptions
 from asyncrl.rollout.replica import Supervision
 from asyncrl.rollout.replica_health import HealthPolicy
@@ -399,6 +402,53 @@ async def test_nothing_listens_and_nothing_outlives_a_kill(served: Served, reque
             pass
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=20)
     assert not alive, [process.cmdline() for process in alive]
+
+
+DRIVER = """
+import asyncio, sys
+from engines.rollout.remote_engine import RemoteEngine
+async def main():
+    engine = RemoteEngine(sys.argv[1], engine=sys.argv[2], python=sys.argv[3], threads=1,
+                          options={"device": "cpu", "kv_cache_tokens": 4096})
+    await engine.start()
+    print("started", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_killed_driver_leaves_neither_processes_nor_files(
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    """Killed when SGLang's last process has just been begun, before it could ask the kernel for anything; or later."""
+    driver = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", DRIVER, str(folder_of()), ENGINE, PYTHON),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    family: list[psutil.Process] = []
+    try:
+        assert driver.stdout is not None
+        if started:
+            assert await driver.stdout.readline() == b"started\n"
+        async with asyncio.timeout(300):
+            while len(family) < 5:  # driver, engine's process, resource tracker, scheduler, detokenizer
+                await asyncio.sleep(0.05)
+                own = psutil.Process(driver.pid)
+                family = [own, *own.children(recursive=True)]
+        mapped = [line for each in family for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()]
+        shared = [line for line in mapped if "/dev/shm/sglang" in line]
+        assert not started or (shared and all(line.endswith("(deleted)") for line in shared)), shared
+    finally:
+        driver.kill()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=90)
+    assert not alive, [process.cmdline() for process in alive]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert all(name.startswith("asyncrl.sglang.") for name in left), left
+    OwnedFolder("test").close()
+    assert not list(tmp_path.iterdir()), "what the next process makes does not clear this away"
 
 
 async def _asks_for_a_page(port: int) -> None:

@@ -7,6 +7,8 @@ import contextlib
 import os
 import random
 import signal
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 
 from asyncrl.errors import EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, PauseMode, SeparateEngine
+from asyncrl.owned_folder import OwnedFolder
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.remote_engine import RemoteEngine
 
@@ -446,3 +449,47 @@ async def test_a_dead_engine_core_is_told_and_nothing_is_left(
         assert "killed by SIGKILL" in await asyncio.wait_for(engine.wait_ended(), 60)
         _, alive = await asyncio.to_thread(psutil.wait_procs, left, 20)
         assert [each for each in alive if "resource_tracker" not in " ".join(each.cmdline())] == []
+
+
+DRIVER = """
+import asyncio, sys
+from engines.rollout.remote_engine import RemoteEngine
+async def main():
+    options = {"kv_cache_bytes": 1 << 26}
+    engine = RemoteEngine(sys.argv[1], engine="vllm", python=sys.argv[2], threads=1, options=options)
+    await engine.start()
+    print("started", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_killed_driver_leaves_neither_processes_nor_files(
+    python: str, folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    """Killed when vLLM's engine core has just been begun, or later."""
+    driver = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", DRIVER, str(folder_of("llama", **SHAPE)), python),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    family: list[psutil.Process] = []
+    try:
+        assert driver.stdout is not None
+        if started:
+            assert await driver.stdout.readline() == b"started\n"
+        async with asyncio.timeout(200):
+            while len(family) < 4:  # driver, engine's process, resource tracker, engine core
+                await asyncio.sleep(0.05)
+                own = psutil.Process(driver.pid)
+                family = [own, *own.children(recursive=True)]
+    finally:
+        driver.kill()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=60)
+    assert not alive, [process.cmdline() for process in alive]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert all(name.startswith("asyncrl.vllm.") for name in left), left
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    OwnedFolder("test").close()
+    assert not list(tmp_path.iterdir()), "what the next process makes does not clear this away"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import stat
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ import pytest
 from engines.rollout.vllm_adapter.confirmation import Confirmation, Confirmations, confirm
 
 
-async def test_every_rank_is_waited_for() -> None:
-    confirmations = Confirmations()
+async def test_every_rank_is_waited_for(tmp_path: Path) -> None:
+    confirmations = Confirmations(tmp_path)
     await confirmations.open()
-    folder = Path(confirmations.address).parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     late, number = confirmations.expect(), confirmations.expect()
     gathering = asyncio.ensure_future(confirmations.gather(number, ranks=2))
     long = "x" * 300_000
@@ -30,4 +27,3 @@ async def test_every_rank_is_waited_for() -> None:
     heard = {each.rank: each for each in await gathering}
     assert (heard[0].kind, heard[1].kind, heard[1].message) == ("", "WeightMismatchError", long)
     await confirmations.close()
-    assert not folder.exists()

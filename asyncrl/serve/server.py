@@ -28,6 +28,8 @@ from asyncrl.serve.routes import routes_of
 __all__ = ["Binding", "Server", "control_socket_path", "is_loopback", "settle_memory"]
 
 _BACKLOG = 4096
+_READ_BYTES = 64 << 10  # a body waits for its reader after each read of the socket: pieces need not be joined, nor one
+# client read many times before the others' turn
 
 
 class _NoBadRequests(logging.Filter):
@@ -153,6 +155,7 @@ class Server:
             max_field_size=limits.header_size_bytes,
             max_headers=limits.headers,
             auto_decompress=False,
+            read_bufsize=_READ_BYTES,
             lingering_time=1.0,
             shutdown_timeout=2.0,
         )

@@ -59,7 +59,8 @@ def engine_command(namespace: argparse.Namespace, settings: Sequence[str]) -> in
     venv = EngineVenv((namespace.path or default_folder(namespace.engine)).absolute())
     if namespace.action == "check":
         state = venv.state()
-        recipe = recipe_of(namespace.engine, namespace.device or (_device() if state is None else state.device))
+        made_for = _device_here() if state is None else state.device
+        recipe = recipe_of(namespace.engine, namespace.device or made_for)
         status = venv.examine(recipe)
         if not status.problems:
             venv.probe(recipe)
@@ -83,13 +84,17 @@ def engine_command(namespace: argparse.Namespace, settings: Sequence[str]) -> in
 def _device(asked: Device | None = None) -> Device:
     if asked is not None:
         return asked
-    if shutil.which("nvidia-smi") is None:
+    if _device_here() == "cpu":
         raise ConfigError(
             "no NVIDIA GPU is seen here (no nvidia-smi)",
             path="--cpu",
             remedy="add --cpu for an engine that computes on the CPU, or --gpu to make a GPU environment all the same",
         )
     return "gpu"
+
+
+def _device_here() -> Device:
+    return "gpu" if shutil.which("nvidia-smi") else "cpu"
 
 
 def _told(venv: EngineVenv, recipe: EngineRecipe, found: dict[str, str], problems: Sequence[str]) -> str:

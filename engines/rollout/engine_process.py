@@ -15,10 +15,12 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import stat
 import sys
+import threading
 import traceback
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -59,6 +61,8 @@ __all__ = ["EngineHost", "die_with_parent", "log_to_standard_error", "main", "se
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
+ENGINE_PROCESS = "ASYNCRL_ENGINE_PROCESS"
+"""Environment variable of the processes that an engine starts: the number of the one that they work for."""
 
 
 class EngineHost:
@@ -272,6 +276,22 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _end_with(engine: int) -> None:
+    """In a process that an engine started: end when the engine's process ends, however early and whatever ends it."""
+    try:
+        watched = os.pidfd_open(engine)
+    except ProcessLookupError:  # it died while this one was being made
+        os._exit(1)
+    ended = select.poll()
+    ended.register(watched, select.POLLIN)
+
+    def watch() -> None:
+        ended.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watching the engine's process", daemon=True).start()
+
+
 def log_to_standard_error() -> None:
     """Vendors' warnings, and what we have to say, whatever level a vendor sets later."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -292,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     log_to_standard_error()
+    os.environ[ENGINE_PROCESS] = str(os.getpid())
     if given.descriptor is not None:
         die_with_parent(given.parent)
         asyncio.run(serve_parent(given.descriptor))
@@ -311,3 +332,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+if __name__ == "__mp_main__":  # multiprocessing imports this first in a process that an engine spawns
+    _end_with(int(os.environ[ENGINE_PROCESS]))

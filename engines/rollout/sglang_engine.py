@@ -5,7 +5,7 @@
 Token ids go in and come out; SGLang neither tokenises nor detokenises here. What it samples is taken over piece by
 piece into rows (:mod:`engines.rollout.embedded.row`), where stop strings and lengths are watched as everywhere else.
 
-Versions are stamped by SGLang's scheduler (:mod:`engines.rollout.sglang_adapter.processes`). Its prefix cache does not
+Versions are stamped by SGLang's scheduler (:mod:`engines.rollout.sglang_adapter.scheduler`). Its prefix cache does not
 know them, so each request carries the version it begins under as its cache's salt: an entry of older weights is never
 found. Requests that have not sampled anything when weights are committed begin again under the new ones.
 

@@ -164,14 +164,13 @@ def launch(options: SGLangOptions, folder: Path) -> Any:
         raise ConfigError(
             f"SGLang cannot be imported: {error}; {remedy}", path="rollout.engine", remedy=remedy
         ) from error
-    from engines.rollout.sglang_adapter.processes import run_detokenizer, run_scheduler
+    from engines.rollout.sglang_adapter.scheduler import run_scheduler
 
     # By name, not by descriptor: these can be opened by processes that did not inherit them.
     multiprocessing.set_sharing_strategy("file_system")
 
     class RolloutEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
-        run_detokenizer_process_func = staticmethod(run_detokenizer)
 
     elsewhere = tempfile.gettempdir()
     tempfile.tempdir = str(folder)  # where SGLang makes its sockets, which it leaves behind

@@ -16,10 +16,7 @@ from asyncrl.errors import EngineError
 from engines.rollout.embedded.grammar import Grammars
 from engines.rollout.vllm_adapter.checkpoint import CheckpointLayout
 
-__all__ = ["ENGINE_PROCESS", "StartedLLM", "VLLMSettings", "start"]
-
-ENGINE_PROCESS = "ASYNCRL_ENGINE_PROCESS"
-"""Environment variable of vLLM's processes: the number of the one that they work for."""
+__all__ = ["StartedLLM", "VLLMSettings", "start"]
 
 _WORKER_EXTENSION = "engines.rollout.vllm_adapter.worker.WorkerExtension"
 
@@ -151,7 +148,6 @@ def _set_environment(settings: VLLMSettings, folder: Path) -> None:
     # Where it does not fit, vLLM's own choice, which nobody clears away after a killed process.
     if len(str(folder)) + _SOCKET_NAME_LENGTH <= _SOCKET_PATH_LENGTH:
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
-    os.environ[ENGINE_PROCESS] = str(os.getpid())
     for name, value in {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned threads of several replicas would share the first cores
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

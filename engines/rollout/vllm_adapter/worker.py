@@ -3,9 +3,8 @@
     begin_fetch     (any time)      a thread pulls and verifies the version; its bytes stay mapped: they are the shadow
     start, update, finish           (paused) vLLM's own three calls: the mapped bytes are loaded layer by layer
 
-vLLM imports this module in every worker because it is named as ``worker_extension_cls``. That is also the moment at
-which a backend has to be registered, and the first one at which a worker can be told to end with the engine's process,
-which may die while the model is being loaded: hence the two statements at its end.
+vLLM imports this module in every worker because it is named as ``worker_extension_cls``; that is also the moment at
+which a backend has to be registered, hence the one statement at its end.
 """
 
 # vLLM lives in an environment of its own, where the type checkers do not look.
@@ -14,9 +13,6 @@ which may die while the model is being loaded: hence the two statements at its e
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +32,6 @@ from asyncrl.interfaces import WeightTransport
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.vllm_adapter.confirmation import Confirmation, confirm
-from engines.rollout.vllm_adapter.starting import ENGINE_PROCESS
 from engines.rollout.vllm_adapter.tied_heads import pack_tied_heads
 
 __all__ = ["BACKEND", "ManifestTransferEngine", "WorkerExtension"]
@@ -204,23 +199,4 @@ class WorkerExtension:
         self.weight_transfer_engine.drop_fetch()
 
 
-def _end_with(engine: int) -> None:
-    """End this process when the engine's process dies, however it dies; vLLM's own notices only orderly ends."""
-    if engine == os.getpid():
-        return
-    try:
-        watched = os.pidfd_open(engine)
-    except ProcessLookupError:  # while this one was being made
-        os._exit(1)
-    ended = select.poll()
-    ended.register(watched, select.POLLIN)
-
-    def watch() -> None:
-        ended.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="watching the engine's process", daemon=True).start()
-
-
 WeightTransferEngineFactory.register_engine(BACKEND, ManifestTransferEngine)
-_end_with(int(os.environ[ENGINE_PROCESS]))

@@ -1,4 +1,4 @@
-"""What runs in SGLang's own processes: they end with their parent, pieces of a stream tell versions, and grammars work.
+"""What runs in SGLang's own process beside its scheduler: pieces of a stream tell versions, and grammars are followed.
 
 SGLang computes the version of every token, and tells it when a request has ended. A stream needs it earlier: what is
 sampled reaches its reader at once, and the reader's process cannot know whether a token came from before or after a
@@ -12,45 +12,22 @@ SGLang's hooks are its own interface for plugins; this one adds to each piece wh
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
-from engines.rollout.engine_process import die_with_parent
-
-__all__ = ["run_detokenizer", "run_scheduler"]
+__all__ = ["run_scheduler"]
 
 _PIECES = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
 _GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager.__init__"
 
 
 def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """SGLang's ``run_scheduler_process``, with the hooks. Any: SGLang's own arguments, passed on."""
-    _end_with_parent()
+    """SGLang's ``run_scheduler_process``, with the hook. Any: SGLang's own arguments, passed on."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_PIECES, _tell_versions, HookType.AFTER)
     HookRegistry.register(_GRAMMARS, _follow_grammars, HookType.AFTER)
     run_scheduler_process(*arguments, **named)
-
-
-def run_detokenizer(*arguments: Any, **named: Any) -> None:
-    """SGLang's ``run_detokenizer_process``. Any: SGLang's own arguments, passed on."""
-    _end_with_parent()
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-
-    run_detokenizer_process(*arguments, **named)
-
-
-def _end_with_parent() -> None:
-    """SGLang asks the kernel for this without looking whether its parent is there still.
-
-    A parent that dies while the process is being made (which imports SGLang, for many seconds) would be outlived.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    assert parent.pid is not None
-    die_with_parent(parent.pid)
 
 
 def _tell_versions(_result: None, pieces: Any, *, req: Any) -> None:

@@ -31,9 +31,6 @@ _json = msgspec.json.Encoder()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _HOSTS_REMEMBERED = 256
-# A body that comes as fast as it can be read would take every second turn of the event loop, and a request takes many.
-_LONG_BODY_BYTES = 1 << 20
-_PAUSE_S = 0.001
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -289,8 +286,6 @@ class Gate:
                         # What is still to come of a body that told its size is read and thrown away by aiohttp, so that
                         # the client, which is writing, gets to read this. A body without an end is not.
                         raise Refusal(400, problem, hang_up=request.content_length is None)
-                    if watch.size_bytes > _LONG_BODY_BYTES:
-                        await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
         return watch.body()

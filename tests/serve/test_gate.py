@@ -7,11 +7,9 @@ import contextlib
 import json
 import random
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.serve.gate import Doorway, Gate
 from asyncrl.serve.limits import BodyWatch, Limits, json_problem
 
 GENERATE = {"prompt_token_ids": [5, 6]}
@@ -130,26 +128,6 @@ def test_a_body_is_refused_before_its_end_only_if_its_whole_would_be():
         early += bool(told) and at < len(body)
         assert body.startswith(watch.body())
     assert early > 100
-
-
-async def test_a_long_body_that_comes_at_once_leaves_the_event_loop_to_others():
-    pieces, turns = [b" " * 65_536] * 64, 0
-
-    async def readany():  # there is always more, so waiting for it waits for nobody
-        return pieces.pop() if pieces else b""
-
-    async def others():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    gate = Gate(SimpleNamespace(limits=Limits()), Doorway(plane="user"))
-    working = asyncio.create_task(others())
-    body = await gate._read(SimpleNamespace(content=SimpleNamespace(readany=readany), content_length=None))
-    working.cancel()
-    assert len(body) == 4 << 20
-    assert turns >= 48, "one for each piece past the first megabyte"
 
 
 async def test_a_body_that_breaks_a_rule_is_refused_while_it_still_comes(serve):

@@ -403,11 +403,12 @@ class HurtRun:
             if kill.kind == "driver":
                 kill.witness = f"life {kill.lives + 1} began" if self.lives > kill.lives else ""
             else:
-                # Of two that die at once the run names the one that ends it; of the other, Ray's line in its output.
                 name = f"(?:no reward|{kill.what})" if kill.kind == "scoring" else re.escape(kill.what)
-                name = f"(?:{name}|Worker PID: {kill.pid})"
                 news = "\n".join(text[kill.said.get(log, 0) :] for log, text in self.said(kill.teller).items())
                 line = re.search(rf"^(?=.*\b{name}\b)(?=.*\b{DEATHS}\b).*$", news, re.MULTILINE)
+                if line is None and any(other is not kill and other.lives == kill.lives for other in self.kills):
+                    # Of two that die in one life the run names the one that ends it; the other is in Ray's own line.
+                    line = re.search(rf"^(?=.*\bWorker PID: {kill.pid}\b)(?=.*\b{DEATHS}\b).*$", news, re.MULTILINE)
                 kill.witness = line.group(0).strip()[:500] if line else ""
         return bool(kill.witness)
 

@@ -1,6 +1,7 @@
 """What four versions of staleness do to learning: corrected losses, plain PPO as it is, and the synchronous loop.
 
     python benchmarks/staleness_learning.py [--json] [--seeds 10] [--steps 50] [--jobs 2] [--cases sync,decoupled,naive]
+    python benchmarks/staleness_learning.py --clip 0.02 --max-staleness 8 --steps 30 --latency-s 0  # narrow region
 
 The calculator's world, hardened: batches of 64 rollouts are trained on four versions after they were issued, in four
 optimizer steps each, with a latency in every step of the environment; tokens that are sampled after new weights came
@@ -13,6 +14,7 @@ The floor is what nobody trains: the warm start alone. The peer of each is the s
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -42,8 +44,21 @@ CASES: dict[str, dict[str, Any]] = {
 """What is compared; ``decoupled`` has the trust region around the weights of the step, and a truncated weight."""
 
 
-def configuration(case: str, *, seed: int, steps: int, latency_s: float, lr: float, runs: str) -> dict[str, Any]:
+def configuration(
+    case: str,
+    *,
+    seed: int,
+    steps: int,
+    latency_s: float,
+    lr: float,
+    clip: float | None,
+    max_staleness: int,
+    runs: str,
+) -> dict[str, Any]:
     """One run."""
+    algorithm = dict(CASES[case]["algorithm"])
+    if clip is not None and algorithm["loss"] == "ppo":
+        algorithm["loss_options"] = {"clip_low": clip, "clip_high": clip}
     return {
         "name": f"{case}-{seed}",
         "seed": seed,
@@ -72,18 +87,19 @@ def configuration(case: str, *, seed: int, steps: int, latency_s: float, lr: flo
         "staleness": {"policy": "wait"},
         "eval": {"tasks": 128},
         "telemetry": {"progress": "none"},
-        **CASES[case],
+        "algorithm": algorithm,
+        "max_staleness": max_staleness if CASES[case]["max_staleness"] else 0,
     }
 
 
-def run(case: str, seed: int, steps: int, latency_s: float, lr: float) -> dict[str, Any]:
-    """Train once; what the summary says of it."""
+def run(case: str, seed: int, **settings: Any) -> dict[str, Any]:
+    """Train once; what the summary says of it. ``settings`` are those of :func:`configuration`."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from asyncrl.config import Config
     from asyncrl.pipeline.run import train
 
     with tempfile.TemporaryDirectory() as folder:
-        config = configuration(case, seed=seed, steps=steps, latency_s=latency_s, lr=lr, runs=folder)
+        config = configuration(case, seed=seed, runs=folder, **settings)
         summary = train(Config.from_mapping(config))
         (path,) = Path(folder).glob("*/metrics.jsonl")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -109,15 +125,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--latency-s", type=float, default=0.05)
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--clip", type=float, help="of PPO, to both sides; 0.2 if left out")
+    parser.add_argument("--max-staleness", type=int, default=4, help="of all but the synchronous loop")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cases", default=",".join(CASES))
     given = parser.parse_args()
     cases = given.cases.split(",")
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    work = [(case, seed, given.steps, given.latency_s, given.lr) for seed in seeds for case in cases]
+    work = [(case, seed) for seed in seeds for case in cases]
+    settings = {name: getattr(given, name) for name in ("steps", "latency_s", "lr", "clip", "max_staleness")}
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         results = []
-        for result in pool.map(run, *zip(*work, strict=True)):
+        for result in pool.map(functools.partial(run, **settings), *zip(*work, strict=True)):
             results.append(result)
             if not given.json:
                 told = "  ".join(
@@ -158,6 +177,7 @@ def _figures(case: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         figure("held-out success", mean(after), "success"),
         figure("its spread over seeds", spread, "standard deviation"),
+        figure("sampled reward at the end", mean(result["last_reward"] for result in mine), "mean of 5 steps"),
         figure("seeds that reach it", solved, "share", goal=goal, holds=solved >= GOAL_SEEDS),
         figure("mean staleness trained", mean(result["staleness"] for result in mine), "versions"),
         figure("time of training", mean(result["train_s"] for result in mine), "s"),

@@ -98,18 +98,35 @@ def long_config(small_config: Callable[..., Config]) -> Config:
 
 
 @pytest.mark.slow
-def test_a_dead_worker_ends_the_run_with_its_name_within_seconds(long_config: Config, tmp_path: Path):
+def test_a_dead_trainer_ends_the_run_with_its_name_within_seconds(long_config: Config, tmp_path: Path):
+    with train(long_config, tmp_path) as command:
+        command.wait_for("tokens/s")
+        assert len(command.family()) > 3
+        trainer = next(pid for (pid, _start), title in command.family().items() if "ray::trainer" in title)
+        killed = time.monotonic()
+        os.kill(trainer, signal.SIGKILL)
+        assert command.process.wait(WITHIN_S) == 1
+        assert time.monotonic() - killed < 20
+        assert "WorkerDiedError" in command.text()
+        assert "rank 0 of trainer" in command.text()
+        assert "Traceback" not in command.text()
+        nothing_is_left(command)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_kills_every_replica_costs_no_run(small_config: Callable[..., Config], tmp_path: Path):
     note = tmp_path / "died"
     world = {"name": "worlds:DigitsFactory", "options": {"dies_on": 20, "note": str(note)}}
-    config = Config.from_mapping({**long_config.model_dump(exclude_none=True, mode="json"), "env": world})
+    config = small_config(steps=40, cluster={"backend": "ray"}, env=world, telemetry={"progress": "plain"})
     with train(config, tmp_path) as command:
-        command.wait_for("train: begins")
-        assert len(command.family()) > 3
-        assert command.process.wait(WITHIN_S) == 1
-        assert time.time() - float(note.read_text()) < 20
-        assert "WorkerDiedError" in command.text()
-        assert "rollout-0" in command.text()
-        assert "Traceback" not in command.text()
+        assert command.process.wait(3 * WITHIN_S) == 0, command.text()
+        assert note.exists()
+        (run,) = (tmp_path / "runs").iterdir()
+        assert "3 replicas died or failed under the same rollouts" in (run / "logs" / "driver.log").read_text()
+        summary = json.loads((run / "summary.json").read_text())
+        tokens = summary["tokens"]
+        assert summary["steps"] == 40
+        assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"]
         nothing_is_left(command)
 
 

@@ -128,7 +128,7 @@ def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
     while again >= 16:  # Ray kills soon, not at once
         with contextlib.suppress(WorkerDiedError):
             other, again = group.add().result(TIMEOUT_S)
-    assert other >= 17
+    assert other >= 16  # the one that lived on counts with every call that reached it
     assert again == 11  # the new one begins where the class says
     # The next program finds the process that there is now.
     assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [other + 1, 12]

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.data.plan import Rows
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
+from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation, Unwatched
@@ -111,7 +111,12 @@ class RayWorkerGroup(WorkerGroup):
 
     @classmethod
     def attach(
-        cls, name: str, ray_cls_with_init: RayClassWithInitArgs | None = None, *, restart: Restart | None = None
+        cls,
+        name: str,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        *,
+        restart: Restart | None = None,
+        timeout_s: float = 60.0,
     ) -> Self:
         """Go on with a detached group that another program made, or this one earlier. Waits for a round trip.
 
@@ -132,16 +137,25 @@ class RayWorkerGroup(WorkerGroup):
             name: of the group.
             ray_cls_with_init: class, arguments and options; those that the group was made with if None.
             restart: what to do when a worker's process dies; None leaves it dead.
+            timeout_s: for the answer of its rank 0.
 
         Raises:
             ResourceError: there is no such group, or not all of it; Ray is not initialised.
             WorkerDiedError: its rank 0 died just now.
+            DeadlineError: its rank 0 does not answer: it waits for a seat that it may never get, or hangs.
         """
         if not ray.is_initialized():
             raise ResourceError("Ray is not initialised: call ray.init(address=...) before attaching to worker groups")
         handles = find(name)
         try:
-            standing: Standing = ray.get(handles[0].standing.remote())
+            standing: Standing = ray.get(handles[0].standing.remote(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(
+                f"rank 0 of the detached group {name!r} has not answered within {timeout_s:g} s; if it never will, "
+                f"RayWorkerGroup.end_detached({name!r}) ends what there is of it",
+                waiting_for=f"the first rank of {name}",
+                timeout_s=timeout_s,
+            ) from None
         except ray.exceptions.RayError as error:
             raise explained(error, group=name, rank=0, method="attach", node="") from error
         group = cls.__new__(cls)

@@ -35,7 +35,7 @@ class ShardedEngine(Generic[ModelT]):
     """Model and optimizer, sharded over the ranks of one group. Methods are collective.
 
     Engines derive from it, add what they minimise, and begin with :meth:`_open`. The arguments of all of them are these
-    fields and their own; they are read when the engine is made.
+    fields and their own; none is to be set once the engine is made.
 
     Args:
         model_path: folder or hub id of a transformers model.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto
-from asyncrl.errors import GroupClosedError, ResourceError, WorkerDiedError
+from asyncrl.errors import DeadlineError, GroupClosedError, ResourceError, WorkerDiedError
 from asyncrl.single_controller import Dispatch, Restart, Worker, register
 
 ray = pytest.importorskip("ray")
@@ -132,6 +132,24 @@ def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
     assert again == 11  # the new one begins where the class says
     # The next program finds the process that there is now.
     assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [other + 1, 12]
+
+
+class Seatless:
+    def standing(self) -> None:
+        raise AssertionError("it is never asked")
+
+
+def test_nobody_waits_for_ever_for_a_worker_that_waits_for_a_seat() -> None:
+    gone = ray.util.placement_group([{"CPU": 1}])
+    ray.util.remove_placement_group(gone)
+    # As a restart leaves it that is overtaken by the end of its group: it has a name, and never a seat.
+    waiting = ray.remote(num_cpus=1_000_000)(Seatless)
+    waiting.options(name=f"stuck:0.1@{gone.id.hex()}", namespace="asyncrl", lifetime="detached").remote()
+    with pytest.raises(DeadlineError, match=r"rank 0 of .* 'stuck' has not answered within 0\.5 s"):
+        RayWorkerGroup.attach("stuck", timeout_s=0.5)
+    assert RayWorkerGroup.end_detached("stuck") == 1
+    with pytest.raises(ResourceError, match="no detached worker group 'stuck'"):
+        RayWorkerGroup.attach("stuck")
 
 
 def add_for_ever(group: RayWorkerGroup) -> None:

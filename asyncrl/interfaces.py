@@ -761,6 +761,16 @@ class ReplayBuffer(Protocol):
         """Wait until everything it was told so far is in :meth:`statistics`, and every drop was told."""
         ...
 
+    def query(
+        self, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
+    ) -> DataProto:
+        """As :meth:`Ledger.query`, of the ledger that the buffer was made with: ``ledger``, None where none is kept.
+
+        Raises:
+            LedgerError: the buffer was made without a ledger, or the condition is none.
+        """
+        ...
+
     def statistics(self) -> ReplayBufferStatistics: ...
 
     def explain(self) -> Sequence[str]:

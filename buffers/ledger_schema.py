@@ -4,6 +4,8 @@
     sqlite3 RUN/ledger.sqlite "SELECT step, avg(reward) FROM rows GROUP BY step"
     sqlite3 RUN/ledger.sqlite "SELECT message FROM turns WHERE slot = 7 AND row = 0"
 
+Conditions on ``rows`` select batches: :func:`buffers.ledger_query.query`, or ``query`` of a ledger or a replay buffer.
+
 ``events``        the truth, in order, never changed. ``body`` is the event as JSON (:mod:`asyncrl.ledger`); ``kind``,
                   ``slot`` and ``step`` are read from it. ``checksum`` is the XXH3-64 of sequence and body, seeded with
                   the checksum of the event before: a line that is changed, lost or moved breaks the chain.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from buffers.replay import AsyncReplayBuffer
 
 if TYPE_CHECKING:
     from asyncrl.data import DataProto, DataProtoFuture
+    from asyncrl.interfaces import Ledger, LedgerArchive
 
 __all__ = ["BufferWorker", "RemoteReplayBuffer"]
 
@@ -169,7 +170,8 @@ class RemoteReplayBuffer:
     """Implements :class:`asyncrl.interfaces.PlacedReplayBuffer`. Used from one event loop.
 
     Args:
-        options: of :class:`buffers.replay.AsyncReplayBuffer`, checked here.
+        ledger: what :meth:`query` asks; it stays in this process.
+        options: the others of :class:`buffers.replay.AsyncReplayBuffer`, checked here.
 
     Raises:
         ConfigError, ValueError, TypeError: as :class:`~buffers.replay.AsyncReplayBuffer`.
@@ -177,8 +179,10 @@ class RemoteReplayBuffer:
 
     __signature__ = inspect.signature(AsyncReplayBuffer)
 
-    def __init__(self, **options: Any) -> None:
-        self._statistics = AsyncReplayBuffer(**options).statistics()
+    def __init__(self, *, ledger: Ledger | LedgerArchive | None = None, **options: Any) -> None:
+        self._here = AsyncReplayBuffer(ledger=ledger, **options)
+        """Holds no group: it has checked the options, and has the ledger."""
+        self._statistics = self._here.statistics()
         self._options = options
         self._group: Any = None
         self._listening: asyncio.Task[None] | None = None
@@ -353,6 +357,12 @@ class RemoteReplayBuffer:
         self._closed, self._error = True, self._error or error
         if self._group is not None:
             self._group.end("" if error is None else f"{type(error).__name__}: {error}")
+
+    def query(
+        self, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
+    ) -> DataProto:
+        """As :meth:`asyncrl.interfaces.ReplayBuffer.query`; the worker is not asked, and may be dead."""
+        return self._here.query(where, parameters, limit=limit)
 
     def statistics(self) -> ReplayBufferStatistics:
         """As of the last news."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError
+from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError, LedgerError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
 from buffers.eviction import Eviction
 from buffers.policies import ZeroVariance, compose_eviction, compose_selection
@@ -20,6 +20,7 @@ from buffers.state import BufferState, Stage
 
 if TYPE_CHECKING:
     from asyncrl.data import DataProto, DataProtoFuture
+    from asyncrl.interfaces import Ledger, LedgerArchive
 
 __all__ = ["AsyncReplayBuffer"]
 
@@ -83,6 +84,8 @@ class AsyncReplayBuffer:
             ahead, in groups (``buffers/rate_limit.py``).
         window, priority, exponent, seed: of selections that take them.
         keep_groups: of ``eviction``.
+        ledger: what :meth:`query` asks: the one that whoever fills the buffer keeps, or the archive of another's. The
+            buffer itself tells it nothing.
 
     >>> import asyncio
     >>> async def story() -> tuple[int, ...]:
@@ -100,7 +103,7 @@ class AsyncReplayBuffer:
     >>> asyncio.run(story())
     (0,)
 
-    The examples of the methods put the same group: two rows ``data``, and their ``summary``.
+    The examples of the methods put the same group: two rows ``data``, and their ``summary``; ``ledger`` knows it.
 
     Raises:
         ConfigError: options that are out of range, or do not go together.
@@ -126,6 +129,7 @@ class AsyncReplayBuffer:
         exponent: float | None = None,
         seed: int | None = None,
         keep_groups: int | None = None,
+        ledger: Ledger | LedgerArchive | None = None,
     ) -> None:
         self._state = BufferState(
             capacity=capacity,
@@ -146,6 +150,7 @@ class AsyncReplayBuffer:
             max_uses=max_uses,
             refuse=ZeroVariance(zero_variance_limit) if zero_variance == "drop" else None,
         )
+        self._ledger = ledger
         self._batch_groups = batch_groups
         self._rate: RateLimit | None = None
         if samples_per_insert is not None:
@@ -416,6 +421,38 @@ class AsyncReplayBuffer:
         self._closed, self._error = True, error
         for waiter in self._waiters():
             waiter.future.set_exception(self._closed_error(self._describe(waiter)))
+
+    def query(
+        self, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
+    ) -> DataProto:
+        """Trajectories that the ledger has recorded, of this life of a run and those before it. Blocks.
+
+        They are those on the disk: what was appended just now is there after ``await ledger.durable()``.
+
+            >>> buffer = AsyncReplayBuffer(capacity=4, max_staleness=1, ledger=ledger)
+            >>> good = buffer.query("reward > :least", {"least": 0.5})
+            >>> good.batch["rewards"].tolist(), good.non_tensor_batch["state"].tolist()
+            ([1.0], ['completed'])
+
+        Args:
+            where: an SQL condition on the view ``rows`` (``buffers/ledger_schema.py``), with ``:name`` for parameters.
+            parameters: by name.
+            limit: rows at most.
+
+        Returns:
+            The trajectory columns of :mod:`asyncrl.interfaces`, ``attempt``, ``step`` (that trained on it, or -1) and
+            ``position`` [B] int64, and ``state`` (str), in the order of prompt and row.
+
+        Raises:
+            LedgerError: the buffer was made without a ledger, or the condition is none.
+        """
+        if self._ledger is None:
+            raise LedgerError(
+                "query: trajectories are read from a ledger, and this buffer was made without one; make it with "
+                "ledger=SQLiteLedger(path) or, to read only, ledger=SQLiteLedger.archive(path); a run gives its buffer "
+                'the one that ledger.kind = "sqlite" keeps'
+            )
+        return self._ledger.query(where, parameters, limit=limit)
 
     def statistics(self) -> ReplayBufferStatistics:
         """Counts in groups; ``waiting`` has the longest wait now in progress, in seconds, by its reason.

@@ -223,8 +223,8 @@ class Assembly:
         self._stack.push_async_callback(ledger.aclose)
         return ledger
 
-    def make_buffer(self, *, at_least_groups: int = 0) -> ReplayBuffer:
-        """A replay buffer for this run, with room for what an earlier life has left."""
+    def make_buffer(self, *, at_least_groups: int = 0, ledger: Ledger | None = None) -> ReplayBuffer:
+        """A replay buffer for this run, which asks this ledger, with room for what an earlier life has left."""
         config = self.config
         columns = ["scores"] if config.reward.source != "environment" else []
         columns += ["reference_log_probs"] if needs_reference(config) else []
@@ -240,6 +240,7 @@ class Assembly:
             # Where the bound is kept by token, no group is too old: none of a run can be older than its steps.
             max_staleness=config.steps if config.staleness_policy.keeps_groups else config.max_staleness,
             selection=config.buffer.selection or config.staleness_policy.selection,
+            ledger=ledger,
         )
         return buffer
 

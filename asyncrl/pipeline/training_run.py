@@ -224,10 +224,8 @@ class TrainingRun:
         held, again = still_outstanding(
             self._resumed, found, total_groups=(config.steps - step) * config.trainer.groups_per_step
         )
-        if self._resumed is not None:
-            self._buffer = assembly.make_buffer(
-                at_least_groups=len(held) + len(again) + sum(1 for g in found.groups.values() if g.uses)
-            )
+        used = sum(1 for group in found.groups.values() if group.uses)
+        self._buffer = assembly.make_buffer(at_least_groups=len(held) + len(again) + used, ledger=self._journal.ledger)
         await assembly.place(self._buffer)
         # Fewer steps than planned before leave recorded groups over: they stay in the ledger, for more steps.
         self._left_over_tokens = sum(

@@ -7,17 +7,29 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError, WorkerDiedError
+from asyncrl.errors import (
+    BufferClosedError,
+    ConfigError,
+    DeadlineError,
+    InvalidDataError,
+    LedgerError,
+    WorkerDiedError,
+)
 from asyncrl.interfaces import DroppedGroup, GroupSummary, PlacedReplayBuffer, ReplayBuffer
+from asyncrl.ledger import Completed, Consumed, Dispatched, Issued
 from asyncrl.parts import make_part
+from asyncrl.rollout.record import encode_rows
+from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from asyncrl.single_controller.local import LocalWorkerGroup
+from buffers.ledger import SQLiteLedger
 from buffers.remote import BufferWorker, RemoteReplayBuffer
 from buffers.replay import AsyncReplayBuffer
 
@@ -34,6 +46,29 @@ def summary(slot: int, version: int = 0, *, rewards: tuple[float, ...] = (0.0, 1
         rewards=rewards,
         lengths=(4, 6),
     )
+
+
+def told(path: Path) -> SQLiteLedger:
+    """A ledger of two prompts with two rows each, which earn 0 and 1; step 1 took prompt 1."""
+    ledger = SQLiteLedger(path, threaded=False)
+    for slot in range(2):
+        rows = [
+            Trajectory(
+                task={},
+                token_ids=(1, slot),
+                loss_mask=(False, True),
+                behaviour_log_probs=(0.0, -0.5),
+                weight_versions=(-1, 0),
+                reward=reward,
+                turns=(),
+                finish_reason="done",
+            )
+            for reward in (0.0, 1.0)
+        ]
+        ledger.append(Issued(slot), Dispatched(slot=slot, attempt=0, version=0))
+        ledger.append(Completed(slot=slot, attempt=0, tokens=2), rows=encode_rows(rows))
+    ledger.append(Consumed(slot=1, step=1, position=0))
+    return ledger
 
 
 class Place(Protocol):
@@ -310,6 +345,29 @@ async def test_the_death_of_its_worker_ends_every_wait():
     await buffer.aclose()
 
 
+async def test_it_is_asked_for_what_its_ledger_has_recorded(place: Place, tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with told(path) as ledger:
+        async with place(capacity=1, max_staleness=0, ledger=ledger) as buffer:
+            found = buffer.query("reward > :least", {"least": 0.5})
+            assert (found.batch["slot"].tolist(), found.batch["step"].tolist()) == ([0, 1], [-1, 1])
+            assert found.batch["input_ids"][1].tolist() == [1, 1]
+            assert found.non_tensor_batch["state"].tolist() == ["completed", "consumed"]
+            assert buffer.query(limit=3).batch["row"].tolist() == [0, 1, 0]
+            assert len(buffer.query("slot = 7")) == 0
+            with pytest.raises(LedgerError, match="no such column: nonsense"):
+                buffer.query("nonsense = 1")
+    async with place(capacity=1, max_staleness=0, ledger=SQLiteLedger.archive(path)) as buffer:
+        buffer.close()
+        assert len(buffer.query("step = 1")) == 2
+
+
+async def test_without_a_ledger_it_says_how_to_have_one(place: Place):
+    async with place(capacity=1, max_staleness=0) as buffer:
+        with pytest.raises(LedgerError, match=r"made without one; make it with ledger=SQLiteLedger\(path\)"):
+            buffer.query("reward > 0.5")
+
+
 class Maker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def make(self) -> DataProto:
@@ -318,14 +376,14 @@ class Maker(Worker):
 
 @pytest.mark.ray
 @pytest.mark.slow
-async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store():
+async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store(tmp_path: Path):
     import ray
 
     from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
     from asyncrl.single_controller.ray_store import RayBlock
 
-    with ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False):
-        buffer = RemoteReplayBuffer(capacity=2, max_staleness=0)
+    with ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False), told(tmp_path / "sqlite") as ledger:
+        buffer = RemoteReplayBuffer(capacity=2, max_staleness=0, ledger=ledger)
         worker, options = buffer.worker()
         group = RayWorkerGroup(
             resource_pool=RayResourcePool([1], cpus_per_worker=0), ray_cls_with_init=ClassWithInitArgs(worker, options)
@@ -345,6 +403,7 @@ async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store()
         (block,) = (await taken.rows.plan()).blocks()
         assert isinstance(block, RayBlock)
         assert torch.equal((await taken.rows).batch["x"], torch.arange(200_000).reshape(2, -1))
+        assert len(buffer.query("step = 1")) == 2  # the ledger stayed here
         await buffer.aclose()
         await group.aclose()
         await makers.aclose()

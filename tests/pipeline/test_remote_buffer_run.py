@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,26 @@ def test_a_run_with_its_buffer_elsewhere_ends_in_the_same_weights(small_config: 
     here, there = weights
     assert here.keys() == there.keys()
     assert all(torch.equal(tensor, there[name]) for name, tensor in here.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replay", "remote"])
+def test_the_buffer_of_a_run_is_asked_for_what_the_run_has_recorded(
+    small_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    run = Driver.run
+    steps: list[int] = []
+
+    async def asked(self: Driver) -> None:
+        await run(self)
+        await self.journal.ledger.durable()
+        found = await asyncio.to_thread(self.buffer.query, "step >= 1")
+        steps.extend(found.batch["step"].tolist())
+
+    monkeypatch.setattr(Driver, "run", asked)
+    config = small_config(buffer={"kind": kind})
+    train(config)
+    assert Counter(steps) == dict.fromkeys((1, 2, 3), config.trainer.groups_per_step * config.trainer.group_size)
 
 
 class Stopped(Exception):

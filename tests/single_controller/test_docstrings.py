@@ -32,11 +32,15 @@ from asyncrl.algorithms import M2PO, PolicyObjective, PolicyTokens, TokenLosses,
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
 from asyncrl.interfaces import GroupSummary
+from asyncrl.ledger import Completed, Dispatched, Issued
 from asyncrl.pipeline.certificate import certify
 from asyncrl.rewards.rule import Answer
+from asyncrl.rollout.record import encode_rows
+from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.serve.serving import serve
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Role, Worker, create_colocated_worker_cls, register
 from asyncrl.single_controller.local import LocalWorkerGroup
+from buffers.ledger import SQLiteLedger
 
 PACKAGES = (
     asyncrl.algorithms,
@@ -107,7 +111,29 @@ def add(a: int, b: int = 1) -> int:
 
 
 @pytest.fixture(scope="module")
-def names() -> Iterator[dict[str, Any]]:
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SQLiteLedger]:
+    """One group of two rows, which earn 0 and 1."""
+    rows = [
+        Trajectory(
+            task={},
+            token_ids=(1, 2),
+            loss_mask=(False, True),
+            behaviour_log_probs=(0.0, -0.5),
+            weight_versions=(-1, 1),
+            reward=reward,
+            turns=(),
+            finish_reason="done",
+        )
+        for reward in (0.0, 1.0)
+    ]
+    with SQLiteLedger(tmp_path_factory.mktemp("ledger") / "ledger.sqlite", threaded=False) as ledger:
+        ledger.append(Issued(0), Dispatched(slot=0, attempt=0, version=1))
+        ledger.append(Completed(slot=0, attempt=0, tokens=2), rows=encode_rows(rows))
+        yield ledger
+
+
+@pytest.fixture(scope="module")
+def names(ledger: SQLiteLedger) -> Iterator[dict[str, Any]]:
     """What the examples take for granted: what the example of the class, or of one beside it, has made."""
     data = DataProto.from_dict(
         tensors={"x": torch.tensor([1, 2, 3])}, non_tensors={"name": ["a", "b", "c"]}, meta_info={"step": 7}
@@ -155,6 +181,7 @@ def names() -> Iterator[dict[str, Any]]:
             "data": data,
             "future": DataProtoFuture.of(data),
             "group": group,
+            "ledger": ledger,
             "load_estimator": load_estimator,
             "np": np,
             "objective": PolicyObjective(),

@@ -296,10 +296,11 @@ class WorkerError(UserCodeError):
 
 
 class RewardError(UserCodeError):
-    """A reward function raised, returned something that is no number, or passed its deadline.
+    """A reward function raised, returned something that is no number, passed its deadline or ended its process.
 
     Attributes:
-        how: ``raised``, ``value`` (no number), ``deadline`` or ``died`` (its process did); empty where it is neither.
+        how: ``raised``, ``value`` (no number), ``deadline`` or ``died`` (its process exited, or one after the other was
+            killed); empty where it is neither.
     """
 
     def __init__(self, message: str, *, how: str = "") -> None:

@@ -403,7 +403,7 @@ class HurtRun:
             if kill.kind == "driver":
                 kill.witness = f"life {kill.lives + 1} began" if self.lives > kill.lives else ""
             else:
-                name = f"(?:no reward|{kill.what})" if kill.kind == "scoring" else re.escape(kill.what)
+                name = re.escape(kill.what)
                 news = "\n".join(text[kill.said.get(log, 0) :] for log, text in self.said(kill.teller).items())
                 line = re.search(rf"^(?=.*\b{name}\b)(?=.*\b{DEATHS}\b).*$", news, re.MULTILINE)
                 if line is None and any(other is not kill and other.lives == kill.lives for other in self.kills):

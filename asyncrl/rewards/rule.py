@@ -97,7 +97,7 @@ class FunctionRule:
     How it is run, and what bounds it: :class:`asyncrl.rewards.user_function.UserFunction`.
 
     A function that raises, or returns no number, is wrong: the run ends with its traceback. One that passes its
-    deadline or takes its process along was brought there by an answer: that costs the rollout.
+    deadline or takes its processes along was brought there by an answer: that costs the rollout.
 
         >>> rule = FunctionRule("asyncrl.rewards.match:exact", tag="answer")
         >>> sorted(rule.parameters)
@@ -146,7 +146,7 @@ class FunctionRule:
         Raises:
             RewardError: it raised, or returned no number.
             EnvironmentDeadlineError: it passed its deadline.
-            EnvironmentFailure: its process died.
+            EnvironmentFailure: its process exited, or three were killed, one after the other.
         """
         function = self._function
         given = {**answer.as_arguments(), **self._options}

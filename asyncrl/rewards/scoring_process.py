@@ -23,6 +23,7 @@ __all__ = ["ScoringProcess", "checked_value"]
 _log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("scoring_program.py")
 _LENGTH = struct.Struct(">I")
+_MOST_DEATHS = 3
 
 
 class ScoringProcess:
@@ -30,6 +31,9 @@ class ScoringProcess:
 
     States: absent -> running -> absent (killed, crashed or closed). A call that passes its deadline or is cancelled
     kills the process and its whole group, so a function that never returns, and what it started, is really gone.
+
+    A process that dies by a signal in the middle of a call may have been killed by anybody: the call is made again, in
+    a new one. A call that three of them die under is what kills them, and fails; so does one whose process exits.
 
     Args:
         function: ``package.module:name``, or ``path/to/file.py:name``.
@@ -40,6 +44,7 @@ class ScoringProcess:
         self._function = function
         self._start_deadline_s = start_deadline_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -52,19 +57,43 @@ class ScoringProcess:
         """The function's value for these keyword arguments: a number, or a table of numbers with ``score``.
 
         Raises:
-            RewardError: it raised, returned no finite number, took longer than ``deadline_s``, or its process died;
-                ``how`` says which.
+            RewardError: it raised, returned no finite number, took longer than ``deadline_s`` in one process, or its
+                process exited, or was killed one after the other; ``how`` says which.
         """
         request = pickle.dumps(arguments)
         if self._process is not None and _ended(self._process.pid):
             pid, code = self._process.pid, await self.stop()  # between two calls: no call's fault
             _log.warning("scoring process %d of %s has died between two calls (%s)", pid, self._function, _how(code))
+        reply = await self._until_answered(request, deadline_s=deadline_s)
+        if "error" in reply:
+            raise RewardError(f"raised\n{reply['error']}", how="raised")
+        return checked_value(reply)
+
+    async def _until_answered(self, request: bytes, *, deadline_s: float) -> dict[str, Any]:
+        """Ask one process after the other, as long as they are killed."""
+        deaths: list[str] = []
+        while True:
+            try:
+                return await self._ask(request, deadline_s=deadline_s)
+            except _Ended as end:
+                self._check_open()
+                deaths.append(_how(end.code))
+                told = f"its process ended {deaths[-1]}"
+                if end.code >= 0:
+                    raise RewardError(told, how="died") from None
+                who = f"scoring process {end.pid} of {self._function}"
+                _log.warning("%s has died in the middle of a call (%s; death %d)", who, deaths[-1], len(deaths))
+                if len(deaths) == _MOST_DEATHS:
+                    told += f": {len(deaths)} have died under this call, one after the other ({', '.join(deaths)})"
+                    raise RewardError(told, how="died") from None
+
+    async def _ask(self, request: bytes, *, deadline_s: float) -> dict[str, Any]:
         try:
             if self._process is None:
                 await self._start()
             try:
                 async with asyncio.timeout(deadline_s):
-                    reply = await self._exchange(request)
+                    return await self._exchange(request)
             except TimeoutError:
                 raise RewardError(
                     f"took longer than its deadline of {deadline_s:g} s and was killed", how="deadline"
@@ -73,11 +102,9 @@ class ScoringProcess:
             # The process is in an unknown state, or still busy: whatever the reason, it goes.
             await self.stop()
             raise
-        if "error" in reply:
-            raise RewardError(f"raised\n{reply['error']}", how="raised")
-        return checked_value(reply)
 
     async def _start(self) -> None:
+        self._check_open()
         ours, theirs = socket.socketpair()
         with theirs:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -90,6 +117,7 @@ class ScoringProcess:
             finally:
                 if self._process is None:
                     self._writer.close()
+        self._check_open()
         try:
             async with asyncio.timeout(self._start_deadline_s):
                 reply = await self._exchange(pickle.dumps({"path": sys.path, "function": self._function}))
@@ -115,9 +143,18 @@ class ScoringProcess:
             (count,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             reply: dict[str, Any] = json.loads(await self._reader.readexactly(count))
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self.stop()
-            raise RewardError(f"its process ended {_how(code)}", how="died") from None
+            pid = self._process.pid if self._process is not None else 0
+            raise _Ended(pid, await self.stop()) from None
         return reply
+
+    async def close(self) -> None:
+        """As :meth:`stop`, for good: a call that still runs fails. Idempotent."""
+        self._closed = True
+        await self.stop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RewardError("was closed") from None
 
     async def stop(self) -> int:
         """Kill the process and everything in its group; return its exit code (0 if there was none). Idempotent."""
@@ -130,6 +167,15 @@ class ScoringProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         return await asyncio.shield(asyncio.to_thread(process.wait))
+
+
+class _Ended(Exception):
+    """The process has ended before it answered."""
+
+    def __init__(self, pid: int, code: int) -> None:
+        super().__init__(pid, code)
+        self.pid = pid
+        self.code = code
 
 
 def _how(code: int) -> str:

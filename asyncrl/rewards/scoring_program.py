@@ -45,6 +45,8 @@ def main() -> None:
     """Import the function, then answer requests until the parent closes the socket."""
     # Descriptor numbers are inherited; the parent's end is not.
     connection = socket.socket(fileno=int(sys.argv[1]))
+    # A child that the function forks must not keep it open: our parent is to see our end.
+    os.register_at_fork(after_in_child=connection.close)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
     try:

@@ -23,13 +23,16 @@ class UserFunction:
     """Calls a function with keyword arguments, under a deadline.
 
     A plain function runs in processes of its own, one call at a time each, so it may block, set alarms, leak or crash;
-    one that passes its deadline is killed with everything it started. An ``async def`` function runs on the event loop,
-    ``concurrency`` calls at a time, and is cancelled at its deadline. Used from one event loop.
+    one that passes its deadline is killed with everything it started. A call whose process is killed is made again with
+    its whole deadline; the third death under one call is the function's.
+
+    An ``async def`` function runs on the event loop, ``concurrency`` calls at a time, and is cancelled at its deadline.
+    Used from one event loop.
 
     Args:
         name: ``package.module:name`` or ``path/to/file.py:name``. The module is imported here too, to learn the
             parameters.
-        deadline_s: longest time for one call.
+        deadline_s: longest time for one call, in one process.
         processes: at most so many run; they start when needed.
         concurrency: calls of an ``async def`` function that run at once.
         start_deadline_s: longest time for starting a process and importing the module there.
@@ -76,7 +79,7 @@ class UserFunction:
         """The function's value: a finite number, or a table of numbers with ``score``.
 
         Raises:
-            RewardError: it raised, returned something else, passed its deadline, or its process died.
+            RewardError: it raised, returned something else, passed its deadline, or took its processes along.
         """
         if self._closed:
             raise RewardError("was closed")
@@ -88,7 +91,7 @@ class UserFunction:
     async def close(self) -> None:
         """End all processes and what they started; calls that still run fail. Idempotent."""
         self._closed = True
-        await asyncio.gather(*(process.stop() for process in self._processes))
+        await asyncio.gather(*(process.close() for process in self._processes))
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[ScoringProcess]:

@@ -40,12 +40,14 @@ class FunctionReward:
             return float(completion.strip() == task["answer"])
 
     A plain function runs in processes of its own, one row at a time each, so it may block, set alarms, leak or crash;
-    one that passes its deadline is killed with everything it started. An ``async def`` function runs on the event loop,
-    ``concurrency`` rows at a time, and is cancelled at its deadline.
+    one that passes its deadline is killed with everything it started. A process that somebody kills is replaced, and
+    asked for its row again; three that die under the same row are the function's doing.
+
+    An ``async def`` function runs on the event loop, ``concurrency`` rows at a time, and is cancelled at its deadline.
 
     Args:
         function: ``package.module:name``. The module is imported here too, to learn the parameters.
-        deadline_s: longest time for one row.
+        deadline_s: longest time for one row, in one process.
         processes: at most so many run; they start when needed.
         tokenizer: name or folder, as ``transformers.AutoTokenizer`` takes it.
         concurrency: rows of an ``async def`` function that run at once.
@@ -89,8 +91,8 @@ class FunctionReward:
         """Column ``rewards`` ([B] float32) in the rows' order. Rows are scored at once, as far as there are places.
 
         Raises:
-            RewardError: for one row the function raised, returned no finite number or passed its deadline; the message
-                names row and function. The other rows' calls are cancelled.
+            RewardError: for one row the function raised, returned no finite number, passed its deadline or took its
+                processes along; the message names row and function. The other rows' calls are cancelled.
             SchemaError: the batch lacks a column that the function requires.
         """
         if self._closed:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import WorkerDiedError
+from asyncrl.errors import RewardError, WorkerDiedError
 from asyncrl.pipeline.assembly import Assembly
 from asyncrl.pipeline.run import train
 from asyncrl.single_controller import WorkerGroup
@@ -78,6 +78,32 @@ def test_a_reward_worker_that_dies_is_made_again_and_asked_again(
     assert len(found) >= 6
     for _slot, told, earned in found:
         assert told == pytest.approx(earned)
+
+
+def test_a_process_that_is_killed_while_it_scores_costs_nothing(
+    small_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("KILLS", f"2:{tmp_path / 'note'}")
+    options = {"function": "worlds:reply_score_of_killed"}
+    summary = train(small_config(reward={"source": "function", "options": options}, eval={"tasks": 0}))
+    assert summary["weight_version"] == 3
+    found = scored(tmp_path / "runs")
+    rows = 4 * len(found)
+    assert (tmp_path / "note").stat().st_size >= rows + 2
+    for _slot, told, earned in found:
+        assert told == pytest.approx(earned)
+
+
+def test_a_function_that_kills_every_process_ends_the_run_by_name(
+    small_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("KILLS", f"1000000:{tmp_path / 'note'}")
+    options = {"function": "worlds:reply_score_of_killed"}
+    with pytest.raises(
+        RewardError, match=r"no reward for row \d .*worlds:reply_score_of_killed its process .* by SIGKILL"
+    ):
+        train(small_config(reward={"source": "function", "options": options}, eval={"tasks": 0}))
+    assert scored(tmp_path / "runs") == []
 
 
 def test_where_no_restart_is_left_the_death_ends_the_run(

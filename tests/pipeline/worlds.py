@@ -96,6 +96,16 @@ async def reply_score(*, reply: str) -> float:
     return (len(reply) + 1) / 100
 
 
+def reply_score_of_killed(*, reply: str) -> float:
+    """The same; the first calls, as many as ``KILLS`` says, are killed. Behind its colon is the file they count in."""
+    kills, _, note = os.environ["KILLS"].partition(":")
+    with Path(note).open("ab", buffering=0) as file:
+        file.write(b".")
+        if file.tell() <= int(kills):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return (len(reply) + 1) / 100
+
+
 async def length_score(*, completion: str, **_columns: object) -> float:
     """A reward function: a hundredth for each character."""
     return len(completion) / 100

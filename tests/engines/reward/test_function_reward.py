@@ -2,6 +2,10 @@
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +20,7 @@ from blockbuster import blockbuster_ctx
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError, SchemaError
 from asyncrl.interfaces import RewardModel
+from asyncrl.rewards.scoring_process import ScoringProcess
 from engines.reward.function_reward import FunctionReward
 
 Module = Callable[[str], str]
@@ -351,11 +356,168 @@ async def test_a_process_that_dies_between_two_calls_is_replaced(module: Module)
         assert second != first
 
 
-async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_path: Path) -> None:
-    import signal
-    import subprocess
-    import sys
+@asynccontextmanager
+async def listening(fifo: Path) -> AsyncIterator[asyncio.StreamReader]:
+    """The lines that processes write into a pipe of this name, for a minute."""
+    os.mkfifo(fifo)
+    ours = os.fdopen(os.open(fifo, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0)
+    reader = asyncio.StreamReader()
+    made = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), ours)
+    try:
+        async with asyncio.timeout(60):
+            yield reader
+    finally:
+        made[0].close()
 
+
+def one_that_waits_to_be_killed(fifo: Path, armed: Path) -> str:
+    """A function that, as long as there is a file ``armed``, tells its process through ``fifo`` and does not return."""
+    return f"""
+        import os, pathlib, time
+        def reward(token_ids):
+            if pathlib.Path({str(armed)!r}).exists():
+                with open({str(fifo)!r}, "w") as file:
+                    file.write(f"{{os.getpid()}}\\n")
+                time.sleep(600)
+            return 2.0
+        """
+
+
+async def test_a_call_whose_process_is_killed_is_made_again(
+    module: Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fifo, armed = tmp_path / "started", tmp_path / "armed"
+    armed.touch()
+    name = module(one_that_waits_to_be_killed(fifo, armed))
+    async with listening(fifo) as told, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+        scoring = asyncio.ensure_future(scores(reward, batch(["a", "b"])))
+        killed = [int(await told.readline())]
+        os.kill(killed[0], signal.SIGKILL)
+        killed.append(int(await told.readline()))
+        armed.unlink()
+        os.kill(killed[1], signal.SIGKILL)
+        assert await scoring == [2.0, 2.0]
+    assert len(set(killed)) == 2
+    for number, pid in enumerate(killed, 1):
+        died = f"scoring process {pid} of {name}:reward has died in the middle of a call (by SIGKILL; death {number})"
+        assert died in caplog.text
+
+
+async def test_the_third_process_killed_under_one_call_is_the_functions_doing(module: Module, tmp_path: Path) -> None:
+    fifo, armed = tmp_path / "started", tmp_path / "armed"
+    armed.touch()
+    name = module(one_that_waits_to_be_killed(fifo, armed))
+    async with listening(fifo) as told, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+        scoring = asyncio.ensure_future(reward.score(batch(["a"])))
+        for _ in range(3):
+            os.kill(int(await told.readline()), signal.SIGKILL)
+        with pytest.raises(
+            RewardError, match=r"by SIGKILL: 3 have died .* \(by SIGKILL, by SIGKILL, by SIGKILL\)"
+        ) as caught:
+            await scoring
+        assert caught.value.how == "died"
+        armed.unlink()
+        assert await scores(reward, batch(["a"])) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "times"), [("os.kill(os.getpid(), 11)", 3), ("os._exit(7)", 1)], ids=["segfault", "exit"]
+)
+async def test_a_function_that_ends_its_process_is_not_asked_for_ever(
+    module: Module, tmp_path: Path, body: str, times: int
+) -> None:
+    asked = tmp_path / "asked"
+    name = module(
+        f"""
+        import os
+        def reward(token_ids):
+            with open({str(asked)!r}, "a") as file:
+                file.write(f"{{os.getpid()}}\\n")
+            {body}
+        """
+    )
+    async with rewarding(function=f"{name}:reward") as reward:
+        with pytest.raises(RewardError, match="its process ended"):
+            await reward.score(batch(["a"]))
+    pids = asked.read_text().split()
+    assert len(pids) == len(set(pids)) == times
+
+
+async def test_a_process_that_is_killed_while_it_imports_is_replaced(module: Module, tmp_path: Path) -> None:
+    fifo, armed = tmp_path / "started", tmp_path / "armed"
+    name = module(
+        f"""
+        import os, pathlib, time
+        if pathlib.Path({str(armed)!r}).exists():
+            with open({str(fifo)!r}, "w") as file:
+                file.write(f"{{os.getpid()}}\\n")
+            time.sleep(600)
+        def reward(token_ids):
+            return 2.0
+        """
+    )
+    async with listening(fifo) as told, rewarding(function=f"{name}:reward") as reward:
+        armed.touch()
+        scoring = asyncio.ensure_future(scores(reward, batch(["a"])))
+        pid = int(await told.readline())
+        armed.unlink()
+        os.kill(pid, signal.SIGKILL)
+        assert await scoring == [2.0]
+
+
+async def test_a_child_that_outlives_a_killed_process_does_not_hide_its_death(module: Module, tmp_path: Path) -> None:
+    fifo, armed = tmp_path / "started", tmp_path / "armed"
+    armed.touch()
+    name = module(
+        f"""
+        import os, pathlib, time
+        def reward(token_ids):
+            if not pathlib.Path({str(armed)!r}).exists():
+                return 2.0
+            if not (child := os.fork()):
+                time.sleep(600)
+            with open({str(fifo)!r}, "w") as file:
+                file.write(f"{{os.getpid()}} {{child}}\\n")
+            time.sleep(600)
+        """
+    )
+    async with listening(fifo) as told, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+        scoring = asyncio.ensure_future(scores(reward, batch(["a"])))
+        pid, child = map(int, (await told.readline()).split())
+        armed.unlink()
+        os.kill(pid, signal.SIGKILL)
+        assert await scoring == [2.0]
+        assert await gone(child)
+
+
+async def test_closing_leaves_no_process_that_was_just_being_started(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = module("def reward(token_ids): return 1.0")
+    opening, closed = asyncio.Event(), threading.Event()
+    loop, start = asyncio.get_running_loop(), ScoringProcess._open
+    started: list[int] = []
+
+    def slow_start(descriptor: int) -> subprocess.Popen[bytes]:
+        loop.call_soon_threadsafe(opening.set)
+        closed.wait(60)
+        process = start(descriptor)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(ScoringProcess, "_open", staticmethod(slow_start))
+    reward = FunctionReward(function=f"{name}:reward")
+    scoring = asyncio.ensure_future(reward.score(batch(["a"])))
+    await opening.wait()
+    await reward.close()
+    closed.set()
+    with pytest.raises(RewardError, match="was closed"):
+        await scoring
+    assert len(started) == 1
+    assert not alive(started[0])
+
+
+async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_path: Path) -> None:
     fifo = tmp_path / "started"
     os.mkfifo(fifo)
     name = module(

@@ -43,6 +43,7 @@ from asyncrl.single_controller.ray_reply import RayReply, items_of
 from asyncrl.single_controller.ray_resource_pool import (
     RayResourcePool,
     SubRayResourcePool,
+    any_removed,
     merge_resource_pool,
     split_resource_pool,
 )
@@ -169,6 +170,9 @@ class RayWorkerGroup(WorkerGroup):
     def end_detached(name: str) -> int:
         """Kill the workers of a detached group, or what is left of them, and free their seats; how many there were.
 
+        The program that calls it is told: whatever its :class:`Restart` says, nothing is made again, and its calls fail
+        with :class:`GroupClosedError`.
+
         >>> RayWorkerGroup.end_detached("nobody")
         0
         """
@@ -194,6 +198,7 @@ class RayWorkerGroup(WorkerGroup):
         self._farewell = why
         self._closed = True
         self._actors.let_go()
+        self._loop.notify(self._lives.left)
 
     def _set_up(
         self,
@@ -234,7 +239,7 @@ class RayWorkerGroup(WorkerGroup):
             return await self._take_over(*self._found)
         handles = await self._place()
         ranks = range(len(handles))
-        seats: list[Seat] = await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
+        seats = await self._seated(ranks, handles)
         self._nodes = [seat.address for seat in seats]
         self._put_made()
         self._contexts_given = contexts_of(seats, group_name=self.name)
@@ -293,7 +298,7 @@ class RayWorkerGroup(WorkerGroup):
             if group is None:
                 return
             if not isinstance(value, ray.exceptions.RayError):
-                group._leave("another program has attached itself to it")  # noqa: SLF001  of this class
+                group._leave(value)  # noqa: SLF001  of this class
                 return
             error = group._explained(rank, "its life", value)  # noqa: SLF001  of this class
             if isinstance(error, WorkerDiedError):
@@ -309,7 +314,7 @@ class RayWorkerGroup(WorkerGroup):
         seats = await asyncio.to_thread(self.resource_pool.seats)
         handles = [self._actor(rank, seats[rank]) for rank in ranks]
         try:
-            places: list[Seat] = await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
+            places = await self._seated(ranks, handles)
             if len(ranks) == self.world_size:
                 self._contexts_given = contexts_of(places, group_name=self.name)
             for rank, place in zip(ranks, places, strict=True):
@@ -343,6 +348,15 @@ class RayWorkerGroup(WorkerGroup):
         for rank, seat in enumerate(await asyncio.to_thread(pool.seats)):
             self._actors.handles.append(self._actor(rank, seat))
         return list(self._actors.handles)
+
+    async def _seated(self, ranks: Sequence[int], handles: Sequence[Handle]) -> list[Seat]:
+        """Where new actors are. Who ends the group meanwhile has removed their seats by now, or sees their names."""
+        if await asyncio.to_thread(lambda: any_removed(seat.group for seat in self.resource_pool.seats())):
+            raise GroupClosedError(
+                f"the workers of {self.name} are not made: their seats are gone, since somebody has ended the group or "
+                "removed its placement group"
+            )
+        return await self._all("seat", ranks, [handle.seat.remote() for handle in handles])
 
     def _actor(self, rank: int, seat: PoolSeat) -> Handle:
         label = f"{self.name}[{rank}]"

@@ -43,6 +43,9 @@ __all__ = [
 
 NAMESPACE = "asyncrl"
 
+DISMISSED_WITHIN_S = 5.0
+"""A worker that can answer has done so by then, on a busy machine too."""
+
 # Ray types the handle of a class that it decorates; it would take RayHost's methods for ordinary ones.
 Handle: TypeAlias = Any
 
@@ -176,13 +179,33 @@ def find(group: str) -> list[Handle]:
 
 
 def end(group: str) -> int:
-    """Kill every actor of a detached group, whole or not, and free its seats; how many there were."""
+    """Kill every actor of a detached group, whole or not, and free its seats; how many there were.
+
+    Programs that call the group are told before, so that they do not make its workers again. One that is at it already
+    sees afterwards that the seats are gone, or has named its actors by then: those are found here.
+    """
     names = [name for name in _names() if name.group == group]
+    places = {name.places for name in names}
+    _dismiss(names, f"somebody has ended it: RayWorkerGroup.end_detached({group!r})")
+    _kill(names)
+    free(places, group=group)
+    _kill([name for name in _names() if name.group == group and name.places in places])
+    return len(names)
+
+
+def _dismiss(names: Iterable[_Name], why: str) -> None:
+    told: list[Any] = []
     for name in names:
         with contextlib.suppress(ValueError):  # it has died by itself meanwhile
+            told.append(_handle(name).dismiss.remote(why))
+    if told:  # one that waits for a seat, or hangs, never answers
+        ray.wait(told, num_returns=len(told), timeout=DISMISSED_WITHIN_S)
+
+
+def _kill(names: Iterable[_Name]) -> None:
+    for name in names:
+        with contextlib.suppress(ValueError):  # as above
             ray.kill(_handle(name))
-    free({name.places for name in names}, group=group)
-    return len(names)
 
 
 def free(places: Iterable[str], *, group: str) -> None:

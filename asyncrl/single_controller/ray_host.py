@@ -70,7 +70,8 @@ class RayHost:
         self._label = label
         self._host = WorkerHost()
         self._standing: Standing | None = None
-        self._taken = asyncio.Event()
+        self._left = asyncio.Event()
+        self._farewell = ""
 
     async def seat(self) -> Seat:
         with socket.socket() as probe:
@@ -117,9 +118,18 @@ class RayHost:
         self._host.begin_at(sequence)
 
     async def take_over(self) -> int:
-        taken, self._taken = self._taken, asyncio.Event()
-        taken.set()
+        self._leave("another program has attached itself to it")
         return self._host.take_over()
+
+    async def dismiss(self, why: str) -> None:
+        """Tell whoever calls this worker that it is about to be killed, and is not to be made again."""
+        self._leave(why)
+        await asyncio.sleep(0)  # `live` returns first: who kills this worker when it has the answer is not faster
+
+    def _leave(self, why: str) -> None:
+        self._farewell = why
+        left, self._left = self._left, asyncio.Event()
+        left.set()
 
     async def stand(self, standing: Standing) -> None:
         self._standing = standing
@@ -130,9 +140,10 @@ class RayHost:
     async def prepare(self, method: str) -> Failed | None:
         return cast("Failed | None", _portable(await self._host.prepare(method)))
 
-    async def live(self) -> None:
-        """That it fails is the news of this process's death; that it returns, of another program's taking over."""
-        await self._taken.wait()
+    async def live(self) -> str:
+        """That it fails is the news of this process's death; that it returns, why the caller has to let go of it."""
+        await self._left.wait()
+        return self._farewell
 
     async def cancel(self, sequence: int) -> None:
         self._host.cancel(sequence)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -34,6 +34,7 @@ __all__ = [
     "RayResourcePool",
     "Seat",
     "SubRayResourcePool",
+    "any_removed",
     "cluster_nodes",
     "merge_resource_pool",
     "split_resource_pool",
@@ -492,6 +493,12 @@ def _remove(group: PlacementGroup) -> None:
     with contextlib.suppress(Exception):  # what Ray raises if somebody else has removed it
         group.wait(SETTLES_WITHIN_S)
     remove_placement_group(group)
+
+
+def any_removed(groups: Iterable[PlacementGroup]) -> bool:
+    """Whether one of these is gone. Ray never places an actor that is made in such a one, and never says so. Blocks."""
+    each_once = {group.id: group for group in groups}.values()
+    return any(placement_group_table(group).get("state", "REMOVED") == "REMOVED" for group in each_once)
 
 
 def _joined(parts: Sequence[tuple[RayResourcePool, range]]) -> list[tuple[RayResourcePool, range]]:

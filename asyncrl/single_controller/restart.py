@@ -1,13 +1,13 @@
 """Restart: what becomes of a group when the process of a rank dies.
 
     alive --(its process dies)--> dead --(the policy allows)--> made again --(constructed)--> alive
-                                    '--(no policy, spent, the constructor raises)--> gone
+                                    '--(no policy, spent, no seats, the constructor raises)--> gone
 
 A worker that is made again has the same rank, class, arguments and environment, and none of the state of the old one.
 While workers are made again, calls wait (as they do at the start of the group); so do those in the middle of a chain.
 Calls that were under way fail with :class:`WorkerDiedError`, except those of idempotent methods: they are sent again,
 with the same inputs, which outlive the process that made them. When the policy is spent, everything fails with the
-last death.
+last death; when somebody has ended the group, or its seats are gone, with :class:`GroupClosedError`.
 
 Deaths arrive as news: each process holds one call that never returns, and its failure is the news. Nobody polls.
 """
@@ -124,6 +124,11 @@ class Lives:
         group._is_ready_with(ready)
         ready.run(self._make_again, group._owner)
         ready.outcome.error()  # whoever waits for it tells of it
+
+    def left(self) -> None:
+        """The workers are no longer this program's to make again."""
+        self._gone = True
+        self._tell()
 
     async def replaced(self, ranks: Iterable[int], since: Sequence[int]) -> bool:
         """Wait until these ranks work again, in other processes than ``since``; False if they never will."""

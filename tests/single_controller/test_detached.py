@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import pytest
 import torch
 
 from asyncrl.data import DataProto
-from asyncrl.errors import DeadlineError, GroupClosedError, ResourceError, WorkerDiedError
+from asyncrl.errors import DeadlineError, GroupClosedError, InfrastructureError, ResourceError, WorkerDiedError
 from asyncrl.single_controller import Dispatch, Restart, Worker, register
 
 ray = pytest.importorskip("ray")
 
+from asyncrl.single_controller import ray_actors  # noqa: E402
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -35,6 +39,10 @@ class Counter(Worker):
     def add(self, amount: int = 1) -> int:
         self.count += amount
         return self.count
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
+    async def pause(self) -> None:
+        await asyncio.sleep(600)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def shifted(self, batch: DataProto) -> DataProto:
@@ -134,9 +142,90 @@ def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
     assert RayWorkerGroup.attach("counters").add().result(TIMEOUT_S) == [other + 1, 12]
 
 
+def names_of(group: str) -> list[str]:
+    """Of its actors, also of those that wait for a seat."""
+    return [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["name"].startswith(group)]
+
+
+def ending_of(group: RayWorkerGroup) -> InfrastructureError:
+    """What calls fail with in the end: a few may still reach a dying worker, or find it dead."""
+    until = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < until:
+        try:
+            group.add().result(TIMEOUT_S)
+        except WorkerDiedError:
+            continue
+        except GroupClosedError as error:
+            return error
+    raise AssertionError(f"calls of {group.name} do not end")
+
+
+@pytest.mark.parametrize("scope", ["worker", "group"])
+def test_a_group_that_was_ended_is_not_made_again(scope: Literal["worker", "group"]) -> None:
+    group = made(restart=Restart(scope=scope, max_restarts=1000, backoff_s=0.0))
+    group.add().result(TIMEOUT_S)
+    waiting = group.pause()
+    assert RayWorkerGroup.end_detached("counters") == 2
+    assert "somebody has ended it" in str(ending_of(group))
+    with pytest.raises(WorkerDiedError):
+        waiting.result(TIMEOUT_S)  # that it may be sent again does not make it wait for ever
+    assert names_of("counters") == []
+    assert group.statistics().restarts == 0
+    group.shutdown()
+    check_that_all_seats_are_free()
+
+
+def test_a_group_that_was_ended_is_not_made_again_in_seats_that_another_one_keeps() -> None:
+    pool = RayResourcePool([2], max_colocate_count=2, detached=True)
+    restart = Restart(scope="worker", max_restarts=1000, backoff_s=0.0)
+    made = RayClassWithInitArgs(Counter, 10)
+    group = RayWorkerGroup(pool, made, name="counters", restart=restart, detached=True)
+    neighbour = RayWorkerGroup(pool, made, name="neighbour", detached=True)
+    assert (group.add().result(TIMEOUT_S), neighbour.add().result(TIMEOUT_S)) == ([11, 11], [11, 11])
+    assert RayWorkerGroup.end_detached("counters") == 2
+    assert "somebody has ended it" in str(ending_of(group))
+    assert names_of("counters") == []
+    assert neighbour.add().result(TIMEOUT_S) == [12, 12]
+    assert RayWorkerGroup.end_detached("neighbour") == 2
+    check_that_all_seats_are_free()
+
+
+def test_a_group_is_not_made_again_in_seats_that_are_gone() -> None:
+    pool = RayResourcePool([2])
+    restart = Restart(scope="worker", max_restarts=1000, backoff_s=0.0)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 10), name="seatless", restart=restart)
+    group.add().result(TIMEOUT_S)
+    ray.util.remove_placement_group(pool.seats()[0].group)  # its workers die of it
+    assert "their seats are gone" in str(ending_of(group))
+    group.shutdown()
+    check_that_all_seats_are_free()
+
+
+def test_workers_that_were_just_being_made_again_are_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made().add().result(TIMEOUT_S)
+    (place,) = {name.rpartition("@")[2] for name in names_of("counters")}
+    free = ray_actors.free
+
+    def overtaken(places: Iterable[str], *, group: str) -> None:
+        free(places, group=group)
+        late = ray.remote(num_cpus=1_000_000)(Seatless)  # of a program that does not see yet that its seats are gone
+        late.options(name=f"counters:0.f@{place}", namespace="asyncrl", lifetime="detached").remote()
+        late.options(name="counters:0.f@ab", namespace="asyncrl", lifetime="detached").remote()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_actors, "free", overtaken)
+        assert RayWorkerGroup.end_detached("counters") == 2
+    assert names_of("counters") == ["counters:0.f@ab"]  # a new group of this name, elsewhere
+    ray.kill(ray.get_actor("counters:0.f@ab", namespace="asyncrl"))
+    check_that_all_seats_are_free()
+
+
 class Seatless:
     def standing(self) -> None:
         raise AssertionError("it is never asked")
+
+    def dismiss(self, why: str) -> None:
+        raise AssertionError("it is never told")
 
 
 def test_nobody_waits_for_ever_for_a_worker_that_waits_for_a_seat() -> None:

@@ -46,7 +46,7 @@ class Explanation:
 
 def explanation_of(future: Future[Any], *, depth: int = MAX_DEPTH) -> Explanation:
     """Who makes it, from which call and inputs, how far each rank is and since when. Waits for nothing."""
-    now = future.controller.loop.time()
+    now = future.controller.now()
     children: list[Explanation] = []
     if not future.is_part and future.progress is not None:
         children += [Explanation(_shard_text(shard, now)) for shard in future.progress.shards]

@@ -62,7 +62,7 @@ class Future(Generic[T]):
     ) -> None:
         self.controller = loop
         self.outcome: Outcome[Any] = Outcome(_shortened(label))
-        self.begun_s = loop.loop.time()
+        self.begun_s = loop.now()
         self.progress = progress
         # Weakly: a future does not keep the past of its run in memory.
         self.inputs = tuple((each.outcome.label, weakref.ref(each)) for each in inputs)

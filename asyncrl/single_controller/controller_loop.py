@@ -31,6 +31,7 @@ class ControllerLoop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.now = loop.time  # bound once, for all the calls that keep it
         self.owner = TaskOwner(self, name="controller loop")
         # Weakly: what has ended in the meantime takes its results along.
         self._unwatched: deque[weakref.ref[Watchable]] = deque()

@@ -460,13 +460,13 @@ class WorkerGroup(ABC):
     def _stream(self, registration: Registration, arguments: Arguments, *, plain: bool) -> Stream[Any]:
         outcome: Outcome[None] = Outcome(f"{self.name}.{registration.name}")
         scatter = self._scatter(registration, arguments)
-        streaming = Streaming(self, registration, scatter, outcome, Progress(self._loop.loop.time), plain=plain)
+        streaming = Streaming(self, registration, scatter, outcome, Progress(self._loop.now), plain=plain)
         streaming.begin()
         return Stream(streaming, self._loop)
 
     def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
         scatter = self._scatter(registration, arguments)
-        progress = Progress(self._loop.loop.time)
+        progress = Progress(self._loop.now)
         kind: type[Future[Any]] = DataProtoFuture if registration.returns_batch else Future[Any]
         label = self._labels.setdefault(registration.name, f"{self.name}.{registration.name}")
         future = kind(self._loop, label, inputs=scatter.futures, progress=progress)
@@ -509,7 +509,7 @@ class WorkerGroup(ABC):
         arguments = Arguments((mesh_name,), {})
         scatter = Scatter(Dispatch.ONE_TO_ALL, arguments, ranks=self.world_size, pad=False, store=self._store)
         outcome: Outcome[list[MeshPlace | None]] = Outcome(f"{self.name}.{method}")
-        invocation = Invocation(self, question, scatter, outcome, Progress(self._loop.loop.time))
+        invocation = Invocation(self, question, scatter, outcome, Progress(self._loop.now))
         with self._line.lock:
             invocation.send()
         await outcome.completion()

@@ -123,7 +123,7 @@ def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], ast.AST | None]]:
             yield field("value", not value)
         case ast.Constant(value=int() | float() as value):
             yield field("value", value + 1)
-        case ast.Constant(value=str() as value):
+        case ast.Constant(value=str() as value) if " " not in value:  # a name, no message
             yield field("value", f"{value}?")
         case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
             yield field("test", ast.UnaryOp(op=ast.Not(), operand=test))

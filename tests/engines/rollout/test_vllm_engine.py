@@ -257,19 +257,24 @@ async def test_pause_keep_and_drain(served: Served, collect: Collect, request_of
     assert "no token within" in (await engine.health(1e-6)).error
 
 
+@pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 async def test_both_sides_of_the_cut_are_exact(
-    served: Served, request_of: RequestOf, plain_log_probs: Any, kv_cache: KVCachePolicy
+    served: Served, request_of: RequestOf, plain_log_probs: Any, kv_cache: KVCachePolicy, paused: bool
 ) -> None:
     engine = served.engine
     old = engine.weight_version
     requests = [request_of(f"{kv_cache}{i}", [3 * i + 1, 7, 9], 230, seed=i) for i in range(5)]
     tasks = await first_chunks(engine, requests)
+    await engine.pause("keep")  # they are under way still, however long these weights take to come
     version = await served.prepare()
     assert engine.weight_version == old
     assert not any(task.done() for task in tasks)
+    if not paused:
+        await engine.resume()
     await engine.commit_weights(version, kv_cache=kv_cache)
     assert engine.weight_version == version
+    await engine.resume()
     done = await asyncio.gather(*tasks)
     for request, got in zip(requests, done, strict=True):
         assert [span.version for span in got.spans] == [old, version]

@@ -94,7 +94,9 @@ def test_what_a_loss_needs_is_what_it_asks_for() -> None:
 def test_every_combination_of_loss_anchor_and_correction_is_refused_where_the_page_says_so() -> None:
     losses = {name: refusals(row) for name, row in rows_under("Policy losses").items()}
     others = {name: refusals(row) for name, row in rows_under("Anchors and corrections").items()}
-    estimator, corrections = load_estimator("reinforce_plus_plus"), part_names("asyncrl.corrections")
+    estimator = load_estimator("reinforce_plus_plus")
+    loss_named = {name: load_part("asyncrl.policy_losses", name) for name in losses}
+    correction_named = {name: load_part("asyncrl.corrections", name) for name in part_names("asyncrl.corrections")}
     assert set().union(*losses.values(), *others.values()) == {
         "with a correction",
         "one optimizer step a batch",
@@ -103,7 +105,7 @@ def test_every_combination_of_loss_anchor_and_correction_is_refused_where_the_pa
     }
     sound = 0
     for loss, anchor, correction, stale, steps in itertools.product(
-        losses, get_args(Anchor), corrections, (0, 1, 2, 4), (1, 2)
+        losses, get_args(Anchor), correction_named, (0, 1, 2, 4), (1, 2)
     ):
         corrects_itself = "with a correction" in losses[loss]
         said = set(losses[loss])
@@ -115,11 +117,7 @@ def test_every_combination_of_loss_anchor_and_correction_is_refused_where_the_pa
             "max_staleness above 1": stale > 1,
             "max_staleness above 0, unless the anchor is `behaviour`": stale > 0 and anchor != "behaviour",
         }
-        objective = PolicyObjective(
-            loss=load_part("asyncrl.policy_losses", loss)(),
-            correction=load_part("asyncrl.corrections", correction)(),
-            anchor=anchor,
-        )
+        objective = PolicyObjective(loss=loss_named[loss](), correction=correction_named[correction](), anchor=anchor)
         found = list(
             objections(objective, estimator, Setting(max_staleness=stale, optimizer_steps=steps, group_size=2))
         )

@@ -19,7 +19,15 @@ MakeGroup = Callable[..., WorkerGroup]
 HERE = Path(__file__).parent
 
 
-SLOW_ON_RAY = ("test_call_options", "test_restart", "test_streams")
+SLOW_ON_RAY = (
+    "test_call_options",
+    "test_colocation",
+    "test_future_progress",
+    "test_mesh",
+    "test_rank_errors",
+    "test_restart",
+    "test_streams",
+)
 """Modules whose stories the quick run tells on the local backend only: on Ray each of them takes ten seconds."""
 
 

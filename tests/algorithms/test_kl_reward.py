@@ -77,5 +77,6 @@ def test_a_row_diverges_by_what_it_sampled() -> None:
     mask = ragged_from_list([torch.tensor([False, True, True]), torch.tensor([False])])
     assert row_divergences(behaviour, reference, mask).tolist() == [2.5, 0.0]
     assert row_divergences(behaviour, reference, mask, estimator="k2").tolist() == [2.125, 0.0]
+    assert row_divergences(behaviour, reference, mask).dtype == torch.float32
     with pytest.raises(SchemaError, match="rows of the same lengths"):
         row_divergences(behaviour, ragged_from_list([torch.zeros(3), torch.zeros(2)]), mask)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import PPO, NoCorrection, PolicyObjective, TruncatedImportance
+from asyncrl.algorithms import PPO, KLCov, NoCorrection, PolicyObjective, TruncatedImportance
 from asyncrl.errors import ConfigError, SchemaError
 
 COLUMNS = ("current", "proximal", "behaviour", "reference", "entropy", "advantage")
@@ -307,6 +307,14 @@ def test_columns_that_do_not_fit_are_named() -> None:
         losses(PolicyObjective(kl_coefficient=0.1), tokens, reference_log_probs=None)
     with pytest.raises(SchemaError, match=r"entropy_coefficient is 0\.1, which needs entropy"):
         losses(PolicyObjective(entropy_coefficient=0.1), tokens, entropy=None)
+
+
+@pytest.mark.parametrize("name", ["proximal_log_probs", "behaviour_log_probs", "advantages"])
+def test_columns_of_a_whole_batch_that_do_not_fit_are_named(name: str) -> None:
+    columns = {each: torch.zeros(3) for each in ("proximal_log_probs", "behaviour_log_probs", "advantages")}
+    columns[name] = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(SchemaError, match=f"^{name} must be floating"):
+        PolicyObjective(loss=KLCov()).prepare(**columns, rows=torch.zeros(3, dtype=torch.int64), seed=0)
 
 
 def test_metrics_are_those_of_the_columns_given() -> None:

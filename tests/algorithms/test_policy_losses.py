@@ -437,6 +437,7 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
     highest = sorted(range(40), key=lambda i: -found[i, 0])[:4]
     column = prepared_columns(PolicyObjective(loss=KLCov(share=0.1)), batch)["held_back"]
     assert sorted(column.nonzero().flatten().tolist()) == sorted(highest)
+    assert set(column.tolist()) == {0.0, 1.0}
     default = prepared_columns(PolicyObjective(loss=KLCov()), batch)["held_back"]
     assert default.nonzero().flatten().tolist() == highest[:1]
     told = losses(KLCov(share=0.1), batch).metrics["held_back"]

@@ -85,5 +85,7 @@ def test_what_a_step_tells_of_a_critic() -> None:
     assert {"return_squared", "residual", "residual_squared"}.isdisjoint(told)
     flat = {"return": 2.0, "return_squared": 4.0, "residual": 1.0, "residual_squared": 3.0}
     assert objective.report(flat)["explained_variance"] == 0.0  # nothing to explain
-    with pytest.raises(ConfigError, match="clip is -1"):
-        ValueObjective(clip=-1.0)
+    for wrong in (-1.0, 0.0):
+        with pytest.raises(ConfigError, match=f"clip is {wrong:g}"):
+            ValueObjective(clip=wrong)
+    assert ValueObjective(clip=0.01).clip == 0.01

@@ -217,14 +217,13 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.source, str(self.file), "exec"), vars(module))
 
 
-def tests(path: str) -> list[str]:
-    """All test files, those first that are called as the module."""
-    words = set(Path(path).with_suffix("").parts[2:])
-
-    def foreign(file: Path) -> tuple[bool, str]:
-        return file.stem.removeprefix("test_") not in words, file.name
-
-    return [str(file) for file in sorted(TESTS.glob("test_*.py"), key=foreign)]
+def tests(path: str) -> tuple[list[str], list[str]]:
+    """The test files that are called as the module or its folder, and the others."""
+    words = {Path(part).stem for part in Path(path).parts[2:]}
+    own, others = [], []
+    for file in sorted(TESTS.glob("test_*.py")):
+        (own if file.stem.removeprefix("test_") in words else others).append(str(file))
+    return own, others
 
 
 def meet(mutant: Mutant | None) -> int:
@@ -236,8 +235,13 @@ def meet(mutant: Mutant | None) -> int:
         os.dup2(quiet, stream)
     if mutant is not None:
         sys.meta_path.insert(0, Planted(mutant))
-    files = tests(mutant.path if mutant else "asyncrl/algorithms/policy.py")
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", "60", f"--rootdir={ROOT}", *files]))
+    status = 0
+    for files in tests(mutant.path if mutant else ""):
+        if files and status == 0:  # without a file pytest would look for some
+            status = int(
+                pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", "60", f"--rootdir={ROOT}", *files])
+            )
+    return status
 
 
 def fate(mutant: Mutant | None, timeout_s: float) -> str:

@@ -250,7 +250,7 @@ def fate(mutant: Mutant | None, timeout_s: float) -> str:
     if child == 0:
         status = OURS
         try:
-            os.setsid()
+            os.setpgid(0, 0)
             status = meet(mutant)
         finally:
             os._exit(status)

@@ -394,6 +394,12 @@ class Bench:
         pairs = [(seconds(lambda: ours(self.tiny, submitting)), ideal) for _ in range(self.few)]
         yield against("two_stages_tiny", pairs, goal=1.03)
         yield alone("two_stages_submit_ms", statistics.median(submitting) * 1e3, "ms", goal=20)
+        bare(self.tiny_array, put=False)
+        pairs = [
+            (seconds(lambda: ours(self.tiny, [])), seconds(lambda: bare(self.tiny_array, put=False)))
+            for _ in range(self.few)
+        ]
+        yield against("two_stages_tiny_over_ray", pairs, goal=1.03)
         ours(self.large, [])
         bare(self.large_array, put=True)
         pairs = [

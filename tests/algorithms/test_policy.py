@@ -295,6 +295,15 @@ def test_the_three_policies_can_only_be_named() -> None:
         PolicyObjective().token_losses(*[torch.zeros(1)] * 5)  # type: ignore[call-arg]
 
 
+def test_only_the_current_policy_gets_a_gradient() -> None:
+    names = ("current_log_probs", "proximal_log_probs", "behaviour_log_probs", "advantages")
+    columns = {name: torch.tensor([-1.0, -0.5], requires_grad=True) for name in names}
+    got = losses(PolicyObjective(), some_tokens(2), **columns)
+    got.loss.sum().backward()
+    assert [name for name in names if columns[name].grad is not None] == ["current_log_probs"]
+    assert not any(column.requires_grad for column in got.metrics.values())
+
+
 def test_columns_that_do_not_fit_are_named() -> None:
     tokens = some_tokens(3)
     with pytest.raises(SchemaError, match=r"behaviour_log_probs has shape \(2,\), the mask \(3,\)"):

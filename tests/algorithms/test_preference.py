@@ -102,6 +102,19 @@ def test_implicit_rewards_and_who_is_right() -> None:
     assert got.correct.tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+def test_only_the_policy_gets_a_gradient(kind: Any) -> None:
+    given_columns = columns([(-1.0, -2.0, -1.5, -1.0)])
+    got = PreferenceObjective(beta=0.5, kind=kind).pair_losses(**given_columns)
+    got.loss.sum().backward()
+    assert {name for name, column in given_columns.items() if column.grad is not None} == {
+        "chosen_log_probs",
+        "rejected_log_probs",
+    }
+    told = (got.chosen_reward, got.rejected_reward, got.correct, got.advantage)
+    assert not any(column.requires_grad for column in told)
+
+
 def test_a_hopeless_margin_stays_finite() -> None:
     given_columns = columns([(-1e6, 0.0, 0.0, -1e6)])
     got = PreferenceObjective(beta=1.0).pair_losses(**given_columns)

@@ -89,3 +89,20 @@ def test_what_a_step_tells_of_a_critic() -> None:
         with pytest.raises(ConfigError, match=f"clip is {wrong:g}"):
             ValueObjective(clip=wrong)
     assert ValueObjective(clip=0.01).clip == 0.01
+
+
+def test_only_values_get_a_gradient() -> None:
+    values, old_values, returns = (torch.tensor([each], requires_grad=True) for each in (0.5, 0.4, 1.0))
+    got = ValueObjective().token_losses(values, old_values=old_values, returns=returns, mask=torch.tensor([True]))
+    got.loss.sum().backward()
+    assert values.grad is not None
+    assert (old_values.grad, returns.grad) == (None, None)
+    assert not any(column.requires_grad for column in got.metrics.values())
+
+
+@pytest.mark.parametrize("name", ["values", "old_values", "returns"])
+def test_columns_that_are_not_floating_are_named(name: str) -> None:
+    columns = {each: torch.zeros(2) for each in ("values", "old_values", "returns")}
+    columns[name] = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(SchemaError, match=f"^{name} must be floating"):
+        value_token_losses(columns.pop("values"), **columns, mask=torch.tensor([True, True]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -17,8 +18,12 @@ from asyncrl.owned_folder import OwnedFolder
 
 __all__ = ["Isolation", "ProgramEnd", "SandboxLimits", "run_program"]
 
+_log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _START_S = 10.0
+_SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that somebody sends; of the others a program dies by what it does."""
+_MOST_DEATHS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +62,7 @@ class ProgramEnd:
     """How a program ended.
 
     Attributes:
-        how: ``exited``, ``killed`` (by a signal: a limit, a crash), ``deadline``, or ``output`` (too much of it).
+        how: ``exited``, ``killed`` (by a signal: a limit, a crash, itself), ``deadline``, or ``output`` (too much).
         code: exit code, or number of the signal.
         stdout, stderr: what it wrote, undecodable bytes replaced.
         isolation: what it was run without.
@@ -83,10 +88,23 @@ async def run_program(
     However it ends is a fact to be told, no error. It is killed with its group at its deadline, and whatever the reason
     this call ends; where it has a process tree of its own, nothing outlives that.
 
+    One that dies of a signal that can be sent, SIGKILL above all, may have been killed by anybody: it is run again, in
+    a new sandbox. The third such death is the program's own.
+
     Raises:
         EnvironmentFailure: the sandbox itself could not be set up.
     """
     limits = limits or SandboxLimits()
+    for death in range(1, _MOST_DEATHS + 1):
+        end = await _run_once(files, entry, stdin, limits)
+        if end.how != "killed" or end.code not in _SENT:
+            break
+        name = signal.Signals(end.code).name
+        _log.warning("a sandbox of %s has died by %s before its deadline (death %d)", entry, name, death)
+    return end
+
+
+async def _run_once(files: Mapping[str, str], entry: str, stdin: str, limits: SandboxLimits) -> ProgramEnd:
     folder = await asyncio.to_thread(_folder, files)
     try:
         return await _run(folder.path, entry, stdin, limits)

@@ -179,7 +179,12 @@ class _Ended(Exception):
 
 
 def _how(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    if code >= 0:
+        return f"with exit code {code}"
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"by signal {-code}"
 
 
 def _ended(pid: int) -> bool:

@@ -370,6 +370,7 @@ class RayWorkerGroup(WorkerGroup):
             **lasting,
             runtime_env=self._options.get("runtime_env"),
             max_concurrency=MAX_CALLS,
+            enable_task_events=self._options.get("enable_task_events", False),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 seat.group, placement_group_bundle_index=seat.bundle_index
             ),

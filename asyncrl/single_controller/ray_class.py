@@ -18,7 +18,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class, plain or decorated with ``ray.remote``, the arguments of every rank, and options of the actors.
 
     Options (:meth:`options`): ``num_cpus``, ``num_gpus``, ``resources`` (of one worker; the pool's share if not given),
-    ``runtime_env`` and ``env_vars`` (environment variables set before the class is loaded).
+    ``runtime_env``, ``env_vars`` (environment variables set before the class is loaded) and ``enable_task_events``:
+    whether Ray keeps a record of every call, for its dashboard and ``ray list tasks``; False, since that costs each.
 
         >>> RayClassWithInitArgs(Greeter).options(num_cpus=0.5).actor_options
         {'num_cpus': 0.5}
@@ -64,7 +65,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    allowed = {"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars"}
+    allowed = {"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars", "enable_task_events"}
     if unknown := sorted(options.keys() - allowed):
         raise ResourceError(f"options {unknown} cannot be used: a worker takes {sorted(allowed)}")
     return options

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
 import tempfile
 from pathlib import Path
 
@@ -66,7 +68,7 @@ time.sleep(3600)
     name = f"program{secrets.token_hex(8)}.py"
     end = await run(program, limits=SandboxLimits(deadline_s=0.5), name=name)
     assert (end.how, end.stdout) == ("deadline", "begun\n")
-    assert not [path for path in Path("/proc").iterdir() if path.name.isdigit() and name.encode() in _command(path)]
+    assert _running(name) == []
 
 
 def _command(process: Path) -> bytes:
@@ -87,6 +89,32 @@ def _command(process: Path) -> bytes:
 async def test_how_it_ended_is_told_at_once(program: str, limits: SandboxLimits, how: str):
     async with asyncio.timeout(8):  # far from what it waits for a sandbox that does not answer
         assert (await run(program, limits=limits)).how == how
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["outside", "first", "program"])
+async def test_one_that_somebody_kills_is_run_again(victim: int):
+    await isolated("processes")
+    name = f"program{secrets.token_hex(8)}.py"
+    call = asyncio.create_task(run("print('begun'); import time; time.sleep(0.7); print('done')", name=name))
+    async with asyncio.timeout(10):
+        while len(tree := _running(name)) < 3 or b"sandbox_program" in _command(tree[2]):
+            await asyncio.sleep(0.01)
+    os.kill(int(tree[victim].name), signal.SIGKILL)
+    end = await call
+    assert (end.how, end.stdout) == ("exited", "begun\ndone\n")
+    assert _running(name) == []
+
+
+async def test_one_that_dies_again_and_again_kills_itself(caplog: pytest.LogCaptureFixture):
+    end = await run("import os; os.kill(os.getpid(), 9)")
+    assert (end.how, end.code) == ("killed", 9)
+    assert [record.message.endswith(f"(death {n + 1})") for n, record in enumerate(caplog.records)] == [True] * 3
+
+
+def _running(name: str) -> list[Path]:
+    """Living processes of the program ``name``, oldest first."""
+    processes = [path for path in Path("/proc").iterdir() if path.name.isdigit() and name.encode() in _command(path)]
+    return sorted(processes, key=lambda path: int(path.name))
 
 
 @pytest.mark.slow

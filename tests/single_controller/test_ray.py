@@ -113,6 +113,16 @@ def test_a_reference_of_rays_own_stands_for_its_value(group: RayWorkerGroup) -> 
     assert group.take_own([ray.put("one"), 2]).result(TIMEOUT_S) == ["str", "int"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "kept"), [({}, False), ({"enable_task_events": True}, True)])
+def test_ray_keeps_no_record_of_each_call_unless_it_is_asked_to(options: dict[str, bool], kept: bool) -> None:
+    worker = RayClassWithInitArgs(Member, "hello").options(**options)
+    with RayWorkerGroup(RayResourcePool([1]), worker) as group:
+        group.ready().result(TIMEOUT_S)
+        (handle,) = group._actors.handles
+        assert handle.call._enable_task_events is kept
+
+
 def test_processes_are_named_after_their_group_and_rank(group: RayWorkerGroup) -> None:
     titles = [Path(f"/proc/{process}/cmdline").read_text() for process in group.process().result(TIMEOUT_S)]
     assert [title.rstrip(" \0") for title in titles] == ["ray::members[0]", "ray::members[1]"]

@@ -95,13 +95,16 @@ async def run_program(
         EnvironmentFailure: the sandbox itself could not be set up.
     """
     limits = limits or SandboxLimits()
-    for death in range(1, _MOST_DEATHS + 1):
+    deaths = 0
+    while True:
         end = await _run_once(files, entry, stdin, limits)
         if end.how != "killed" or end.code not in _SENT:
-            break
+            return end
+        deaths += 1
         name = signal.Signals(end.code).name
-        _log.warning("a sandbox of %s has died by %s before its deadline (death %d)", entry, name, death)
-    return end
+        _log.warning("a sandbox of %s has died by %s before its deadline (death %d)", entry, name, deaths)
+        if deaths == _MOST_DEATHS:
+            return end
 
 
 async def _run_once(files: Mapping[str, str], entry: str, stdin: str, limits: SandboxLimits) -> ProgramEnd:

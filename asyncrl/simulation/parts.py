@@ -120,7 +120,7 @@ class _Calls:
         return DataProtoFuture(self.loop, label).run(make, self.owner)
 
     def value(self, label: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        return Future[Any](self.loop, label).run(make, self.owner)
+        return Future(self.loop, label).run(make, self.owner)
 
 
 class ModelledReplica:

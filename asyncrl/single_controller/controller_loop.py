@@ -60,6 +60,11 @@ class ControllerLoop:
         """Whether the caller runs on this loop, where blocking would wait for itself."""
         return _running_loop() is self.loop
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing runs on it any more."""
+        return self.loop.is_closed()
+
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call ``function`` soon on the loop, in the order of these calls. From any thread."""
         if self.is_here:
@@ -72,7 +77,7 @@ class ControllerLoop:
         try:
             self.call(function, *arguments)
         except RuntimeError:
-            if not self.loop.is_closed():
+            if not self.is_closed:
                 raise
 
     def watch_soon(self, each: Watchable) -> None:
@@ -99,7 +104,7 @@ class ControllerLoop:
                 each.watch()
 
     def __repr__(self) -> str:
-        return f"<ControllerLoop {'closed' if self.loop.is_closed() else 'open'}>"
+        return f"<ControllerLoop {'closed' if self.is_closed else 'open'}>"
 
 
 class Watchable(Protocol):

@@ -339,7 +339,7 @@ class Invocation:
             first_failure = failed and len(self._failures) == 1
             complete, all_came = self._missing == 0, self._all_came
             over = self._over
-        if over:
+        if over or self._group._loop.is_closed:  # at the end of a program nobody waits any more
             return
         if complete and all_came is not None:
             self._group._loop.notify(all_came.set)

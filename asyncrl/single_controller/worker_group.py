@@ -467,7 +467,7 @@ class WorkerGroup(ABC):
     def _execute(self, registration: Registration, arguments: Arguments, *, plain: bool = True) -> Future[Any]:
         scatter = self._scatter(registration, arguments)
         progress = Progress(self._loop.now)
-        kind: type[Future[Any]] = DataProtoFuture if registration.returns_batch else Future[Any]
+        kind: type[Future[Any]] = DataProtoFuture if registration.returns_batch else Future
         label = self._labels.setdefault(registration.name, f"{self.name}.{registration.name}")
         future = kind(self._loop, label, inputs=scatter.futures, progress=progress)
         repeats = self._repeats(registration) if registration.idempotent else None

@@ -64,6 +64,32 @@ print(group.double(DataProto.from_dict({"x": torch.arange(3)})).result(timeout=3
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_script_that_ends_in_the_middle_of_calls_ends_quietly() -> None:
+    program = """
+import time
+import ray
+from asyncrl import Worker, register
+from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+class Sleeper(Worker):
+    @register()
+    def sleep(self) -> None:
+        time.sleep(60)
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+group = RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Sleeper))
+group.ready().result(timeout=60)
+calls = [group.sleep() for _ in range(10)]
+time.sleep(0.5)
+print(calls[0].done())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.stdout == "False\n", ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 async def awaited(future: DataProtoFuture) -> DataProto:
     return await future
 

@@ -10,6 +10,7 @@ import pickle
 import platform
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import thread
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -96,9 +97,9 @@ class Failed:
     pickled: bytes | None = None
 
     @staticmethod
-    def of(error: BaseException, *, hidden: str = "", arguments: str = "") -> Failed:
-        """What became of a method that raised ``error``; frames of the file ``hidden`` are left out."""
-        trace = _users(error.__traceback__, hidden=(hidden, thread.__file__))
+    def of(error: BaseException, *, hidden: Sequence[str] = (), arguments: str = "") -> Failed:
+        """What became of a method that raised ``error``; frames of the files ``hidden`` are left out."""
+        trace = _users(error.__traceback__, hidden=(*hidden, thread.__file__))
         text = "".join(traceback.format_exception(type(error), error, trace))
         return Failed(
             error=error,

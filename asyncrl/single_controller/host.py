@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.errors import GroupClosedError
+from asyncrl.single_controller import plain_calls
 from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed, Reply, StoredValue
 from asyncrl.single_controller.decorator import registration_of
+from asyncrl.single_controller.plain_calls import PlainCalls, without_exit
 from asyncrl.single_controller.shapes import shapes_of
 from asyncrl.single_controller.worker import WorkerContext, constructing
 
@@ -31,6 +31,8 @@ __all__ = ["WorkerHost"]
 
 
 _NO_MORE: Any = object()
+_HIDDEN = (__file__, plain_calls.__file__)
+"""Frames of these files are not the user's."""
 
 EPOCH_BITS = 40
 """Of a call's number: the rest tells which of the programs that a worker served one after another has sent it."""
@@ -51,8 +53,7 @@ class WorkerHost:
         self._worker: Any = None
         self._inline = inline
         self._loop: ControllerLoop | None = None
-        self._thread = None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
-        self._line = _Line()
+        self._plain = PlainCalls(inline=inline)
         self._traits: dict[str, _Trait] = {}
         self._next = 0
         self._arrived: dict[int, asyncio.Future[None]] = {}
@@ -72,7 +73,7 @@ class WorkerHost:
             finally:
                 constructing.reset(token)
 
-        result = await self._outcome(self._run_plain(make))
+        result = await self._outcome(self._plain.run(make))
         if isinstance(result, Failed):
             return result
         self._worker = result
@@ -90,7 +91,7 @@ class WorkerHost:
             try:
                 await self._turn(sequence)
             except GroupClosedError as error:
-                return Failed.of(error, hidden=__file__, arguments=shapes_of(call.arguments))
+                return Failed.of(error, hidden=_HIDDEN, arguments=shapes_of(call.arguments))
         self._advance()
         if sequence in self._cancelled:
             self._cancelled.discard(sequence)
@@ -103,7 +104,7 @@ class WorkerHost:
         except asyncio.CancelledError:
             return Cancelled()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what the call failed with
-            return Failed.of(error, hidden=__file__, arguments=shapes_of(call.arguments))
+            return Failed.of(error, hidden=_HIDDEN, arguments=shapes_of(call.arguments))
         finally:
             del self._running[sequence]
 
@@ -123,15 +124,15 @@ class WorkerHost:
                     async for item in items:
                         yield item
                 return
-            async with self._line.place(trait.priority) as place:
+            async with self._plain.place(trait.priority) as place:
                 await place.first()
                 try:
-                    while (item := await self._run_plain(functools.partial(next, items, _NO_MORE))) is not _NO_MORE:
+                    while (item := await self._plain.run(functools.partial(next, items, _NO_MORE))) is not _NO_MORE:
                         yield item
                 finally:
-                    await self._run_plain(items.close)
+                    await self._plain.run(items.close)
         except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
-            yield Failed.of(error, hidden=__file__, arguments=shapes_of(call.arguments))
+            yield Failed.of(error, hidden=_HIDDEN, arguments=shapes_of(call.arguments))
 
     def cancel(self, sequence: int) -> None:
         """Cancel a call that runs or is still to arrive."""
@@ -171,7 +172,7 @@ class WorkerHost:
     async def prepare(self, method: str) -> Failed | None:
         """Run a method without arguments that is no call of the group's."""
         function = getattr(self._worker, method)
-        coroutine = function() if inspect.iscoroutinefunction(function) else self._run_plain(function)
+        coroutine = function() if inspect.iscoroutinefunction(function) else self._plain.run(function)
         result = await self._outcome(coroutine)
         return result if isinstance(result, Failed) else None
 
@@ -183,14 +184,13 @@ class WorkerHost:
         if self._worker is not None:
             hook = getattr(self._worker, "aclose", None) or getattr(self._worker, "close", None)
             if hook is not None:
-                result = await self._outcome(hook() if inspect.iscoroutinefunction(hook) else self._run_plain(hook))
+                result = await self._outcome(hook() if inspect.iscoroutinefunction(hook) else self._plain.run(hook))
         self.stop()
         return result if isinstance(result, Failed) else None
 
     def stop(self) -> None:
         """End the thread of plain methods once what runs in it has ended. From any thread."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._plain.stop()
 
     # --------------------------------------------------------------------------------------------------------- order
 
@@ -219,14 +219,13 @@ class WorkerHost:
             if trait.limit is not None:
                 async with trait.limit:
                     arguments = await self._materialized(call)
-                    return await _leaving(method(*arguments.args, **arguments.kwargs))
+                    return await without_exit(method(*arguments.args, **arguments.kwargs))
             arguments = await self._materialized(call)
-            return await _leaving(method(*arguments.args, **arguments.kwargs))
-        async with self._line.place(trait.priority) as place:
+            return await without_exit(method(*arguments.args, **arguments.kwargs))
+        async with self._plain.place(trait.priority) as place:
             await place.next()
             arguments = await self._materialized(call)
-            await place.first()
-            return await self._run_plain(functools.partial(method, *arguments.args, **arguments.kwargs))
+            return await place.run(functools.partial(method, *arguments.args, **arguments.kwargs))
 
     async def _materialized(self, call: Call) -> Arguments:
         arguments = call.arguments
@@ -263,18 +262,11 @@ class WorkerHost:
             self._loop = ControllerLoop.current()
         return DataProtoFuture.from_plan(plan, "argument", self._loop)
 
-    async def _run_plain(self, function: Callable[[], Any]) -> Any:
-        if self._thread is None:
-            return await _leaving(_immediately(function))
-        context = contextvars.copy_context()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: context.run(_without_exit, function))
-
     async def _outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
             return await coroutine
         except Exception as error:  # noqa: BLE001  of the worker's own code, for the driver
-            return Failed.of(error, hidden=__file__)
+            return Failed.of(error, hidden=_HIDDEN)
 
 
 def _writable(value: Any) -> Any:
@@ -300,65 +292,3 @@ class _Trait:
             limit=None if most is None else asyncio.Semaphore(most),
             priority=0 if registration is None else registration.priority,
         )
-
-
-class _Line:
-    """Plain calls standing in line. The one behind the first may get ready, no other: that bounds what is held."""
-
-    def __init__(self) -> None:
-        self._places: list[_Place] = []
-
-    def place(self, priority: int) -> _Place:
-        return _Place(self._places, priority)
-
-
-class _Place:
-    def __init__(self, places: list[_Place], priority: int) -> None:
-        self._places = places
-        self._priority = priority
-        self.moved = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        place = len(self._places)
-        # Never before the first, which runs.
-        while place > 1 and self._places[place - 1]._priority < self._priority:  # noqa: SLF001  of this class
-            place -= 1
-        self._places.insert(place, self)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._places.remove(self)
-        for place in self._places[:2]:
-            place.moved.set()
-
-    async def next(self) -> None:
-        """Wait until at most one call is ahead."""
-        await self._ahead(1)
-
-    async def first(self) -> None:
-        """Wait until no call is ahead."""
-        await self._ahead(0)
-
-    async def _ahead(self, most: int) -> None:
-        while self._places.index(self) > most:
-            self.moved.clear()
-            await self.moved.wait()
-
-
-async def _immediately(function: Callable[[], Any]) -> Any:
-    return function()
-
-
-async def _leaving(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """``sys.exit()`` in a method ends the method with an error, not the event loop that runs it."""
-    try:
-        return await coroutine
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"the method raised {error!r}") from error
-
-
-def _without_exit(function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"the method raised {error!r}") from error

@@ -14,6 +14,10 @@ from buffers.selection import OPTIONS, Selection, make_selection
 __all__ = ["ZeroVariance", "compose_eviction", "compose_selection"]
 
 
+_IN_ORDER = ("fifo", "windowed_fifo")
+"""Selections that wait for certain groups."""
+
+
 class ZeroVariance:
     """Refuses groups whose rewards are all equal: every advantage would be 0 (arXiv:2503.14476).
 
@@ -60,7 +64,7 @@ def compose_selection(selection: str | Selection, quotas: Mapping[str, float] | 
         options.pop("seed", None)  # it may be meant for the eviction
     if quotas is None:
         return make_selection(selection, **options)
-    if selection in ("fifo", "windowed_fifo"):
+    if selection in _IN_ORDER:
         raise ConfigError(
             f"selection {selection!r} waits for the next prompt, whichever environment it is of: quotas cannot hold",
             path="buffer.options.quotas",
@@ -72,6 +76,7 @@ def compose_selection(selection: str | Selection, quotas: Mapping[str, float] | 
 def compose_eviction(
     eviction: str | Eviction | None,
     *,
+    selection: str | Selection,
     max_staleness: int,
     quotas: Mapping[str, float] | None,
     batch_groups: int,
@@ -82,7 +87,7 @@ def compose_eviction(
     """What passed the bound, what is over its quota, and what the eviction called so gives up.
 
     Raises:
-        ConfigError: unknown name, or numbers with which a step would wait for ever.
+        ConfigError: unknown name, or an order or numbers with which a step would wait for ever.
     """
     if eviction is not None and not isinstance(eviction, str):
         if keep_groups is not None:
@@ -117,6 +122,13 @@ def compose_eviction(
                 remedy=f"use at least {batch_groups}",
             )
         policies.append(make_eviction(eviction, keep_groups=keep_groups, seed=seed or 0))
+        if selection in _IN_ORDER:
+            raise ConfigError(
+                f"selection {selection!r} waits for the next prompt, and eviction {eviction!r} gives up ready groups, "
+                "that one among them: a batch might never be complete",
+                path="buffer.options.eviction",
+                remedy="use buffer.selection = 'fifo_ready', or no eviction",
+            )
     elif keep_groups is not None:
         raise ConfigError(
             "keep_groups belongs to an eviction",

@@ -72,7 +72,8 @@ class AsyncReplayBuffer:
             ``fifo_ready`` (slot order among the ready ones), ``freshest``, ``uniform``, ``prioritized``, or a policy
             object (``buffers/selection.py``, ``buffers/sampling.py``).
         eviction: what is given up early, beside groups that passed the bound: ``oldest``, ``dullest`` or ``reservoir``
-            keep ``keep_groups`` ready groups, or a policy object that does all of it.
+            keep ``keep_groups`` ready groups, where the selection waits for none of them (neither ``fifo`` nor
+            ``windowed_fifo``); or a policy object that does all of it.
         batch_groups: groups that one select takes, where quotas or a rate limit must know.
         columns: names that must have arrived by :meth:`extend` before a group is ready.
         max_uses: steps that may train on one group.
@@ -139,6 +140,7 @@ class AsyncReplayBuffer:
             ),
             eviction=compose_eviction(
                 eviction,
+                selection=selection,
                 max_staleness=max_staleness,
                 quotas=quotas,
                 batch_groups=batch_groups,

@@ -49,6 +49,7 @@ class Scenario:
         max_staleness: the bound.
         policy: what becomes of the slow ones: a name, or a policy of one's own.
         tokens: length of a rollout, over all its turns.
+        most_tokens: where a rollout is cut; None for never.
         token_s: seconds a token takes a request that decodes alone.
         turns: turns of a rollout.
         turn_s: seconds the environment takes after each turn.
@@ -76,6 +77,7 @@ class Scenario:
     max_staleness: int = 1
     policy: str | StalenessPolicy = "mask"
     tokens: Distribution = field(default_factory=lambda: Distribution("constant", (16.0,)))
+    most_tokens: int | None = None
     token_s: float = 1 / 16
     turns: int = 1
     turn_s: Distribution = field(default_factory=lambda: Distribution("constant", (0.0,)))
@@ -114,4 +116,5 @@ class Scenario:
 
     def length(self, dice: random.Random) -> int:
         """Tokens of a rollout."""
-        return max(1, round(self.tokens.sample(dice)))
+        tokens = max(1, round(self.tokens.sample(dice)))
+        return tokens if self.most_tokens is None else min(tokens, self.most_tokens)

@@ -35,6 +35,7 @@ def random_scenario(seed: int) -> Scenario:
         max_staleness=max_staleness,
         policy=dice.choice(tuple(POLICIES)),
         tokens=dice.choice(_LENGTHS),
+        most_tokens=_MOST_TOKENS,
         token_s=0.25,
         turns=dice.choice((1, 1, 2)),
         turn_s=dice.choice(_PAUSES),
@@ -45,7 +46,7 @@ def random_scenario(seed: int) -> Scenario:
         publish_s=dice.choice((0.0, 0.5)),
         prepare_s=dice.choice((0.0, 0.5, 3.0)),
         checkpoint_every=dice.choice((0, 1, 2)),
-        rollout_deadline_s=1e4,
+        rollout_deadline_s=1e4,  # no rollout takes as long, unless its replica hangs
         weights_deadline_s=1e3,
         revive_s=dice.choice((None, 0.5, 5.0)),
         faults=tuple(faults),
@@ -53,9 +54,12 @@ def random_scenario(seed: int) -> Scenario:
         ledger=dice.random() < 0.1,
     )
     buffer = dice.choice(({}, {}, {"samples_per_insert": 1.0}, {"eviction": "oldest", "keep_groups": groups_per_step}))
+    if "eviction" in buffer and scenario.staleness.selection == "fifo":
+        buffer = {}  # refused: an order that waits for groups which are given up
     return replace(scenario, buffer=buffer) if scenario.ledger else scenario
 
 
+_MOST_TOKENS = 256
 _LENGTHS = tuple(map(Distribution.parse, ("4", "uniform(1, 8)", "lognormal(1.4, 1)", "lognormal(1, 2)")))
 _PAUSES = tuple(map(Distribution.parse, ("0", "0", "exponential(1)")))
 _UPDATES = tuple(map(Distribution.parse, ("1", "uniform(0.1, 2)", "exponential(4)")))

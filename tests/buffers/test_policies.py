@@ -189,6 +189,12 @@ def test_a_sum_tree_is_a_dictionary_of_weights(changes: list[tuple[int, float | 
         ({"eviction": "newest", "keep_groups": 4}, "buffer.options.eviction", "no eviction is called"),
         ({"eviction": "oldest"}, "buffer.options.keep_groups", "takes 2 at once"),
         ({"keep_groups": 4}, "buffer.options.keep_groups", "belongs to an eviction"),
+        ({"eviction": "oldest", "keep_groups": 4}, "buffer.options.eviction", "might never be complete"),
+        (
+            {"selection": "windowed_fifo", "window": 2, "eviction": "reservoir", "keep_groups": 4},
+            "buffer.options.eviction",
+            "might never be complete",
+        ),
         ({"eviction": Reservoir(4), "keep_groups": 4}, "buffer.options.keep_groups", "that is an object"),
         ({"selection": UniformOrder(), "quotas": {"a": 1.0}}, "buffer.options.quotas", "that is an object"),
         ({"selection": UniformOrder(), "window": 3}, "buffer.options.window", "that is an object"),

@@ -387,6 +387,8 @@ class HurtRun:
         if not found:
             return False
         pid, what, teller = campaign.dice.choice(found)
+        if kind == "reward" and any(kill.teller == pid and not self._witnessed(kill) for kill in self.kills):
+            return False  # so is a worker whose scoring process was killed: it alone knows of that
         said = {log: len(text) for log, text in self.said(teller).items()}
         try:
             os.kill(pid, signal.SIGKILL)

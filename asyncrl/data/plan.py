@@ -82,6 +82,25 @@ class Header:
             has_batch=data.batch is not None,
         )
 
+    @staticmethod
+    def coded(encoded: Encoded) -> Header:
+        """Of a batch that is there as bytes.
+
+        Raises:
+            CodecError: these bytes are no batch.
+        """
+        from asyncrl.data.codec import schema_of
+
+        fields = encoded.fields
+        return Header(
+            rows=fields.rows,
+            schema=schema_of(fields),
+            meta_info=fields.meta_info,
+            size_bytes=sum(len(each) for each in encoded.buffers),
+            auto_padding=fields.auto_padding,
+            has_batch=fields.has_batch,
+        )
+
     def resized(self, rows: int) -> Header:
         """The header of ``rows`` rows of this batch."""
         return replace(
@@ -119,18 +138,8 @@ class Plan:
         Raises:
             CodecError: these bytes are no batch.
         """
-        from asyncrl.data.codec import schema_of
-
-        fields = encoded.fields
-        header = Header(
-            rows=fields.rows,
-            schema=schema_of(fields),
-            meta_info=fields.meta_info,
-            size_bytes=sum(len(each) for each in encoded.buffers),
-            auto_padding=fields.auto_padding,
-            has_batch=fields.has_batch,
-        )
-        return Plan(Coded(encoded, fields.rows), header)
+        header = Header.coded(encoded)
+        return Plan(Coded(encoded, header.rows), header)
 
     @staticmethod
     def shard(block: Block, header: Header) -> Plan:

@@ -46,9 +46,12 @@ def stored(value: Any) -> Any:
     return value
 
 
-def stored_parts(data: DataProto, parts: Sequence[Rows]) -> list[Encoded] | None:
-    """The parts of a small batch as bytes; None if it is large, or its parts are not consecutive rows."""
+def stored_parts(data: DataProto, parts: Sequence[Rows]) -> list[Encoded] | list[Plan] | None:
+    """The parts of a batch, as bytes if it is small; None if they are not consecutive rows."""
     slices = [part for part in parts if isinstance(part, range)]
-    if len(slices) < len(parts) or data.size_bytes > INLINE_BYTES:
+    if len(slices) < len(parts):
         return None
-    return encode_slices(data, slices)
+    encoded = encode_slices(data, slices)  # cutting batches instead would cost a tenth of what storing them does
+    if data.size_bytes <= INLINE_BYTES:
+        return encoded
+    return [Plan.shard(RayBlock(ray.put(each)), Header.coded(each)) for each in encoded]

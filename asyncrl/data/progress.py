@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class FinishedPart:
     make: Callable[[], Plan]
 
 
+@functools.lru_cache(maxsize=64)
+def _all_running(ranks: int) -> tuple[ShardState, ...]:
+    return ("running",) * ranks
+
+
 class Progress:
     """Written as the call goes on, read from any thread and any event loop. Holds blocks, no payload and no arguments.
 
@@ -54,7 +60,7 @@ class Progress:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._states: list[ShardState] = []
+        self._states: list[ShardState] | tuple[ShardState, ...] = ()
         self._rows: Sequence[range | None] = ()
         self._headers: dict[int, Header] | None = None
         self._ends_s: dict[int, float] | None = None
@@ -82,7 +88,7 @@ class Progress:
         """The call goes to its ranks, with these rows of the arguments where they are split."""
         with self._lock:
             self._sent_s = self._now()
-            self._states = ["running"] * ranks
+            self._states = _all_running(ranks)
             self._rows = rows
 
     def ended(
@@ -95,6 +101,8 @@ class Progress:
     ) -> None:
         """A rank has replied, with a batch of this ``header`` if there is one."""
         with self._lock:
+            if isinstance(self._states, tuple):  # the one that all calls share until their first reply
+                self._states = list(self._states)
             self._states[rank] = state
             self._ends_s = self._ends_s or {}
             self._ends_s[rank] = self._now()

@@ -43,7 +43,8 @@ class FinishedPart:
 
 @functools.lru_cache(maxsize=64)
 def _all_running(ranks: int) -> tuple[ShardState, ...]:
-    return ("running",) * ranks
+    running: ShardState = "running"
+    return (running,) * ranks
 
 
 class Progress:

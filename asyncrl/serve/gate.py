@@ -11,7 +11,6 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -19,6 +18,7 @@ from aiohttp import web
 from asyncrl.errors import AsyncRLError
 from asyncrl.serve.call import Call, Face, Plane
 from asyncrl.serve.failure import Dialect, Refusal, error_body, refusal_of
+from asyncrl.serve.farewell import Farewells, LastAnswer
 from asyncrl.serve.keys import KeyRing
 from asyncrl.serve.limits import BodyWatch, json_problem
 from asyncrl.serve.routes import Caller, Route, verdict
@@ -102,6 +102,7 @@ class Gate:
         self._door = doorway
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
+        self._farewells = Farewells(face.limits.connections)
         self._known_hosts: set[str] = set()  # Host headers that were found good, ports and all
 
     def handler(self, route: Route) -> Handler:
@@ -312,11 +313,9 @@ class Gate:
             headers["WWW-Authenticate"] = "Bearer"
         if refusal.allow:
             headers["Allow"] = ", ".join(refusal.allow)
-        response = web.Response(body=body, status=refusal.status, headers=headers)
         if refusal.hang_up or refusal.status in (408, 413):
-            response.force_close()
-            _stop_reading(request)
-        return response
+            return LastAnswer(request, self._farewells, body=body, status=refusal.status, headers=headers)
+        return web.Response(body=body, status=refusal.status, headers=headers)
 
     def _told(self, error: AsyncRLError, call_id: str) -> Refusal:
         refusal = refusal_of(error)
@@ -346,13 +345,3 @@ def _presented(headers: Mapping[str, str]) -> str:
         except ValueError:
             return ""
     return headers.get("x-api-key", "")
-
-
-def _stop_reading(request: web.Request) -> None:
-    """Not a byte more of this body is read: what is on its way stays with its sender.
-
-    aiohttp would go on reading for a while, and throw away, as fast as the body comes.
-    """
-    if request.transport is not None and not request.transport.is_closing() and not request.content.is_eof():
-        request.content.feed_eof()  # lets the transport read again, if it was held back
-        cast(asyncio.ReadTransport, request.transport).pause_reading()

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
 import time
 
 import pytest
 
+from asyncrl.serve import farewell
 from asyncrl.serve.limits import BodyWatch, Limits, json_problem
 
 GENERATE = {"prompt_token_ids": [5, 6]}
@@ -59,6 +61,85 @@ async def test_a_body_that_goes_on_for_ever_is_not_read_any_further(serve):
         assert sent < 500, "no more was taken than buffers hold"
         writer.close()
         await served.post("/generate", GENERATE)
+
+
+def sent_and_then_read(url, head, piece, pieces):
+    """What a client that reads nothing before it has written everything gets to see."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(head)
+        for _ in range(pieces):
+            connection.sendall(piece)
+        answer = b""
+        while came := connection.recv(65_536):
+            answer += came
+        return answer
+
+
+@pytest.mark.parametrize("framing", ["Transfer-Encoding: chunked", "Content-Length: 4000000"])
+async def test_who_writes_before_reading_sees_that_it_was_too_much(serve, framing):
+    async with serve(limits=Limits(body_size_bytes=1000)) as served:
+        head = post(b"", framing).replace(b"Content-Length: 0\r\n", b"")
+        piece = b"3e8\r\n" + b"[" * 1000 + b"\r\n"
+        answer = await asyncio.to_thread(sent_and_then_read, served.url, head, piece, 4000)
+        assert b" 413 " in answer
+        assert b"Connection: close" in answer
+        assert answer.endswith(b"}}")
+
+
+def too_much_of(body):
+    head = post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+    return head + b"%x\r\n%s\r\n" % (len(body), body)
+
+
+async def hung_up_on(writer):
+    """Return when what is written arrives nowhere any more."""
+    with contextlib.suppress(ConnectionError):
+        while not writer.is_closing():
+            writer.write(b"1\r\n[\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+
+async def test_who_never_reads_is_hung_up_on_after_some_megabytes(serve):
+    async with serve(limits=Limits(body_size_bytes=1000)) as served:
+        head, piece, pieces = too_much_of(b"[" * 2000), b"10000\r\n" + b"[" * 65_536 + b"\r\n", 9600
+        begin = time.process_time()  # client and server: 600 MB, of which a fortieth is thrown away
+        with pytest.raises(ConnectionError):
+            await asyncio.to_thread(sent_and_then_read, served.url, head, piece, pieces)
+        assert time.process_time() - begin < 0.5
+        await served.post("/generate", GENERATE)
+
+
+async def test_who_does_not_hang_up_is_hung_up_on(serve, monkeypatch):
+    monkeypatch.setattr(farewell, "_LONGEST_S", 0.05)
+    async with serve(limits=Limits(body_size_bytes=1000, connections=1)) as served, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        writer.write(too_much_of(b"[" * 2000))
+        assert b" 413 " in await reader.read(), "the answer ends, though the connection is open"
+        while b" 503 " in (answer := await raw(served, post(json.dumps(GENERATE).encode()))):
+            pass
+        assert b" 200 " in answer
+        writer.close()
+
+
+async def test_few_places_are_held_by_those_who_leave(serve, monkeypatch):
+    monkeypatch.setattr(farewell, "_LONGEST_S", 60.0)
+    async with serve(limits=Limits(body_size_bytes=1000, connections=16)) as served, asyncio.timeout(20):
+        port = int(served.url.rpartition(":")[2])
+        (first_reader, first), (second_reader, second) = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in range(2)
+        ]
+        first.write(too_much_of(b"[" * 2000))
+        assert b" 413 " in await first_reader.read()
+        second.write(too_much_of(b"[" * 2000))
+        assert b" 413 " in await second_reader.readline()
+        await hung_up_on(second)
+        first.write(b"1\r\n[\r\n")
+        await first.drain()
+        assert not first.is_closing(), "one in sixteen has its time"
+        first.close()
+        second.close()
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ import ctypes
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import stat
 import sys
-import threading
 import traceback
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -56,6 +54,7 @@ from engines.rollout.engine_protocol import (
     Statistics,
     Welcome,
 )
+from engines.rollout.tied_process import end_with
 
 __all__ = ["EngineHost", "die_with_parent", "log_to_standard_error", "main", "serve_parent"]
 
@@ -276,22 +275,6 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _end_with(engine: int) -> None:
-    """In a process that an engine started: end when the engine's process ends, however early and whatever ends it."""
-    try:
-        watched = os.pidfd_open(engine)
-    except ProcessLookupError:  # it died while this one was being made
-        os._exit(1)
-    ended = select.poll()
-    ended.register(watched, select.POLLIN)
-
-    def watch() -> None:
-        ended.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="watching the engine's process", daemon=True).start()
-
-
 def log_to_standard_error() -> None:
     """Vendors' warnings, and what we have to say, whatever level a vendor sets later."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -333,4 +316,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     sys.exit(main())
 if __name__ == "__mp_main__":  # multiprocessing imports this first in a process that an engine spawns
-    _end_with(int(os.environ[ENGINE_PROCESS]))
+    end_with(int(os.environ[ENGINE_PROCESS]))

@@ -15,6 +15,7 @@ from typing import Any
 from asyncrl.errors import EngineError
 from engines.rollout.embedded.grammar import Grammars
 from engines.rollout.vllm_adapter.checkpoint import CheckpointLayout
+from engines.rollout.vllm_adapter.first_act import FirstAct
 
 __all__ = ["StartedLLM", "VLLMSettings", "start"]
 
@@ -67,7 +68,7 @@ class StartedLLM:
 
 
 def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
-    """Start vLLM's engine core in a process of its own, with its sockets in ``folder``. Blocks, for many seconds.
+    """Start vLLM's engine core in a process of its own, its sockets and files in ``folder``. Blocks, for many seconds.
 
     Raises:
         EngineError: vLLM is not installed here, or does not serve this model with these arguments.
@@ -116,6 +117,8 @@ def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
     try:
         layout = CheckpointLayout.of(settings.model_path)
         arguments = AsyncEngineArgs(**{**given, **settings.arguments})
+        act = FirstAct(str(folder) if _holds_sockets(folder) else None)
+        arguments.additional_config = {**(arguments.additional_config or {}), "asyncrl": act}
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[meter.factory])
     except (OSError, ValueError, RuntimeError, TypeError, AssertionError) as error:
         raise EngineError(f"vLLM does not serve {settings.model_path}: {type(error).__name__}: {error}") from error
@@ -146,7 +149,7 @@ def _set_environment(settings: VLLMSettings, folder: Path) -> None:
     """For this process and vLLM's own; what the user has set stays, but for the number of threads."""
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     # Where it does not fit, vLLM's own choice, which nobody clears away after a killed process.
-    if len(str(folder)) + _SOCKET_NAME_LENGTH <= _SOCKET_PATH_LENGTH:
+    if _holds_sockets(folder):
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     for name, value in {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned threads of several replicas would share the first cores
@@ -155,6 +158,10 @@ def _set_environment(settings: VLLMSettings, folder: Path) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings, by the hundred, are about what was decided here
     }.items():
         os.environ.setdefault(name, value)
+
+
+def _holds_sockets(folder: Path) -> bool:
+    return len(str(folder)) + _SOCKET_NAME_LENGTH <= _SOCKET_PATH_LENGTH
 
 
 def _tokenizer(model_path: str) -> Any:

@@ -469,40 +469,73 @@ asyncio.run(main())
 """
 
 
+OWN_PROGRAM = """
+import asyncio, sys
+from engines.rollout.vllm_engine import VLLMEngine
+async def main():
+    engine = VLLMEngine(sys.argv[1], kv_cache_bytes=1 << 26)
+    await engine.start()
+    print("started", flush=True)
+    await asyncio.Event().wait()
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_a_killed_program_that_made_the_engine_itself_leaves_neither_processes_nor_files(
+    python: str, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        program = Path(short) / "program.py"
+        program.write_text(OWN_PROGRAM)
+        command = (python, str(program), str(folder_of("llama", **SHAPE)))
+        await leaves_nothing(command, Path(short) / "files", monkeypatch, family=3)
+
+
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_killed_driver_leaves_neither_processes_nor_files(
     python: str, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
     """Killed when vLLM's engine core has just been begun, or later."""
     with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 characters
-        await leaves_nothing(python, folder_of("llama", **SHAPE), Path(short), monkeypatch, started)
+        command = (sys.executable, "-c", DRIVER, str(folder_of("llama", **SHAPE)), python)
+        await leaves_nothing(command, Path(short) / "files", monkeypatch, started=started)
 
 
 async def leaves_nothing(
-    python: str, folder: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+    command: tuple[str, ...],
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    started: bool = True,
+    family: int = 4,  # driver, engine's process, resource tracker, engine core
 ) -> None:
+    temporary.mkdir()
     driver = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", DRIVER, str(folder), python),
-        env={**os.environ, "TMPDIR": str(temporary)},
+        *command,
+        env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)},
         stdout=asyncio.subprocess.PIPE,
     )
-    family: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     try:
         assert driver.stdout is not None
         if started:
             assert await driver.stdout.readline() == b"started\n"
         async with asyncio.timeout(200):
-            while len(family) < 4:  # driver, engine's process, resource tracker, engine core
+            while len(processes) < family:
                 await asyncio.sleep(0.05)
                 own = psutil.Process(driver.pid)
-                family = [own, *own.children(recursive=True)]
+                processes = [own, *own.children(recursive=True)]
     finally:
         driver.kill()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=60)
-    assert not alive, [process.cmdline() for process in alive]
-    sockets = [path for path in temporary.rglob("*") if path.is_socket()]
-    assert all(path.parent.name.startswith("asyncrl.vllm.") for path in sockets)
-    assert not started or sockets
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=60)
+    left = [process.cmdline() for process in alive]
+    for process in alive:
+        process.kill()
+    made = [path for path in temporary.rglob("*") if path.is_socket() or path.name.startswith("vllm_dist_")]
+    kinds = {"socket" if path.is_socket() else "file" for path in made}
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     OwnedFolder("test").close()
-    assert not list(temporary.glob("asyncrl*")), "what the next process makes does not clear this away"
+    assert (left, [*temporary.glob("asyncrl*"), *temporary.glob("vllm_dist_*")]) == ([], [])
+    assert all(path.parent.name.startswith("asyncrl.vllm.") for path in made)
+    assert not started or kinds == {"socket", "file"}

@@ -21,11 +21,24 @@ __all__ = ["Admission", "AdmissionLimits", "Ticket"]
 class AdmissionLimits:
     """How much is taken in.
 
+        >>> door = Admission(AdmissionLimits(max_running=1, shares={"paid": 3.0}))
+        >>> tickets = [Ticket(tenant, 6.0) for tenant in ("free", "free", "paid", "paid", "paid")]
+        >>> for ticket in tickets:
+        ...     door.enter(ticket)
+        >>> order = [tickets[0]]
+        >>> while door.running:
+        ...     order += door.leave(order[-1])
+        >>> [ticket.tenant for ticket in order]  # three of the one tenant for one of the other
+        ['free', 'paid', 'paid', 'paid', 'free']
+
     Attributes:
         max_running: requests granted at a time.
         max_waiting: requests that wait, of all tenants together.
         max_waiting_per_tenant: requests of one tenant that wait.
         shares: relative shares of tenants; 1.0 for who is not named.
+
+    Raises:
+        ValueError: nobody could ever run, a number of those who may wait is negative, or a share is not positive.
     """
 
     max_running: int = 1024
@@ -44,7 +57,13 @@ class AdmissionLimits:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request at the door. ``cost`` is in expected tokens."""
+    """One request at the door. ``cost`` is in expected tokens; ``granted`` while it may run.
+
+    >>> ticket = Ticket("a", 5.0)
+    >>> Admission().enter(ticket)
+    >>> ticket.granted
+    True
+    """
 
     tenant: str
     cost: float
@@ -58,7 +77,7 @@ class _Queue:
 
 
 class Admission:
-    """The state machine. Events: :meth:`enter`, :meth:`leave`; both may grant.
+    """The state machine. Events: :meth:`enter`, :meth:`leave`; both may grant. ``running`` and ``waiting`` are counts.
 
     >>> door = Admission(AdmissionLimits(max_running=1))
     >>> first, second = Ticket("a", 5.0), Ticket("b", 5.0)
@@ -77,6 +96,15 @@ class Admission:
 
     def enter(self, ticket: Ticket, *, retry_after_s: float = 1.0) -> None:
         """Grant the ticket, or let it wait.
+
+            >>> door = Admission(AdmissionLimits(max_running=1, max_waiting=1))
+            >>> door.enter(Ticket("a", 5.0))
+            >>> door.enter(Ticket("b", 5.0))
+            >>> door.running, door.waiting
+            (1, 1)
+            >>> door.enter(Ticket("c", 5.0))
+            Traceback (most recent call last):
+            asyncrl.errors.OverloadedError: 1 requests wait already, 1 may; try again later
 
         Raises:
             OverloadedError: a queue is full; carries ``retry_after_s``. Nothing has changed then.
@@ -103,7 +131,19 @@ class Admission:
         self.waiting += 1
 
     def leave(self, ticket: Ticket) -> list[Ticket]:
-        """The request has ended, or does not want to wait any longer. Returns the tickets granted in its place."""
+        """The request has ended, or does not want to wait any longer. Returns the tickets granted in its place.
+
+        Each ticket that entered leaves once.
+
+        >>> door = Admission(AdmissionLimits(max_running=1))
+        >>> runs, waits, gives_up = Ticket("a", 5.0), Ticket("b", 5.0), Ticket("b", 5.0)
+        >>> for ticket in (runs, waits, gives_up):
+        ...     door.enter(ticket)
+        >>> door.leave(gives_up)
+        []
+        >>> door.leave(runs) == [waits], door.running, door.waiting
+        (True, 1, 0)
+        """
         if ticket.granted:
             ticket.granted = False
             self.running -= 1

@@ -26,12 +26,23 @@ HealthState: TypeAlias = Literal["starting", "stale", "healthy", "suspect", "dea
 class HealthPolicy:
     """When a replica is given up, and when it is tried again.
 
+        >>> health = ReplicaHealth(HealthPolicy(restart_s=1.0, max_restart_s=5.0))
+        >>> delays_s = []
+        >>> for _ in range(4):
+        ...     delays_s.append(health.restart_delay_s)
+        ...     came_to_nothing = health.ended(health.start(), "out of memory")
+        >>> delays_s
+        [0.0, 2.0, 4.0, 5.0]
+
     Attributes:
         probe_failures: probes in a row that fail before it is dead.
         generation_failures: requests in a row that fail on it before it is dead.
         weight_failures: weight updates in a row that fail on it before it is dead.
         restart_s: seconds before it is started again; doubled after each start that came to nothing.
         max_restart_s: most that this grows to.
+
+    Raises:
+        ValueError: a limit is below 1, or ``restart_s`` is negative or above ``max_restart_s``.
     """
 
     probe_failures: int = 3
@@ -49,6 +60,8 @@ class HealthPolicy:
 
 class ReplicaHealth:
     """One replica's state. Methods are events; each returns whether the state is another one afterwards.
+
+    ``state`` and ``reason`` say how it is, and why.
 
     >>> health = ReplicaHealth(HealthPolicy(probe_failures=2))
     >>> engine = health.start()
@@ -75,28 +88,64 @@ class ReplicaHealth:
 
     @property
     def serves(self) -> bool:
-        """Whether requests may be sent to it."""
+        """Whether requests may be sent to it.
+
+        >>> health = ReplicaHealth()
+        >>> engine = health.start()
+        >>> health.started(engine), health.serves
+        (True, False)
+        >>> health.verified(engine), health.serves
+        (True, True)
+        """
         return self.state in ("healthy", "suspect")
 
     @property
     def engine(self) -> int:
-        """Number of the newest start; -1 before the first."""
+        """Number of the newest start; -1 before the first.
+
+        >>> health = ReplicaHealth()
+        >>> health.engine, health.start(), health.engine
+        (-1, 0, 0)
+        """
         return self._engine
 
     @property
     def leased(self) -> bool:
-        """Whether weights are being carried over."""
+        """Whether weights are being carried over.
+
+        >>> health = ReplicaHealth()
+        >>> health.lease(health.start())
+        >>> health.leased
+        True
+        """
         return self._leases > 0
 
     @property
     def restart_delay_s(self) -> float:
-        """How long to wait before the next start."""
+        """How long to wait before the next start.
+
+        >>> health = ReplicaHealth(HealthPolicy(restart_s=1.0))
+        >>> health.restart_delay_s  # the first
+        0.0
+        >>> health.ended(health.start(), "out of memory"), health.restart_delay_s
+        (True, 2.0)
+        """
         if self._engine < 0:
             return 0.0
         return min(self._policy.restart_s * 2.0 ** min(self._vain_starts, 60), self._policy.max_restart_s)
 
     def start(self) -> int:
         """An engine is being made; only a dead replica gets one. Returns its number, for all that is told of it.
+
+            >>> health = ReplicaHealth()
+            >>> old = health.start()
+            >>> health.ended(old, "out of memory")
+            True
+            >>> new = health.start()
+            >>> health.started(old), health.state  # late news of an engine that is gone
+            (False, 'starting')
+            >>> health.started(new), health.state
+            (True, 'stale')
 
         Raises:
             ValueError: there is an engine.
@@ -109,53 +158,120 @@ class ReplicaHealth:
         return self._engine
 
     def started(self, engine: int) -> bool:
-        """It runs, with weights that nobody has verified yet."""
+        """It runs, with weights that nobody has verified yet.
+
+        >>> health = ReplicaHealth()
+        >>> health.started(health.start()), health.state, health.reason
+        (True, 'stale', 'waits for the current weights')
+        """
         return self._is(engine, "starting") and self._become("stale", "waits for the current weights")
 
     def verified(self, engine: int) -> bool:
-        """It holds the current version."""
+        """It holds the current version.
+
+        >>> health = ReplicaHealth()
+        >>> engine = health.start()
+        >>> health.verified(engine), health.state  # it does not run yet
+        (False, 'starting')
+        >>> health.started(engine), health.verified(engine), health.state
+        (True, True, 'healthy')
+        """
         if not self._is(engine, "stale"):
             return False
         self._probes = self._generations = self._weights = self._vain_starts = 0
         return self._become("healthy", "")
 
     def fenced(self, engine: int, reason: str) -> bool:
-        """It failed to take a version: it runs, and serves nothing until it is verified."""
+        """It failed to take a version: it runs, and serves nothing until it is verified.
+
+        >>> health = ReplicaHealth(HealthPolicy(weight_failures=2))
+        >>> engine = health.start()
+        >>> health.started(engine), health.verified(engine)
+        (True, True)
+        >>> health.fenced(engine, "checksum differs"), health.state, health.serves
+        (True, 'stale', False)
+        >>> health.fenced(engine, "checksum differs"), health.state
+        (True, 'dead')
+        """
         if not self._is(engine, "healthy", "suspect", "stale"):
             return False
         self._weights += 1
         return self._become("dead" if self._weights >= self._policy.weight_failures else "stale", reason)
 
     def probe_succeeded(self, engine: int) -> bool:
-        """A real token came, in time."""
+        """A real token came, in time.
+
+        >>> health = ReplicaHealth()
+        >>> engine = health.start()
+        >>> health.started(engine), health.verified(engine)
+        (True, True)
+        >>> health.probe_failed(engine, "no token"), health.state
+        (True, 'suspect')
+        >>> health.probe_succeeded(engine), health.state
+        (True, 'healthy')
+        """
         if not self._is(engine, "healthy", "suspect", "stale"):
             return False
         self._probes = 0
         return self._recover()
 
     def probe_failed(self, engine: int, reason: str) -> bool:
-        """None came."""
+        """None came.
+
+        >>> health = ReplicaHealth(HealthPolicy(probe_failures=3))
+        >>> engine = health.start()
+        >>> health.started(engine), health.verified(engine)
+        (True, True)
+        >>> [(health.probe_failed(engine, "no token"), health.state) for _ in range(3)]
+        [(True, 'suspect'), (False, 'suspect'), (True, 'dead')]
+        """
         if self._leases or not self._is(engine, "healthy", "suspect", "stale"):
             return False
         self._probes += 1
         return self._doubt(reason)
 
     def generation_succeeded(self, engine: int) -> bool:
-        """A request ended as it should."""
+        """A request ended as it should.
+
+        >>> health = ReplicaHealth()
+        >>> engine = health.start()
+        >>> health.started(engine), health.verified(engine)
+        (True, True)
+        >>> health.probe_failed(engine, "no token")
+        True
+        >>> health.generation_succeeded(engine), health.state  # that says nothing of probes
+        (False, 'suspect')
+        """
         if not self._is(engine, "healthy", "suspect"):
             return False
         self._generations = 0
         return self._recover()
 
     def generation_failed(self, engine: int, reason: str) -> bool:
-        """A request failed by the engine's fault."""
+        """A request failed by the engine's fault.
+
+        >>> health = ReplicaHealth(HealthPolicy(generation_failures=2))
+        >>> engine = health.start()
+        >>> health.started(engine), health.verified(engine)
+        (True, True)
+        >>> health.generation_failed(engine, "no answer"), health.generation_succeeded(engine), health.state
+        (True, True, 'healthy')
+        >>> health.generation_failed(engine, "no answer"), health.generation_failed(engine, "no answer"), health.state
+        (True, True, 'dead')
+        """
         if self._leases or not self._is(engine, "healthy", "suspect"):
             return False
         self._generations += 1
         return self._doubt(reason)
 
     def ended(self, engine: int, reason: str) -> bool:
-        """It is gone for certain: its process ended, or it could not be started."""
+        """It is gone for certain: its process ended, or it could not be started.
+
+        >>> health = ReplicaHealth()
+        >>> engine = health.start()
+        >>> health.ended(engine, "killed by SIGKILL"), health.state, health.reason
+        (True, 'dead', 'killed by SIGKILL')
+        """
         if self.state == "dead" or engine != self._engine:
             return False
         if self.state in ("starting", "stale"):
@@ -163,12 +279,31 @@ class ReplicaHealth:
         return self._become("dead", reason)
 
     def lease(self, engine: int) -> None:
-        """Weights begin to be carried over; balanced by :meth:`lease_over`."""
+        """Weights begin to be carried over; balanced by :meth:`lease_over`.
+
+        >>> health = ReplicaHealth(HealthPolicy(probe_failures=1))
+        >>> engine = health.start()
+        >>> health.started(engine), health.verified(engine)
+        (True, True)
+        >>> health.lease(engine)
+        >>> health.probe_failed(engine, "no token"), health.state  # not counted: it may be busy with the weights
+        (False, 'healthy')
+        """
         if engine == self._engine:
             self._leases += 1
 
     def lease_over(self, engine: int) -> None:
-        """They have been, or could not be."""
+        """They have been, or could not be.
+
+        >>> health = ReplicaHealth(HealthPolicy(probe_failures=1))
+        >>> engine = health.start()
+        >>> health.started(engine), health.verified(engine)
+        (True, True)
+        >>> health.lease(engine)
+        >>> health.lease_over(engine)
+        >>> health.probe_failed(engine, "no token"), health.state
+        (True, 'dead')
+        """
         if engine == self._engine and self._leases:
             self._leases -= 1
 

@@ -57,7 +57,10 @@ USED_BY_NAME = (
     "asyncrl.rewards.match",
     "asyncrl.rewards.math",
     "asyncrl.rewards.rule",
+    "asyncrl.rollout.admission",
     "asyncrl.rollout.prompts",
+    "asyncrl.rollout.replica_health",
+    "asyncrl.rollout.routing",
     "buffers.replay",
 )
 """Modules of other packages that programs import from."""

@@ -57,6 +57,11 @@ __all__ = ["POLICIES", "AdmissionLaw", "StalenessPolicy", "staleness_policy"]
 class StalenessPolicy:
     """What becomes of groups that take longer than the bound allows.
 
+        >>> [name for name, policy in POLICIES.items() if policy.selection == "fifo"]  # who waits for slow groups
+        ['wait']
+        >>> POLICIES["wait"].too_old, POLICIES["wait"].overdue
+        ('none', False)
+
     Attributes:
         name: in configurations.
         selection: order in which the buffer hands groups out, unless the configuration names another.
@@ -74,17 +79,32 @@ class StalenessPolicy:
 
     @property
     def keeps_groups(self) -> bool:
-        """True if the buffer must hand out groups that passed the bound: the bound is kept by token, or not at all."""
+        """True if the buffer must hand out groups that passed the bound: the bound is kept by token, or not at all.
+
+        >>> [name for name, policy in POLICIES.items() if policy.keeps_groups]
+        ['mask', 'correct']
+        """
         return self.too_old in ("mask", "correct")
 
     def overdue_after(self, max_staleness: int) -> int | None:
-        """Versions after which a group gives its place away: when it is lost, or two whole windows. None: never."""
+        """Versions after which a group gives its place away: when it is lost, or two whole windows. None: never.
+
+        >>> {name: policy.overdue_after(3) for name, policy in POLICIES.items()}
+        {'mask': 8, 'wait': None, 'drop': 3, 'correct': 8}
+        """
         if not self.overdue:
             return None
         return max_staleness if self.too_old == "drop" else 2 * (max_staleness + 1)
 
     def oldest_version(self, trainer_version: int, *, max_staleness: int) -> int | None:
-        """Lowest version whose tokens are trained on at ``trainer_version``; None if every token may be."""
+        """Lowest version whose tokens are trained on at ``trainer_version``; None if every token may be.
+
+        >>> mask = POLICIES["mask"]
+        >>> [mask.oldest_version(version, max_staleness=2) for version in (1, 2, 3, 4)]
+        [0, 0, 1, 2]
+        >>> POLICIES["correct"].oldest_version(4, max_staleness=2) is None
+        True
+        """
         return max(0, trainer_version - max_staleness) if self.too_old == "mask" else None
 
 
@@ -104,6 +124,12 @@ POLICIES: Mapping[str, StalenessPolicy] = MappingProxyType(
 
 def staleness_policy(name: str, *, max_staleness: int) -> StalenessPolicy:
     """The policy called ``name``; ``wait`` for a bound of 0, where a step has nothing to do but wait.
+
+        >>> staleness_policy("mask", max_staleness=4).name, staleness_policy("mask", max_staleness=0).name
+        ('mask', 'wait')
+        >>> staleness_policy("hope", max_staleness=4)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        asyncrl.errors.ConfigError: ...no staleness policy is called 'hope'...
 
     Raises:
         ConfigError: there is none of that name.
@@ -137,6 +163,10 @@ class AdmissionLaw:
     >>> law.published(1)
     >>> law.issue()
     4
+
+    Raises:
+        ValueError: a number is out of its range, ``total_groups`` is no whole number of steps or less than what is
+            outstanding, or ``held`` and ``again`` are not different slots below ``first_slot``.
     """
 
     def __init__(
@@ -189,55 +219,126 @@ class AdmissionLaw:
 
     @property
     def version(self) -> int:
-        """Newest version that every serving engine holds."""
+        """Newest version that every serving engine holds.
+
+        >>> law = AdmissionLaw(2, max_staleness=1)
+        >>> law.published(3)
+        >>> law.version
+        3
+        """
         return self._version
 
     @property
     def issued(self) -> int:
-        """How often :meth:`issue` gave out a slot; those dropped later count."""
+        """How often :meth:`issue` gave out a slot; those dropped later count.
+
+        >>> law = AdmissionLaw(2, max_staleness=1)
+        >>> law.dropped(law.issue())
+        >>> law.issued, law.live
+        (1, 0)
+        """
         return self._issued
 
     @property
     def next_slot(self) -> int:
-        """Lowest slot that was never issued, by this run or the one it goes on from."""
+        """Lowest slot that was never issued, by this run or the one it goes on from.
+
+        >>> law = AdmissionLaw(2, max_staleness=1, first_version=5, first_slot=10)
+        >>> law.issue(), law.next_slot
+        (10, 11)
+        """
         return self._next_slot
 
     @property
     def again(self) -> tuple[int, ...]:
-        """Slots of an earlier run that are still to be issued again."""
+        """Slots of an earlier run that are still to be issued again.
+
+        >>> law = AdmissionLaw(2, max_staleness=1, first_version=5, first_slot=13, held=[11], again=[10, 12])
+        >>> law.issue(), law.again
+        (10, (12,))
+        """
         return tuple(self._again)
 
     @property
     def live(self) -> int:
-        """Groups trained on since ``first_version``, or still to be: outstanding and new ones, without the dropped."""
+        """Groups trained on since ``first_version``, or still to be: outstanding and new ones, without the dropped.
+
+        >>> law = AdmissionLaw(2, max_staleness=1, first_version=5, first_slot=12, held=[11])
+        >>> law.issue(), law.issue(), law.live
+        (12, 13, 3)
+        >>> law.dropped(12)
+        >>> law.live
+        2
+        """
         return len(self._outstanding) + self._next_slot - self._first_slot - len(self._dropped)
 
     @property
     def window(self) -> int:
-        """Most groups that are ever alive and not yet trained on: the capacity a buffer needs."""
+        """Most groups that are ever alive and not yet trained on: the capacity a buffer needs.
+
+        >>> AdmissionLaw(2, max_staleness=3).window
+        8
+        >>> AdmissionLaw(2, max_staleness=3, overdue_after=8).window  # a place may be given away once
+        16
+        """
         return self.lead * (1 if self.overdue_after is None else 2)
 
     @property
     def lead(self) -> int:
-        """Most groups that hold a place at once."""
+        """Most groups that hold a place at once.
+
+        >>> AdmissionLaw(2, max_staleness=3, overdue_after=8).lead
+        8
+        """
         return self.groups_per_step * (self.max_staleness + 1)
 
     @property
     def overdue(self) -> int:
-        """Groups that are out and have given their place away."""
+        """Groups that are out and have given their place away.
+
+        >>> law = AdmissionLaw(1, max_staleness=1, overdue_after=2)
+        >>> law.issue(), law.issue(), law.may_issue()
+        (0, 1, False)
+        >>> law.published(3)  # neither has come for three versions
+        >>> law.overdue
+        2
+        """
         return len(self._overdue)
 
     @property
     def finished(self) -> bool:
-        """True while every group that the run needs is issued; a drop makes it False again."""
+        """True while every group that the run needs is issued; a drop makes it False again.
+
+        >>> law = AdmissionLaw(1, max_staleness=1, total_groups=2)
+        >>> law.issue(), law.issue(), law.finished
+        (0, 1, True)
+        >>> law.dropped(1)
+        >>> law.finished, law.issue()
+        (False, 2)
+        """
         return not self._again and self.total_groups is not None and self.live >= self.total_groups
 
     def may_issue(self) -> bool:
-        """True if the next group may be issued now."""
+        """True if the next group may be issued now.
+
+        >>> law = AdmissionLaw(2, max_staleness=0)  # the synchronous loop
+        >>> law.issue(), law.issue(), law.may_issue()
+        (0, 1, False)
+        >>> law.published(1)
+        >>> law.may_issue()
+        True
+        """
         return not self.finished and self._version_of_next() - self._version <= self.max_staleness
 
     def issue(self) -> int:
         """The next slot, now issued.
+
+            >>> law = AdmissionLaw(1, max_staleness=0, total_groups=1)
+            >>> law.issue()
+            0
+            >>> law.issue()
+            Traceback (most recent call last):
+            asyncrl.errors.InvalidDataError: no group may be issued: all 1 groups of the run are issued
 
         Raises:
             InvalidDataError: the law does not allow it; the message is :meth:`explain`'s.
@@ -257,6 +358,12 @@ class AdmissionLaw:
     def published(self, version: int) -> None:
         """Every engine that serves holds ``version`` now (steps may be skipped, versions never go back).
 
+            >>> law = AdmissionLaw(2, max_staleness=1)
+            >>> law.published(3)
+            >>> law.published(2)
+            Traceback (most recent call last):
+            asyncrl.errors.WeightVersionError: weight versions only grow: 2 was published after 3
+
         Raises:
             WeightVersionError: ``version`` is older than the one held.
         """
@@ -268,12 +375,29 @@ class AdmissionLaw:
             self._overdue.add(slot)
 
     def finished_group(self, slot: int) -> None:
-        """The group is rolled out: it lies in the buffer now, and holds a place again if it had given its away."""
+        """The group is rolled out: it lies in the buffer now, and holds a place again if it had given its away.
+
+        >>> law = AdmissionLaw(1, max_staleness=1, overdue_after=2)
+        >>> slow = law.issue()
+        >>> law.published(3)
+        >>> law.overdue
+        1
+        >>> law.finished_group(slow)
+        >>> law.overdue
+        0
+        """
         self._out.pop(slot, None)
         self._overdue.discard(slot)
 
     def dropped(self, slot: int) -> None:
         """The group was not and will not be trained on. A later slot takes its place.
+
+            >>> law = AdmissionLaw(2, max_staleness=0)
+            >>> law.issue(), law.issue(), law.may_issue()
+            (0, 1, False)
+            >>> law.dropped(0)
+            >>> law.issue()  # now 1 and 2 make the batch
+            2
 
         Raises:
             InvalidDataError: the slot was never issued, or was dropped before.
@@ -291,7 +415,14 @@ class AdmissionLaw:
                 self._again.remove(slot)
 
     def explain(self) -> str:
-        """Whether the next group may be issued, and if not, what it waits for."""
+        """Whether the next group may be issued, and if not, what it waits for.
+
+        >>> law = AdmissionLaw(1, max_staleness=0)
+        >>> law.explain(), law.issue()
+        ('slot 0 may be issued', 0)
+        >>> law.explain()
+        'slot 1 waits for version 1: it is for the step at version 1, 1 ahead of version 0; the bound is 0'
+        """
         if self.finished:
             return f"all {self.total_groups} groups of the run are issued"
         slot = self._again[0] if self._again else self._next_slot

@@ -54,6 +54,7 @@ USED_BY_NAME = (
     "asyncrl.agents.calculator",
     "asyncrl.agents.tools",
     "asyncrl.pipeline.certificate",
+    "asyncrl.pipeline.staleness",
     "asyncrl.rewards.match",
     "asyncrl.rewards.math",
     "asyncrl.rewards.rule",

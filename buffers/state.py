@@ -35,7 +35,11 @@ __all__ = ["BufferState", "Stage", "joined"]
 
 
 class Stage(Enum):
-    """Where a group is in its life, while it occupies a place."""
+    """Where a group is in its life, while it occupies a place.
+
+    >>> [stage.value for stage in Stage]
+    ['pending', 'ready', 'selected']
+    """
 
     PENDING = "pending"
     READY = "ready"
@@ -55,6 +59,20 @@ class _Group:
 class BufferState:
     """Groups and their stages. Raises :class:`InvalidDataError` for any event that the picture above does not have.
 
+        >>> from buffers.selection import SlotOrder
+        >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+        >>> state.admit(0)
+        >>> state.put(summary, data)
+        >>> (group,) = state.take(1, weight_version=2)
+        >>> state.stage(0), group.summary.rewards
+        (<Stage.SELECTED: 'selected'>, (0.0, 1.0))
+        >>> state.release([0])
+        >>> state.stage(0) is None, state.statistics().released
+        (True, 1)
+
+    The examples of the methods put the same group: number 0, with four tokens, the oldest of them sampled under
+    version 1. Its rows are ``data``.
+
     Args:
         capacity: places.
         max_staleness: hard bound on ``weight_version - oldest_version`` of what :meth:`take` returns.
@@ -63,6 +81,9 @@ class BufferState:
         columns: names that must have arrived, beside the first rows, before a group is ready.
         max_uses: steps that may train on one group.
         refuse: names the reason to drop a group as it gets ready, or None.
+
+    Raises:
+        ValueError: ``capacity`` or ``max_uses`` is below 1, or ``max_staleness`` below 0.
     """
 
     def __init__(
@@ -103,21 +124,55 @@ class BufferState:
 
     @property
     def has_room(self) -> bool:
-        """True if a group can be admitted."""
+        """True if a group can be admitted.
+
+        >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder())
+        >>> state.admit(0)
+        >>> state.has_room
+        False
+        """
         return len(self._groups) < self.capacity
 
     def stage(self, slot: int) -> Stage | None:
-        """Where the group is, or None if it occupies no place."""
+        """Where the group is, or None if it occupies no place.
+
+        >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+        >>> state.admit(0)
+        >>> state.stage(0), state.stage(1)
+        (<Stage.PENDING: 'pending'>, None)
+        """
         group = self._groups.get(slot)
         return None if group is None else group.stage
 
     def check_new(self, slot: int) -> None:
-        """Raise :class:`InvalidDataError` if ``slot`` was ever admitted."""
+        """Refuse a slot that was ever admitted.
+
+            >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.drop(0, "too slow")
+            >>> state.check_new(1)
+            >>> state.check_new(0)
+            Traceback (most recent call last):
+            asyncrl.errors.InvalidDataError: slot 0 was admitted before; a slot number is used once
+
+        Raises:
+            InvalidDataError: it was.
+        """
         if slot in self._known:
             raise InvalidDataError(f"slot {slot} was admitted before; a slot number is used once")
 
     def admit(self, slot: int) -> None:
-        """Take a place for a new group. Call only while :attr:`has_room`."""
+        """Take a place for a new group. Call only while :attr:`has_room`.
+
+            >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.admit(1)
+            Traceback (most recent call last):
+            asyncrl.errors.InvalidDataError: all 1 places are taken
+
+        Raises:
+            InvalidDataError: the slot was admitted before, or there is no room.
+        """
         self.check_new(slot)
         if not self.has_room:
             raise InvalidDataError(f"all {self.capacity} places are taken")
@@ -128,7 +183,18 @@ class BufferState:
         self._selection.admitted(slot)
 
     def withdraw(self, slot: int) -> None:
-        """Undo :meth:`admit`, as if it had not been called. The group must be pending."""
+        """Undo :meth:`admit`, as if it had not been called. The group must be pending.
+
+            >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.withdraw(0)
+            >>> state.statistics().admitted
+            0
+            >>> state.admit(0)  # its number is free again
+
+        Raises:
+            InvalidDataError: it is not pending.
+        """
         self._require([slot], Stage.PENDING)
         self._selection.forget(slot)
         self._forget(slot)
@@ -138,10 +204,22 @@ class BufferState:
     def put(
         self, summary: GroupSummary, rows: DataProto | DataProtoFuture, *, uses: int = 0, promised: int = 0
     ) -> None:
-        """The first rows of a pending group, and its summary.
+        """The first rows of a pending group, and its summary. It is ready if no further columns are waited for.
 
-        ``uses``: steps of an earlier run that trained on it. ``promised``: steps that :meth:`take_these` will take it
-        for, before any policy hears of it.
+            >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.put(summary, data)
+            >>> state.stage(0), state.statistics().ready_tokens
+            (<Stage.READY: 'ready'>, 4)
+
+        Args:
+            summary: of the group; names its slot.
+            rows: [G], where they lie.
+            uses: steps of an earlier run that trained on it.
+            promised: steps that :meth:`take_these` will take it for, before any policy hears of it.
+
+        Raises:
+            InvalidDataError: the group is not pending, has its first rows already, or has not one reward per row.
         """
         self._require([summary.slot], Stage.PENDING)
         group = self._groups[summary.slot]
@@ -161,7 +239,28 @@ class BufferState:
         *,
         rewards: tuple[float, ...] | None = None,
     ) -> None:
-        """Further columns of a pending group, before or after :meth:`put`; ``rewards`` replace the summary's."""
+        """Further columns of a pending group, before or after :meth:`put`.
+
+            >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder(), columns=["scores"])
+            >>> state.admit(0)
+            >>> state.put(summary, DataProto.from_dict({"x": torch.tensor([1, 2])}))
+            >>> state.stage(0)
+            <Stage.PENDING: 'pending'>
+            >>> state.extend(0, ["scores"], DataProto.from_dict({"scores": torch.ones(2)}), rewards=(0.5, 2.0))
+            >>> (group,) = state.take(1, weight_version=2)
+            >>> "scores" in group.rows.batch, group.summary.rewards
+            (True, (0.5, 2.0))
+
+        Args:
+            slot: of the group.
+            columns: names of those that came, each waited for and not here yet.
+            rows: [G], with these columns, in the order of the group's rows.
+            rewards: one per row; they replace those of the summary.
+
+        Raises:
+            InvalidDataError: the group is not pending, a column came twice or was not asked for, or there is not one
+                reward per row.
+        """
         self._require([slot], Stage.PENDING)
         group = self._groups[slot]
         late = set(columns) - group.missing
@@ -198,6 +297,17 @@ class BufferState:
         """The groups to train on at ``weight_version``, now selected; None if they are not there yet.
 
         Groups that passed the staleness bound are dropped on the way (reason ``stale``).
+
+            >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.put(summary, data)
+            >>> state.take(1, weight_version=3) is None  # its oldest token is of version 1, 2 behind; the bound is 1
+            True
+            >>> state.drain_dropped()
+            (DroppedGroup(slot=0, reason='stale', tokens=4),)
+
+        Raises:
+            InvalidDataError: the policy chose a group that is not ready.
         """
         while True:
             self._evict(weight_version)
@@ -223,6 +333,19 @@ class BufferState:
         """Exactly these groups, now selected, however old; None until all of them are ready.
 
         They are trained on again as they were once before, so the bound was kept then.
+
+            >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.take_these([0]) is None
+            True
+            >>> state.put(summary, data, promised=1)
+            >>> state.take(1, weight_version=1) is None  # no policy hears of it
+            True
+            >>> [group.summary.slot for group in state.take_these([0])]
+            [0]
+
+        Raises:
+            InvalidDataError: a group is named twice, or is neither pending nor ready.
         """
         stages = [self.stage(slot) for slot in slots]
         if any(stage is Stage.PENDING for stage in stages):
@@ -236,7 +359,18 @@ class BufferState:
         return taken
 
     def make_room(self) -> bool:
-        """Let the ready group that was used most often go; False if none was used."""
+        """Let the ready group that was used most often go; False if none was used.
+
+        >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder(), max_uses=3)
+        >>> state.admit(0)
+        >>> state.put(summary, data)
+        >>> state.make_room()
+        False
+        >>> _ = state.take(1, weight_version=2)
+        >>> state.release([0])  # used once of three times, and ready again
+        >>> state.make_room(), state.has_room, state.statistics().released
+        (True, True, 1)
+        """
         slot = self._used.least()
         if slot is None:
             return False
@@ -249,7 +383,21 @@ class BufferState:
                 self.drop(slot, reason)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Selected groups were trained on. All of them or, when one is not selected, none."""
+        """Selected groups were trained on. All of them or, when one is not selected, none.
+
+            >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder(), max_uses=2)
+            >>> state.admit(0)
+            >>> state.put(summary, data)
+            >>> for _ in range(2):
+            ...     (group,) = state.take(1, weight_version=2)
+            ...     state.release([0])
+            ...     print(group.uses, state.stage(0))
+            0 Stage.READY
+            1 None
+
+        Raises:
+            InvalidDataError: a group is not selected, or named twice.
+        """
         for slot in self._require(slots, Stage.SELECTED):
             group, held = self._groups[slot], self._held(slot)
             held = group.held = replace(held, uses=held.uses + 1)
@@ -261,12 +409,37 @@ class BufferState:
                 self._released += 1
 
     def restore(self, slots: Iterable[int]) -> None:
-        """Selected groups are ready again. All of them or, when one is not selected, none."""
+        """Selected groups are ready again. All of them or, when one is not selected, none.
+
+            >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.put(summary, data)
+            >>> _ = state.take(1, weight_version=2)
+            >>> state.restore([0])
+            >>> state.stage(0)
+            <Stage.READY: 'ready'>
+
+        Raises:
+            InvalidDataError: a group is not selected, or named twice.
+        """
         for slot in self._require(slots, Stage.SELECTED):
             self._become_ready(self._groups[slot], self._held(slot))
 
     def drop(self, slot: int, reason: str, *, tokens: int = 0) -> None:
-        """Give a group up, whatever its stage. ``tokens`` is what was sampled for a pending one."""
+        """Give a group up, whatever its stage. ``tokens`` is what was sampled for a pending one.
+
+            >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder())
+            >>> state.admit(0)
+            >>> state.drop(0, "too slow", tokens=3)
+            >>> state.statistics().dropped, state.statistics().dropped_tokens
+            ({'too slow': 1}, {'too slow': 3})
+            >>> state.drop(0, "too slow")
+            Traceback (most recent call last):
+            asyncrl.errors.InvalidDataError: slot 0 cannot be dropped: it was released or dropped
+
+        Raises:
+            InvalidDataError: the group occupies no place, there is no reason, or ``tokens`` is negative.
+        """
         if not reason:
             raise InvalidDataError(f"slot {slot} was dropped without a reason")
         if tokens < 0:
@@ -290,21 +463,52 @@ class BufferState:
         self._news.append(DroppedGroup(slot=slot, reason=reason, tokens=tokens))
 
     def drain_dropped(self) -> tuple[DroppedGroup, ...]:
-        """Groups dropped since the last call, in order."""
+        """Groups dropped since the last call, in order.
+
+        >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder())
+        >>> state.admit(0)
+        >>> state.drop(0, "too slow", tokens=3)
+        >>> state.drain_dropped(), state.drain_dropped()
+        ((DroppedGroup(slot=0, reason='too slow', tokens=3),), ())
+        """
         news, self._news = tuple(self._news), []
         return news
 
     def drain_used_up(self) -> tuple[int, ...]:
-        """Uses of the groups that left since the last call with fewer than ``max_uses``."""
+        """Uses of the groups that left since the last call with fewer than ``max_uses``, but with some.
+
+        >>> state = BufferState(capacity=1, max_staleness=1, selection=SlotOrder(), max_uses=3)
+        >>> state.admit(0)
+        >>> state.put(summary, data)
+        >>> _ = state.take(1, weight_version=2)
+        >>> state.release([0])
+        >>> state.make_room(), state.drain_used_up()
+        (True, (1,))
+        """
         used, self._used_up = tuple(self._used_up), []
         return used
 
     def explain(self, groups: int) -> str:
-        """Why :meth:`take` would wait, in words."""
+        """Why :meth:`take` would wait, in words.
+
+        >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+        >>> state.admit(0)
+        >>> state.explain(1)
+        '0 of 1 groups are next in line; slot 0 is not finished'
+        """
         return self._selection.explain(groups)
 
     def statistics(self) -> ReplayBufferStatistics:
-        """Counts; ``waiting`` is empty, since nothing waits here."""
+        """Counts, in groups and tokens; ``waiting`` is empty, since nothing waits here.
+
+        >>> state = BufferState(capacity=2, max_staleness=1, selection=SlotOrder())
+        >>> for slot in (0, 1):
+        ...     state.admit(slot)
+        >>> state.put(summary, data)
+        >>> counts = state.statistics()
+        >>> counts.admitted, counts.pending, counts.ready, counts.ready_tokens
+        (2, 1, 1, 4)
+        """
         return ReplayBufferStatistics(
             capacity=self.capacity,
             admitted=self._admitted,
@@ -370,7 +574,16 @@ class BufferState:
 
 
 def joined(rows: DataProto | DataProtoFuture, part: DataProto | DataProtoFuture) -> DataProto | DataProtoFuture:
-    """Rows with further columns; a future stays one, and no payload moves."""
+    """Rows with further columns; a future stays one, and no payload moves. A batch is given the columns itself.
+
+        >>> rows = DataProto.from_dict({"x": torch.tensor([1, 2])})
+        >>> both = joined(rows, DataProto.from_dict({"scores": torch.tensor([0.5, 2.0])}))
+        >>> sorted(both.batch.keys()), both is rows
+        (['scores', 'x'], True)
+
+    Raises:
+        SchemaError: rows differ in number, or a column is in both and differs.
+    """
     from asyncrl.data import DataProto, DataProtoFuture
 
     if isinstance(part, DataProtoFuture) and isinstance(rows, DataProto):

@@ -41,6 +41,7 @@ from asyncrl.serve.serving import serve
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Role, Worker, create_colocated_worker_cls, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 from buffers.ledger import SQLiteLedger
+from buffers.selection import SlotOrder
 
 PACKAGES = (
     asyncrl.algorithms,
@@ -63,6 +64,7 @@ USED_BY_NAME = (
     "asyncrl.rollout.replica_health",
     "asyncrl.rollout.routing",
     "buffers.replay",
+    "buffers.state",
 )
 """Modules of other packages that programs import from."""
 
@@ -176,6 +178,7 @@ def names(ledger: SQLiteLedger) -> Iterator[dict[str, Any]]:
             "LocalWorkerGroup": LocalWorkerGroup,
             "M2PO": M2PO,
             "Role": Role,
+            "SlotOrder": SlotOrder,
             "TokenLosses": TokenLosses,
             "add": add,
             "answer": Answer(data_source="sums", solution_str="4", ground_truth="4"),
@@ -251,7 +254,7 @@ def public(module: ModuleType) -> dict[str, Any]:
             for attribute in dir(member):
                 value = inspect.getattr_static(member, attribute)
                 value = value if isinstance(value, property) else function_of(value)
-                ours = str(getattr(function_of(value), "__module__", "")).startswith("asyncrl.")
+                ours = str(getattr(function_of(value), "__module__", "")).startswith(("asyncrl.", "buffers."))
                 if not attribute.startswith("_") and ours:
                     found[f"{name}.{attribute}"] = value
     return found

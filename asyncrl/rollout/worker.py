@@ -44,6 +44,9 @@ GREEDY_PURPOSES = ("eval", "baseline")
 class EpisodeLimits:
     """What bounds one episode.
 
+        >>> EpisodeLimits(max_turns=4, max_tokens=2048, deadline_s=10.0).max_attempts
+        3
+
     Attributes:
         max_turns: assistant turns.
         max_tokens: tokens of the whole trajectory, prompt and environment included.
@@ -63,10 +66,29 @@ class EpisodeLimits:
 class RolloutSpec:
     """Everything a replica is made from; picklable. Part names are entry points or dotted paths.
 
-    ``chat`` are the options of :func:`asyncrl.agents.chat.load_renderer`,
-    ``engine_given`` are the engine's keyword arguments that the run decides, ``engine_options`` the user's. Token
-    counts are kept in ``meter_folder``, where there is one, so that they outlive the process. Turns that are to be
-    recorded are gathered for ``gather_s``.
+        >>> spec = RolloutSpec(
+        ...     engine="asyncrl.testing:EchoEngine",  # repeats its prompt
+        ...     environment="asyncrl.testing:EchoFactory",  # poses {"word": ...}, and {"turns": ...} of them
+        ...     transport=TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="run-1"),
+        ...     limits=EpisodeLimits(max_turns=2, max_tokens=64),
+        ...     sampling=SamplingParams(max_new_tokens=16),
+        ...     gather_s=0.0,
+        ... )
+        >>> RolloutWorker(spec).rank
+        0
+
+    Attributes:
+        engine: of ``asyncrl.rollout_engines``.
+        environment: of ``asyncrl.environments``.
+        transport: the pullers' end of the weights' way.
+        limits: of each episode.
+        sampling: of each turn, unless the rows that ask for rollouts say otherwise.
+        engine_given: the engine's keyword arguments that the run decides.
+        engine_options: those that the user does.
+        environment_options: the environment's keyword arguments.
+        chat: options of :func:`asyncrl.agents.chat.load_renderer`.
+        meter_folder: where token counts are kept so that they outlive the process; None for nowhere.
+        gather_s: seconds for which turns that are to be recorded are gathered.
     """
 
     engine: str
@@ -83,7 +105,24 @@ class RolloutSpec:
 
 
 class RolloutWorker(Worker):
-    """Runs episodes on its engine. Everything is ``async``: rollouts, weights and statistics share one event loop."""
+    """Runs episodes on its engine. Everything is ``async``: rollouts, weights and statistics share one event loop.
+
+        >>> worker = RolloutWorker(spec)
+        >>> _ = asyncio.run(worker.start(model, weight_version=3))
+        >>> asked = prompt_rows([{"word": "word0"}] * 2, slot=7, seeds=[1, 2], purpose="train")
+        >>> rows = asyncio.run(worker.rollout(asked))
+        >>> rows.batch["weight_versions"][0].tolist()  # the prompt's five tokens, and the four that were sampled
+        [-1, -1, -1, -1, -1, 3, 3, 3, 3]
+        >>> asyncio.run(worker.aclose())
+
+    The examples of the methods have the same ``spec``, that of :class:`RolloutSpec`, and the same ``model``, a folder.
+
+    Args:
+        spec: what the replica is made from.
+
+    Raises:
+        ConfigError: there is no such environment or transport, or it has no such option.
+    """
 
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
@@ -99,7 +138,22 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def start(self, model_path: str, weight_version: int) -> float:
-        """Load the model and begin to serve ``weight_version``. Returns the seconds it took."""
+        """Load the model and begin to serve ``weight_version``. Returns the seconds it took.
+
+            >>> worker = RolloutWorker(spec)
+            >>> asyncio.run(worker.start(model, weight_version=3)) >= 0
+            True
+            >>> asyncio.run(worker.engine_statistics())["engine"]["weight_version"]
+            3
+
+        Args:
+            model_path: as the engine takes it; its tokenizer has a chat template.
+            weight_version: version of these weights.
+
+        Raises:
+            ConfigError: there is no such engine, it has no such option, or the chat template cannot be used.
+            EngineError: the engine could not be started.
+        """
         started = time.monotonic()
         self._renderer = await asyncio.to_thread(load_renderer, model_path, **self._spec.chat)
         spec = self._spec
@@ -123,10 +177,18 @@ class RolloutWorker(Worker):
     async def rollout(self, prompts: DataProto) -> DataProto:
         """Run one episode per row (:func:`asyncrl.rollout.prompts.prompt_rows`), all at once.
 
-        Returns the trajectory columns of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
+        Returns the trajectory columns [B] of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
         group's summary. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says.
 
+            >>> worker = RolloutWorker(spec)
+            >>> _ = asyncio.run(worker.start(model, weight_version=3))
+            >>> asked = prompt_rows([{"word": "word0"}] * 2, slot=7, seeds=[1, 2], purpose="train")
+            >>> summary = asyncio.run(worker.rollout(asked)).meta_info["summary"]
+            >>> summary["slot"], summary["lengths"], summary["version_tokens"]
+            (7, (4, 4), {3: 8})
+
         Raises:
+            RuntimeError: the worker was not started.
             EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
                 sampled for the group, finished episodes included.
         """
@@ -247,36 +309,107 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def turns(self) -> bytes:
-        """Wait for turns that ended in rollouts with an ``attempt``; those since the last call, encoded."""
+        """Wait for turns that ended in rollouts with an ``attempt``; those since the last call, encoded.
+
+        >>> async def first_turns():
+        ...     worker = RolloutWorker(spec)
+        ...     await worker.start(model, weight_version=3)
+        ...     asked = prompt_rows([{"word": "word0", "turns": 2}], slot=7, seeds=[1], purpose="train", attempt=0)
+        ...     async with asyncio.TaskGroup() as tasks:
+        ...         rollout = tasks.create_task(worker.rollout(asked))
+        ...         return sampled_turns(await worker.turns())  # while the second one is being sampled
+        >>> asyncio.run(first_turns())
+        (SampledTurn(slot=7, attempt=0, row=0, turn=0, tokens=4),)
+        """
         return await self._turns.drain()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def prepare_weights(self, manifest: WeightManifest) -> float:
-        """First phase: fetch, verify and shadow the weights. Returns the seconds it took."""
+        """First phase: fetch, verify and shadow the weights. Returns the seconds it took.
+
+            >>> worker = RolloutWorker(spec)
+            >>> _ = asyncio.run(worker.start(model, weight_version=3))
+            >>> manifest = spec.transport.make().publish((), version=4)
+            >>> _ = asyncio.run(worker.prepare_weights(manifest))
+            >>> asyncio.run(worker.engine_statistics())["engine"]["weight_version"]  # not committed yet
+            3
+
+        Raises:
+            WeightError: the bytes are not there, or not the manifest's, or not the model's. The old weights stay.
+            EngineError: the engine is closed or gone.
+            RuntimeError: the worker was not started.
+        """
         started = time.monotonic()
         await fetch_into(self._running_engine(), manifest, transport=self._transport)
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> float:
-        """Second phase: sample under ``version`` from the next token on. Returns the seconds it took."""
+        """Second phase: sample under ``version`` from the next token on. Returns the seconds it took.
+
+            >>> worker = RolloutWorker(spec)
+            >>> _ = asyncio.run(worker.start(model, weight_version=3))
+            >>> _ = asyncio.run(worker.prepare_weights(spec.transport.make().publish((), version=4)))
+            >>> _ = asyncio.run(worker.commit_weights(4))
+            >>> asyncio.run(worker.engine_statistics())["engine"]["weight_version"]
+            4
+
+        Raises:
+            WeightVersionError: ``version`` is not the prepared one.
+            EngineError: the engine is closed or gone.
+            RuntimeError: the worker was not started.
+        """
         started = time.monotonic()
         await self._running_engine().commit_weights(version, kv_cache=kv_cache)
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop decoding."""
+        """Stop decoding; ``mode`` is that of :meth:`asyncrl.interfaces.RolloutEngine.pause`.
+
+            >>> worker = RolloutWorker(spec)
+            >>> _ = asyncio.run(worker.start(model, weight_version=3))
+            >>> asyncio.run(worker.pause())
+            >>> asyncio.run(worker.engine_statistics())["engine"]["paused"]
+            True
+
+        Raises:
+            EngineError: the engine is closed or gone.
+            RuntimeError: the worker was not started.
+        """
         await self._running_engine().pause(mode)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Go on decoding.
+
+            >>> worker = RolloutWorker(spec)
+            >>> _ = asyncio.run(worker.start(model, weight_version=3))
+            >>> asyncio.run(worker.pause())
+            >>> asyncio.run(worker.resume())
+            >>> asyncio.run(worker.engine_statistics())["engine"]["paused"]
+            False
+
+        Raises:
+            EngineError: the engine is closed or gone.
+            RuntimeError: the worker was not started.
+        """
         await self._running_engine().resume()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def engine_statistics(self) -> dict[str, Any]:
-        """The engine's statistics, tokens delivered and in flight by purpose, and the file that outlives this."""
+        """The engine's statistics, tokens delivered and in flight by purpose, and the file that outlives this.
+
+            >>> worker = RolloutWorker(spec)
+            >>> _ = asyncio.run(worker.start(model, weight_version=3))
+            >>> asked = prompt_rows([{"word": "word0"}], slot=0, seeds=[1], purpose="eval")
+            >>> rows = asyncio.run(worker.rollout(asked))
+            >>> asyncio.run(worker.engine_statistics())["delivered"]
+            {'train': 0, 'eval': 4, 'baseline': 0}
+
+        Raises:
+            RuntimeError: the worker was not started.
+        """
         return {
             "engine": asdict(self._running_engine().statistics()),
             "meter": str(self._meter.path or ""),
@@ -285,7 +418,12 @@ class RolloutWorker(Worker):
         }
 
     async def aclose(self) -> None:
-        """Close the engine and forget the weights."""
+        """Close the engine and forget the weights.
+
+        >>> worker = RolloutWorker(spec)
+        >>> _ = asyncio.run(worker.start(model, weight_version=3))
+        >>> asyncio.run(worker.aclose())
+        """
         if self._engine is not None:
             await self._engine.close()
         self._transport.close()

@@ -14,6 +14,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,17 +32,23 @@ import asyncrl.verl
 from asyncrl.algorithms import M2PO, PolicyObjective, PolicyTokens, TokenLosses, load_estimator
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
-from asyncrl.interfaces import GroupSummary
+from asyncrl.interfaces import GroupSummary, SamplingParams
 from asyncrl.ledger import Completed, Dispatched, Issued
 from asyncrl.pipeline.certificate import certify
 from asyncrl.rewards.rule import Answer
+from asyncrl.rollout.prompts import prompt_rows
 from asyncrl.rollout.record import encode_rows
 from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.turns import sampled_turns
+from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec
 from asyncrl.serve.serving import serve
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Role, Worker, create_colocated_worker_cls, register
 from asyncrl.single_controller.local import LocalWorkerGroup
+from asyncrl.testing import EchoFactory
+from asyncrl.weights.transport import TransportSpec
 from buffers.ledger import SQLiteLedger
 from buffers.selection import SlotOrder
+from engines.training.scratch import make_scratch_tokenizer
 
 PACKAGES = (
     asyncrl.algorithms,
@@ -63,6 +70,7 @@ USED_BY_NAME = (
     "asyncrl.rollout.prompts",
     "asyncrl.rollout.replica_health",
     "asyncrl.rollout.routing",
+    "asyncrl.rollout.worker",
     "buffers.replay",
     "buffers.state",
 )
@@ -208,6 +216,22 @@ def by_value() -> ModuleType:
 
 
 @pytest.fixture
+def replica(tmp_path: Path) -> dict[str, Any]:
+    """What the examples of a rollout worker are about."""
+    words = [EchoFactory().demonstration(index) for index in range(8)]
+    make_scratch_tokenizer(words, vocab_size=320).save_pretrained(tmp_path)
+    spec = RolloutSpec(
+        engine="asyncrl.testing:EchoEngine",
+        environment="asyncrl.testing:EchoFactory",
+        transport=TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="run-1"),
+        limits=EpisodeLimits(max_turns=2, max_tokens=64),
+        sampling=SamplingParams(max_new_tokens=16),
+        gather_s=0.0,
+    )
+    return {"model": str(tmp_path), "prompt_rows": prompt_rows, "sampled_turns": sampled_turns, "spec": spec}
+
+
+@pytest.fixture
 def workers(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A group like that of verl's RayWorkerGroup."""
     request.getfixturevalue("ray_cluster")
@@ -234,6 +258,8 @@ def test_examples_run(
         names = {**names, "ray": by_value()}
     if name == "asyncrl.verl.worker_group":
         names = {**names, "workers": request.getfixturevalue("workers")}
+    if name == "asyncrl.rollout.worker":
+        names = {**names, **request.getfixturevalue("replica")}
     module = importlib.import_module(name)
     own = {**names, **vars(asyncrl.verl)} if name.startswith("asyncrl.verl") else names
     results = doctest.testmod(module, extraglobs={**own, **vars(module)})

@@ -35,6 +35,8 @@ The columns of a trajectory batch, from rollout to loss:
     row                   [B] int64       number of the row in its group, 0..G-1
 
 ``log_probs[t]`` always belongs to ``input_ids[t]``, given the tokens before it; entry 0 is 0 and never trained.
+
+The examples of buffers have one group, number 0: ``summary`` is that of :class:`GroupSummary`, ``data`` are its rows.
 """
 
 from __future__ import annotations
@@ -115,6 +117,13 @@ Task: TypeAlias = dict[str, Any]
 class SamplingParams:
     """How to sample one request.
 
+        >>> greedy = SamplingParams(max_new_tokens=64, temperature=0.0, stop=("###",))
+        >>> SamplingParams(max_new_tokens=64, temperature=0.7, top_p=0.9, seed=7).top_k  # off
+        0
+        >>> SamplingParams(max_new_tokens=64, top_p=90)
+        Traceback (most recent call last):
+        ValueError: top_p must lie in (0, 1], got 90
+
     ``temperature == 0`` is greedy. ``top_k == 0`` and ``top_p == 1`` switch the truncations off. Log-probs are
     reported of the distribution really sampled from: after temperature, top-k and top-p. Greedy ones are those of the
     untempered distribution.
@@ -126,6 +135,9 @@ class SamplingParams:
     ``grammar`` (llguidance's dialect of Lark; empty for none) restricts the text: at each position only tokens that it
     can go on with may be sampled, and an end of the text only where it is complete. What is left is the distribution
     sampled from, so log-probs are of that. An engine that serves no grammars refuses the request.
+
+    Raises:
+        ValueError: a number is out of its range, or a stop string is empty.
     """
 
     max_new_tokens: int
@@ -157,10 +169,22 @@ class SamplingParams:
 class GenerationRequest:
     """Token ids in. ``request_id`` is unique among the requests an engine holds.
 
+        >>> sampling = SamplingParams(max_new_tokens=4)
+        >>> begun = GenerationRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling)
+        >>> sampled = (8, 9)  # then its engine was lost
+        >>> moved = GenerationRequest(
+        ...     request_id="a", prompt_token_ids=(5, 6, 7, *sampled), sampling=sampling, continued_tokens=2
+        ... )
+        >>> sampling.max_new_tokens - moved.continued_tokens  # may follow still
+        2
+
     A request that was begun elsewhere goes on: the last ``continued_tokens`` ids of the prompt are what it has sampled
     so far. Only what follows is delivered, while ``max_new_tokens``, stop strings and the index of the token in a
     seeded request count from the first of them, as if it had never moved. One that is complete already ends at once,
     without a token.
+
+    Raises:
+        ValueError: ``continued_tokens`` is negative, or leaves no token of the prompt.
     """
 
     request_id: str
@@ -180,6 +204,11 @@ class GenerationRequest:
 class GenerationChunk:
     """Some more tokens of one request, in order; the last chunk carries the ``finish_reason``.
 
+    >>> first = GenerationChunk(token_ids=(8, 9), log_probs=(-0.5, -0.1), weight_versions=(3, 3))
+    >>> last = GenerationChunk(token_ids=(2,), log_probs=(-0.2,), weight_versions=(4,), finish_reason="stop")
+    >>> first.finish_reason is None, first.token_ids + last.token_ids
+    (True, (8, 9, 2))
+
     ``token_ids``, ``log_probs`` and ``weight_versions`` have the same length. A stop token is part of the tokens; the
     characters of a stop string are too (whoever shows text cuts them off).
 
@@ -196,7 +225,12 @@ class GenerationChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Tokens ``start <= t < end`` of a generation were sampled under ``version``."""
+    """Tokens ``start <= t < end`` of a generation were sampled under ``version``.
+
+    >>> span = VersionSpan(version=3, start=0, end=2)
+    >>> (8, 9, 2)[span.start : span.end]
+    (8, 9)
+    """
 
     version: int
     start: int
@@ -205,7 +239,14 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A finished request: the chunks put together."""
+    """A finished request: the chunks put together.
+
+    >>> answer = Generation(
+    ...     token_ids=(8, 9, 2), log_probs=(-0.5, -0.1, -0.2), weight_versions=(3, 3, 4), finish_reason="stop"
+    ... )
+    >>> [span.version for span in answer.spans]
+    [3, 4]
+    """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -215,7 +256,14 @@ class Generation:
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Runs of equal versions, in order."""
+        """Runs of equal versions, in order.
+
+        >>> answer = Generation(
+        ...     token_ids=(8, 9, 2), log_probs=(-0.5, -0.1, -0.2), weight_versions=(3, 3, 4), finish_reason="stop"
+        ... )
+        >>> answer.spans
+        (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3))
+        """
         spans: list[VersionSpan] = []
         start = 0
         for end in range(1, len(self.weight_versions) + 1):
@@ -227,7 +275,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """Answer of a health probe: one token was really generated, in ``latency_s``, or ``error`` says why not."""
+    """Answer of a health probe: one token was really generated, in ``latency_s``, or ``error`` says why not.
+
+    >>> from asyncrl.testing import EchoEngine
+    >>> asyncio.run(EchoEngine().health(deadline_s=1.0)).error
+    'not started'
+    """
 
     healthy: bool
     latency_s: float
@@ -237,7 +290,36 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutEngineStatistics:
-    """What an engine holds and has done. Counters only grow."""
+    """What an engine holds and has done. Counters only grow.
+
+        >>> from asyncrl.testing import EchoEngine
+        >>> async def answered():
+        ...     engine = EchoEngine()
+        ...     await engine.start()
+        ...     sampling = SamplingParams(max_new_tokens=3)
+        ...     async for _ in engine.generate(
+        ...         GenerationRequest(request_id="a", prompt_token_ids=(5, 6), sampling=sampling)
+        ...     ):
+        ...         pass
+        ...     return engine.statistics()
+        >>> counts = asyncio.run(answered())
+        >>> counts.prompt_tokens, counts.tokens_generated, counts.requests_finished, counts.running
+        (2, 3, 1, 0)
+
+    Attributes:
+        running: requests that are being decoded.
+        waiting: requests that are not yet.
+        paused: whether decoding stands still.
+        weight_version: of the next token.
+        tokens_generated: sampled tokens of all requests.
+        prompt_tokens: tokens of their prompts.
+        requests_finished: requests that ended by themselves.
+        requests_aborted: requests that did not.
+        kv_cache_tokens: tokens whose keys and values are held now.
+        kv_cache_capacity_tokens: most that can be.
+        decode_steps: forward passes that sampled.
+        busy_s: seconds spent in them.
+    """
 
     running: int
     waiting: int
@@ -254,7 +336,18 @@ class RolloutEngineStatistics:
 
 
 class TokenGenerator(Protocol):
-    """The face of an engine that an agent's turn loop needs."""
+    """The face of an engine that an agent's turn loop needs.
+
+    >>> from asyncrl.testing import EchoEngine
+    >>> async def answer():
+    ...     engine = EchoEngine()  # repeats its prompt
+    ...     await engine.start()
+    ...     sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(6,))
+    ...     request = GenerationRequest(request_id="a", prompt_token_ids=(5, 6), sampling=sampling)
+    ...     return [(chunk.token_ids, chunk.finish_reason) async for chunk in engine.generate(request)]
+    >>> asyncio.run(answer())
+    [((5,), None), ((6,), 'stop')]
+    """
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """Stream one request. Leaving the iterator early (``aclose``, cancellation) aborts it in the engine.
@@ -276,6 +369,24 @@ class RolloutEngine(TokenGenerator, Protocol):
 
     An engine is driven from one event loop. It sees token ids only; text, chat templates and tools live above it.
     States: new -> running <-> paused -> closed. Calls after ``close`` raise :class:`EngineClosedError`.
+
+    >>> from asyncrl.testing import TelltaleEngine
+    >>> async def swap():
+    ...     engine = TelltaleEngine()  # its every token is the version that made it
+    ...     await engine.start()
+    ...     sampling = SamplingParams(max_new_tokens=4)
+    ...     tokens = ()
+    ...     async for chunk in engine.generate(
+    ...         GenerationRequest(request_id="a", prompt_token_ids=(5, 6), sampling=sampling)
+    ...     ):
+    ...         tokens += chunk.token_ids
+    ...         if len(tokens) == 2:
+    ...             await engine.prepare_weights({}, version=1)
+    ...             await engine.commit_weights(1)
+    ...     await engine.close()
+    ...     return tokens
+    >>> asyncio.run(swap())
+    (0, 0, 1, 1)
     """
 
     @property
@@ -334,6 +445,24 @@ class SeparateEngine(RolloutEngine, Protocol):
     """A rollout engine in a process of its own: it fetches weights itself, and may be gone from one moment to the next.
 
     Once it is gone, every call raises :class:`EngineError` with the cause.
+
+    >>> from asyncrl.rollout.weight_fetch import fetch_into
+    >>> from asyncrl.testing import EchoEngine, EmptyTransport
+    >>> class Elsewhere(EchoEngine):
+    ...     async def fetch_weights(self, manifest):
+    ...         with EmptyTransport().pull(manifest) as tensors:  # in the engine's process
+    ...             await self.prepare_weights(tensors, version=manifest.version)
+    ...
+    ...     async def wait_ended(self):
+    ...         await asyncio.Event().wait()  # until the process is gone
+    >>> async def update():
+    ...     engine = Elsewhere()
+    ...     await engine.start()
+    ...     await fetch_into(engine, EmptyTransport().publish((), version=1), transport=None)
+    ...     await engine.commit_weights(1)
+    ...     return engine.weight_version
+    >>> asyncio.run(update())
+    1
     """
 
     async def fetch_weights(self, manifest: WeightManifest) -> None:
@@ -350,7 +479,18 @@ class SeparateEngine(RolloutEngine, Protocol):
 
 
 class EngineSpawner(Protocol):
-    """Makes processes for engines faster than from nothing. Whoever made it closes it, after the engines."""
+    """Makes processes for engines faster than from nothing. Whoever made it closes it, after the engines.
+
+    >>> class Template:
+    ...     process = "has imported torch; engines are forked from it"
+    ...
+    ...     async def close(self):
+    ...         self.process = None
+    >>> template = Template()
+    >>> asyncio.run(template.close())
+    >>> template.process is None
+    True
+    """
 
     async def close(self) -> None:
         """Free everything; processes that it made go on."""
@@ -359,7 +499,19 @@ class EngineSpawner(Protocol):
 
 @runtime_checkable
 class SpawningHost(Protocol):
-    """What the class of an engine that keeps others in processes may have: it takes ``spawner=`` then."""
+    """What the class of an engine that keeps others in processes may have: it takes ``spawner=`` then.
+
+    >>> class Host:
+    ...     @staticmethod
+    ...     def spawner(engine, model_path):
+    ...         return f"spawner of {engine} with {model_path}"
+    ...
+    ...     def __init__(self, model_path, *, engine, spawner=None):
+    ...         self.spawner_given = spawner
+    >>> shared = Host.spawner("vllm", "models/small")
+    >>> [Host("models/small", engine="vllm", spawner=shared).spawner_given for _ in range(2)]
+    ['spawner of vllm with models/small', 'spawner of vllm with models/small']
+    """
 
     @staticmethod
     def spawner(engine: str, model_path: str) -> EngineSpawner:
@@ -375,6 +527,48 @@ class TrainingEngine(Protocol):
 
     Methods are collective: every rank calls the same ones in the same order, each with its own rows. Losses and
     gradients are normalised over the rows of *all* ranks, so the result does not depend on how rows are split.
+
+    Columns are those of the module's docstring. A policy that knows how frequent tokens are, and nothing else:
+
+    >>> class Unigram:
+    ...     def __init__(self, vocabulary):
+    ...         self.logits = torch.zeros(vocabulary, requires_grad=True)
+    ...
+    ...     def log_probs(self, batch):
+    ...         ids = batch.batch["input_ids"]
+    ...         log_p = self.logits.detach().log_softmax(0)
+    ...         entropy = -(log_p.exp() @ log_p)
+    ...         columns = {"log_probs": log_p[ids.values()], "entropy": entropy.expand(len(ids.values()))}
+    ...         return DataProto.from_dict(
+    ...             {
+    ...                 name: torch.nested.nested_tensor_from_jagged(column.clone(), ids.offsets())
+    ...                 for name, column in columns.items()
+    ...             }
+    ...         )
+    ...
+    ...     def supervise(self, batch):
+    ...         ids = batch.batch["input_ids"].values()[batch.batch["loss_mask"].values()]
+    ...         loss = -self.logits.log_softmax(0)[ids].mean()
+    ...         (gradient,) = torch.autograd.grad(loss, self.logits)
+    ...         self.logits.data -= gradient
+    ...         return {"loss": loss.item()}
+    ...
+    ...     def named_tensors(self):
+    ...         yield "logits", self.logits.detach()
+    >>> rows = [torch.tensor([0, 1]), torch.tensor([0, 1, 1])]
+    >>> batch = DataProto.from_dict(
+    ...     {
+    ...         "input_ids": torch.nested.nested_tensor(rows, layout=torch.jagged),
+    ...         "loss_mask": torch.nested.nested_tensor([ids == 1 for ids in rows], layout=torch.jagged),
+    ...     }
+    ... )
+    >>> policy = Unigram(2)
+    >>> [round(policy.supervise(batch)["loss"], 3) for _ in range(2)]  # log 2, then less
+    [0.693, 0.313]
+    >>> {name: [round(x, 3) for x in tensor.tolist()] for name, tensor in policy.named_tensors()}
+    {'logits': [-0.769, 0.769]}
+    >>> [len(row) for row in policy.log_probs(batch).batch["log_probs"]]
+    [2, 3]
     """
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
@@ -415,7 +609,38 @@ class TrainingEngine(Protocol):
 
 
 class ValueEngine(Protocol):
-    """Holds a model that says one number, and its optimizer, on every rank of a group; see :class:`TrainingEngine`."""
+    """Holds a model that says one number, and its optimizer, on every rank of a group; see :class:`TrainingEngine`.
+
+    A critic that says the same of every token:
+
+    >>> class Constant:
+    ...     value = 0.0
+    ...
+    ...     def values(self, batch):
+    ...         mask = batch.batch["loss_mask"]
+    ...         said = torch.nested.nested_tensor_from_jagged(self.value * mask.values(), mask.offsets())
+    ...         return DataProto.from_dict({"values": said})
+    ...
+    ...     def update(self, batch):
+    ...         error = batch.batch["returns"].values()[batch.batch["loss_mask"].values()] - self.value
+    ...         self.value += error.mean().item()
+    ...         return {"loss": error.square().mean().item()}
+    >>> batch = DataProto.from_dict(
+    ...     {
+    ...         "loss_mask": torch.nested.nested_tensor(
+    ...             [torch.tensor([False, True]), torch.tensor([False, True, True])], layout=torch.jagged
+    ...         ),
+    ...         "returns": torch.nested.nested_tensor(
+    ...             [torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0, 0.5])], layout=torch.jagged
+    ...         ),
+    ...     }
+    ... )
+    >>> critic = Constant()
+    >>> [round(critic.update(batch)["loss"], 3) for _ in range(2)]
+    [0.417, 0.167]
+    >>> [row.tolist() for row in critic.values(batch).batch["values"]]
+    [[0.0, 0.5], [0.0, 0.5, 0.5]]
+    """
 
     def values(self, batch: DataProto) -> DataProto:
         """Column ``values`` (ragged float32, like ``input_ids``): before each token where ``loss_mask``, else 0."""
@@ -455,6 +680,17 @@ class WeightTransport(Protocol):
 
     The publisher calls :meth:`publish`, sends the manifest (small, serialisable) to the pullers by other means, and
     calls :meth:`release` when they are done.
+
+    >>> from asyncrl.parts import load_part
+    >>> transport = load_part("asyncrl.weight_transports", "shared_memory")(namespace="example")
+    >>> manifest = transport.publish([("bias", torch.tensor([1.0, 2.0]))], version=1)
+    >>> manifest.version, manifest.tensors[0].name, manifest.tensors[0].size_bytes
+    (1, 'bias', 8)
+    >>> with transport.pull(manifest) as tensors:
+    ...     tensors["bias"].tolist()
+    [1.0, 2.0]
+    >>> transport.release(1)
+    >>> transport.close()
     """
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> WeightManifest:
@@ -484,7 +720,19 @@ class WeightTransport(Protocol):
 
 
 class RewardModel(Protocol):
-    """Turns rows into rewards."""
+    """Turns rows into rewards.
+
+    >>> class Brevity:
+    ...     async def score(self, batch):
+    ...         lengths = batch.batch["input_ids"].offsets().diff()
+    ...         return DataProto.from_dict({"rewards": 1.0 / lengths})
+    ...
+    ...     async def close(self):
+    ...         pass
+    >>> ids = torch.nested.nested_tensor([torch.tensor([5, 6]), torch.tensor([5, 6, 7, 8])], layout=torch.jagged)
+    >>> asyncio.run(Brevity().score(DataProto.from_dict({"input_ids": ids}))).batch["rewards"].tolist()
+    [0.5, 0.25]
+    """
 
     async def score(self, batch: DataProto) -> DataProto:
         """Column ``rewards`` ([B] float32) for a trajectory batch.
@@ -502,14 +750,28 @@ class RewardModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function the model may call: its name and JSON schema, as chat templates expect them."""
+    """A function the model may call: its name and JSON schema, as chat templates expect them.
+
+    >>> number = {"type": "number"}
+    >>> add = Tool(
+    ...     name="add",
+    ...     description="The sum of two numbers.",
+    ...     parameters={"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]},
+    ... )
+    >>> add.schema()["function"]["name"]
+    'add'
+    """
 
     name: str
     description: str
     parameters: dict[str, Any]
 
     def schema(self) -> dict[str, Any]:
-        """OpenAI's ``{"type": "function", "function": {...}}``."""
+        """OpenAI's ``{"type": "function", "function": {...}}``.
+
+        >>> Tool(name="now", description="The time.", parameters={"type": "object"}).schema()
+        {'type': 'function', 'function': {'name': 'now', 'description': 'The time.', 'parameters': {'type': 'object'}}}
+        """
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
@@ -521,6 +783,10 @@ class Step:
     """What the environment answers: messages that extend the conversation, and whether the episode is over.
 
     ``reward`` is what this step earned; the trajectory's reward is the sum over its steps.
+
+    >>> steps = [Step(messages=({"role": "user", "content": "And 2 + 3?"},), reward=0.5), Step(reward=0.5, done=True)]
+    >>> sum(step.reward for step in steps)
+    1.0
     """
 
     messages: tuple[Message, ...] = ()
@@ -534,6 +800,25 @@ class Environment(Protocol):
 
     A run that was killed shows the turns it has recorded to a new environment, and goes on from there if that answers
     as before. One that must not be shown them has an attribute ``replayable = False``: its episodes begin anew.
+
+    >>> class Sums:
+    ...     tools = ()
+    ...
+    ...     async def reset(self, task):
+    ...         self.sum = str(task["a"] + task["b"])
+    ...         return [{"role": "user", "content": f"{task['a']} + {task['b']}?"}]
+    ...
+    ...     async def step(self, reply):
+    ...         return Step(reward=float(reply["content"] == self.sum), done=True)
+    ...
+    ...     async def close(self):
+    ...         pass
+    >>> async def episode():
+    ...     world = Sums()
+    ...     prompt = await world.reset({"a": 2, "b": 2})
+    ...     return prompt[0]["content"], (await world.step({"role": "assistant", "content": "4"})).reward
+    >>> asyncio.run(episode())
+    ('2 + 2?', 1.0)
     """
 
     @property
@@ -558,7 +843,17 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPrompts:
-    """What became of the prompts of a data set: how many stay, how many were too long, and for what."""
+    """What became of the prompts of a data set: how many stay, how many were too long, and for what.
+
+        >>> fitted = FittedPrompts(kept=98, left_out=2, longest_tokens=700)
+        >>> fitted.kept + fitted.left_out
+        100
+
+    Attributes:
+        kept: prompts that stay.
+        left_out: prompts that do not.
+        longest_tokens: of the longest prompt there was.
+    """
 
     kept: int
     left_out: int
@@ -566,7 +861,17 @@ class FittedPrompts:
 
 
 class EnvironmentFactory(Protocol):
-    """Tasks by number, and the environments that pose them. Made from ``[env.options]`` of the configuration."""
+    """Tasks by number, and the environments that pose them. Made from ``[env.options]`` of the configuration.
+
+    >>> from asyncrl.testing import EchoFactory
+    >>> words = EchoFactory(turns=2)  # [env] name = "asyncrl.testing:EchoFactory", options = { turns = 2 }
+    >>> words.task(1, split="train"), words.task(1, split="held_out")
+    ({'word': 'word2', 'turns': 2}, {'word': 'word3', 'turns': 2})
+    >>> asyncio.run(words.make().reset(words.task(1, split="train")))
+    [{'role': 'user', 'content': 'word2'}]
+    >>> words.demonstration(1)
+    [{'role': 'user', 'content': 'word2'}, {'role': 'assistant', 'content': 'word2'}]
+    """
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
         """Task number ``index`` (from 0, unbounded: finite data sets wrap around). Same number, same task.
@@ -588,14 +893,39 @@ class EnvironmentFactory(Protocol):
 
 @runtime_checkable
 class PromptFitting(Protocol):
-    """An environment factory that leaves out prompts that are too long. Asked once, before the first task. Blocks."""
+    """An environment factory that leaves out prompts that are too long. Asked once, before the first task. Blocks.
+
+    >>> class Questions:
+    ...     prompts = ["2 + 2?", "2 + 2 + 2 + 2?"]
+    ...
+    ...     def fit_prompts(self, count_tokens, *, below):
+    ...         lengths = {prompt: count_tokens([{"role": "user", "content": prompt}]) for prompt in self.prompts}
+    ...         self.prompts = [prompt for prompt, tokens in lengths.items() if tokens < below]
+    ...         left_out = len(lengths) - len(self.prompts)
+    ...         return FittedPrompts(kept=len(self.prompts), left_out=left_out, longest_tokens=max(lengths.values()))
+    >>> Questions().fit_prompts(lambda messages: len(messages[0]["content"]), below=10)
+    FittedPrompts(kept=1, left_out=1, longest_tokens=14)
+    """
 
     def fit_prompts(self, count_tokens: Callable[[Sequence[Message]], int], *, below: int) -> FittedPrompts: ...
 
 
 @runtime_checkable
 class CountedTasks(Protocol):
-    """An environment factory with an end of held-out tasks: after so many they come again."""
+    """An environment factory with an end of held-out tasks: after so many they come again.
+
+    >>> class Questions:
+    ...     held_out = ("2 + 2?", "3 + 3?")
+    ...
+    ...     @property
+    ...     def held_out_rows(self):
+    ...         return len(self.held_out)
+    ...
+    ...     def task(self, index, *, split):
+    ...         return {"question": self.held_out[index % self.held_out_rows]}
+    >>> [Questions().task(index, split="held_out")["question"] for index in range(3)]
+    ['2 + 2?', '3 + 3?', '2 + 2?']
+    """
 
     @property
     def held_out_rows(self) -> int: ...
@@ -603,7 +933,16 @@ class CountedTasks(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """An environment factory that holds something its environments share: it is closed after the last of them."""
+    """An environment factory that holds something its environments share: it is closed after the last of them.
+
+    >>> class Browsing:
+    ...     def __init__(self):
+    ...         self.pages = {}  # read once, for all environments
+    ...
+    ...     async def aclose(self):
+    ...         self.pages.clear()
+    >>> asyncio.run(Browsing().aclose())
+    """
 
     async def aclose(self) -> None: ...
 
@@ -614,6 +953,18 @@ class Closable(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
     """What the driver knows of a finished group without fetching its rows.
+
+        >>> group = GroupSummary(
+        ...     slot=0,
+        ...     rows=2,
+        ...     oldest_version=1,
+        ...     tokens=4,
+        ...     version_tokens={1: 1, 2: 3},
+        ...     rewards=(0.0, 1.0),
+        ...     lengths=(1, 3),
+        ... )
+        >>> group.tokens == sum(group.version_tokens.values()) == sum(group.lengths)
+        True
 
     Attributes:
         slot: number of the prompt in issue order.
@@ -644,7 +995,12 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedGroup:
-    """A group handed out by the buffer: its summary, its rows where they lie, how many steps trained on it before."""
+    """A group handed out by the buffer: its summary, its rows where they lie, how many steps trained on it before.
+
+    >>> group = SelectedGroup(summary=summary, rows=data)
+    >>> group.summary.slot, group.uses
+    (0, 0)
+    """
 
     summary: GroupSummary
     rows: DataProto | DataProtoFuture
@@ -653,7 +1009,12 @@ class SelectedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedGroup:
-    """A group that was given up: its slot, why, and how many tokens had been sampled for it."""
+    """A group that was given up: its slot, why, and how many tokens had been sampled for it.
+
+    >>> dropped = [DroppedGroup(slot=4, reason="stale", tokens=90), DroppedGroup(slot=7, reason="stale", tokens=30)]
+    >>> sum(group.tokens for group in dropped)
+    120
+    """
 
     slot: int
     reason: str
@@ -662,7 +1023,28 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayBufferStatistics:
-    """Counts in groups, and what became of tokens. ``admitted = pending + ready + selected + released + dropped``."""
+    """Counts in groups, and what became of tokens. ``admitted = pending + ready + selected + released + dropped``.
+
+        >>> from asyncrl.parts import load_part
+        >>> buffer = load_part("asyncrl.replay_buffers", "replay")(capacity=4, max_staleness=1)
+        >>> for slot in (0, 1, 2):
+        ...     asyncio.run(buffer.admit(slot))
+        >>> buffer.put(summary, data)
+        >>> buffer.drop(1, "too slow", tokens=3)
+        >>> counts = buffer.statistics()
+        >>> counts.admitted, counts.pending, counts.ready, counts.dropped, counts.dropped_tokens
+        (3, 1, 1, {'too slow': 1}, {'too slow': 3})
+
+    Attributes:
+        capacity: places.
+        admitted: groups that ever took one.
+        pending, ready, selected: those that occupy one now, by stage.
+        released: those that were trained on and are gone.
+        dropped: those that were given up, by reason.
+        dropped_tokens: tokens sampled for these, by reason.
+        ready_tokens: tokens of ready groups that no step trained on yet.
+        waiting: seconds of the longest wait in progress, by what it waits for.
+    """
 
     capacity: int
     admitted: int
@@ -682,6 +1064,27 @@ class ReplayBuffer(Protocol):
     A group's life: admitted (pending) -> ready -> selected -> released, or dropped with a reason from any of the first
     three. ``max_staleness`` is given to the buffer when it is made and is hard: :meth:`select` never returns a group
     with ``weight_version - oldest_version > max_staleness``; it drops it (reason ``stale``) and goes on.
+
+    Group 0 has tokens of version 1. It may be trained on at version 2, and not at version 3:
+
+    >>> from dataclasses import replace
+    >>> from asyncrl.parts import load_part
+    >>> async def steps():
+    ...     buffer = load_part("asyncrl.replay_buffers", "replay")(capacity=4, max_staleness=1)
+    ...     dropped = []
+    ...     buffer.on_drop(dropped.append)
+    ...     await buffer.admit(0)
+    ...     buffer.put(summary, data)
+    ...     (group,) = await buffer.select(1, weight_version=2)
+    ...     buffer.restore([group.summary.slot])  # the step failed
+    ...     async with asyncio.TaskGroup() as tasks:
+    ...         selecting = tasks.create_task(buffer.select(1, weight_version=3))
+    ...         await buffer.admit(1)
+    ...         buffer.put(replace(summary, slot=1, oldest_version=2), data)
+    ...     buffer.release([group.summary.slot for group in selecting.result()])
+    ...     return dropped, buffer.statistics().released
+    >>> asyncio.run(steps())
+    ([DroppedGroup(slot=0, reason='stale', tokens=4)], 1)
     """
 
     async def admit(self, slot: int, *, again: bool = False, timeout_s: float | None = None) -> None:
@@ -800,6 +1203,19 @@ class Ledger(Protocol):
 
     ``append`` decides at once whether an event may happen, and never waits; events become durable in the order in which
     they were appended. At every instant, and after every recovery: issued = consumed + dropped + failed + live.
+
+    >>> from asyncrl.ledger import Completed, Dispatched, Issued
+    >>> from asyncrl.parts import load_part
+    >>> ledger = load_part("asyncrl.ledgers", "sqlite")(folder / "ledger.sqlite", threaded=False)
+    >>> ledger.append(Issued(0), Dispatched(slot=0, attempt=0, version=1))
+    True
+    >>> ledger.append(Completed(slot=0, attempt=0, tokens=2))
+    True
+    >>> ledger.append(Completed(slot=0, attempt=0, tokens=2))  # told twice: the second must not be used
+    False
+    >>> ledger.attempt(0), ledger.statistics().completed, ledger.statistics().superseded
+    (0, 1, 1)
+    >>> asyncio.run(ledger.aclose())
     """
 
     @classmethod
@@ -856,7 +1272,22 @@ class Ledger(Protocol):
 
 
 class LedgerArchive(Protocol):
-    """A ledger for those who only read it: what its run was trained on, and by which processes."""
+    """A ledger for those who only read it: what its run was trained on, and by which processes.
+
+    >>> from asyncrl.ledger import Completed, Consumed, Dispatched, Issued
+    >>> from asyncrl.parts import load_part
+    >>> kind = load_part("asyncrl.ledgers", "sqlite")
+    >>> ledger = kind(folder / "run.sqlite", threaded=False)
+    >>> ledger.append(Issued(0), Dispatched(slot=0, attempt=0, version=0), Completed(slot=0, attempt=0, tokens=2))
+    True
+    >>> ledger.append(Consumed(slot=0, step=1, position=0))
+    True
+    >>> asyncio.run(ledger.aclose())
+    >>> archive = kind.archive(folder / "run.sqlite")
+    >>> dict(archive.batches), archive.problems, archive.missing_rows()
+    ({1: (0,)}, (), (0,))
+    >>> archive.close()
+    """
 
     @property
     def problems(self) -> Sequence[str]:
@@ -901,7 +1332,18 @@ class LedgerArchive(Protocol):
 
 
 class Tracker(Protocol):
-    """Receives metrics as they are logged (a file, a web service, a screen)."""
+    """Receives metrics as they are logged (a file, a web service, a screen).
+
+    >>> class Table:
+    ...     def log(self, metrics, *, step):
+    ...         for name, value in metrics.items():
+    ...             print(f"{step:4} {name:12} {value:g}")
+    ...
+    ...     def close(self):
+    ...         pass
+    >>> Table().log({"train/loss": 0.25}, step=3)
+       3 train/loss   0.25
+    """
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
@@ -910,6 +1352,19 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class TextTracker(Tracker, Protocol):
-    """One that shows texts too: trajectories, to be read."""
+    """One that shows texts too: trajectories, to be read.
+
+    >>> class Screen:
+    ...     def log(self, metrics, *, step):
+    ...         pass
+    ...
+    ...     def log_text(self, name, text, *, step):
+    ...         print(f"{name} after {step} steps: {text}")
+    ...
+    ...     def close(self):
+    ...         pass
+    >>> Screen().log_text("trajectory", "2 + 2? 4", step=3)
+    trajectory after 3 steps: 2 + 2? 4
+    """
 
     def log_text(self, name: str, text: str, *, step: int) -> None: ...

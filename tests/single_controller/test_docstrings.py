@@ -59,6 +59,7 @@ PACKAGES = (
     asyncrl.verl,
 )
 USED_BY_NAME = (
+    "asyncrl.interfaces",
     "asyncrl.agents.calculator",
     "asyncrl.agents.tools",
     "asyncrl.pipeline.certificate",
@@ -147,7 +148,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SQLiteLedger]:
 
 
 @pytest.fixture(scope="module")
-def names(ledger: SQLiteLedger) -> Iterator[dict[str, Any]]:
+def names(ledger: SQLiteLedger, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What the examples take for granted: what the example of the class, or of one beside it, has made."""
     data = DataProto.from_dict(
         tensors={"x": torch.tensor([1, 2, 3])}, non_tensors={"name": ["a", "b", "c"]}, meta_info={"step": 7}
@@ -194,6 +195,7 @@ def names(ledger: SQLiteLedger) -> Iterator[dict[str, Any]]:
             "certificate": certify([summary], trainer_version=2, dropped_rows=2, dropped_tokens=4),
             "colocated": colocated,
             "data": data,
+            "folder": tmp_path_factory.mktemp("folder"),
             "future": DataProtoFuture.of(data),
             "group": group,
             "ledger": ledger,
@@ -270,13 +272,16 @@ def test_examples_run(
 
 
 def public(module: ModuleType) -> dict[str, Any]:
-    """Classes and functions that a module offers, and the public methods and properties of those classes."""
+    """Classes and functions that a module offers, and the public methods and properties of those classes.
+
+    Of a Protocol the class alone: its example is a part that has the methods, or one at work.
+    """
     found: dict[str, Any] = {}
     for name in module.__all__:
         member = getattr(module, name)
         if inspect.isclass(member) or inspect.isfunction(member):
             found[name] = member
-        if inspect.isclass(member) and not issubclass(member, Enum):
+        if inspect.isclass(member) and not issubclass(member, Enum) and not is_protocol(member):
             for attribute in dir(member):
                 value = inspect.getattr_static(member, attribute)
                 value = value if isinstance(value, property) else function_of(value)
@@ -284,6 +289,10 @@ def public(module: ModuleType) -> dict[str, Any]:
                 if not attribute.startswith("_") and ours:
                     found[f"{name}.{attribute}"] = value
     return found
+
+
+def is_protocol(kind: type) -> bool:
+    return getattr(kind, "_is_protocol", False)
 
 
 def function_of(member: Any) -> Any:

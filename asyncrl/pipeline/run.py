@@ -1,6 +1,8 @@
 """What the commands do, as functions: train, supervise, evaluate, generate.
 
 Each makes its own event loop, takes Ctrl-C and SIGTERM, and leaves no process, port or shared memory behind.
+
+The examples have one ``config``, that of :func:`train`, and a ``folder`` for their files.
 """
 
 from __future__ import annotations
@@ -40,6 +42,31 @@ _T = TypeVar("_T")
 def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
     """Train to ``config.steps`` and return the summary, which also stands in ``summary.json``.
 
+        >>> config = Config.from_mapping(
+        ...     {
+        ...         "name": "small",
+        ...         "steps": 1,
+        ...         "runs": str(folder / "runs"),
+        ...         "cluster": {"backend": "local"},
+        ...         "model": {"source": "scratch", "options": {"layers": 1, "tokenizer_conversations": 8}},
+        ...         "env": {"name": "asyncrl.testing:EchoFactory"},
+        ...         "rollout": {"max_new_tokens": 4, "max_tokens": 64},
+        ...         "trainer": {"groups_per_step": 2, "group_size": 2},
+        ...         "sft": {"steps": 1},
+        ...         "eval": {"tasks": 2},
+        ...         "telemetry": {"progress": "none"},
+        ...     }
+        ... )
+        >>> summary = train(config)
+        >>> summary["steps"], summary["weight_version"], summary["staleness"]["max"]
+        (1, 1, 0)
+        >>> (run,) = config.runs.glob("small-*")
+        >>> train(config, resume=run)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        asyncrl.errors.CheckpointError: ... has done all its 1 steps; raise them with --steps to go on
+        >>> train(config.model_copy(update={"steps": 2}), resume=run)["steps"]
+        2
+
     Args:
         config: the run.
         resume: folder of a run to go on with, from its newest checkpoint; its metrics are continued.
@@ -47,7 +74,8 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
     Raises:
         AsyncRLError: what ended the run, by name.
         CheckpointError: nothing to resume from, or the run is over already: all steps done, and its summary written.
-        ConfigError: ``config`` names another model than the run to be resumed.
+        ConfigError: ``config`` names another model than the run to be resumed, ``resume`` is no run's folder, or a
+            part cannot be used as configured.
     """
     if resume is None:
         run, checkpoint = RunDirectory.create(config.runs, config.name), None
@@ -67,13 +95,43 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
 
 
 def sft(config: Config) -> dict[str, Any]:
-    """Only the supervised warm start; returns ``{"model": folder, ...}``."""
+    """Only the supervised warm start; returns ``{"model": folder, ...}``.
+
+        >>> trained = sft(config)
+        >>> trained["steps"], (Path(trained["model"]) / "config.json").is_file()
+        (1, True)
+
+    Raises:
+        AsyncRLError: what ended the run, by name.
+    """
     run = RunDirectory.create(config.runs, config.name)
     return _in_run(config, run, lambda training: training.supervise_only(), checkpoint=None)
 
 
 def train_reward_model(config: RewardTrainingConfig) -> dict[str, Any]:
     """Learn to score answers from comparisons; returns the summary: ``{"model": folder, "held_out_accuracy": ...}``.
+
+        >>> import json
+        >>> asked = {"role": "user", "content": "2+2?"}
+        >>> right, wrong = ({"role": "assistant", "content": said} for said in ("4", "a lot"))
+        >>> pair = {"prompt": [asked], "chosen": [right], "rejected": [wrong]}
+        >>> with (folder / "pairs.jsonl").open("w") as lines:
+        ...     for _ in range(10):
+        ...         print(json.dumps(pair), file=lines)
+        >>> comparing = RewardTrainingConfig.from_mapping(
+        ...     {
+        ...         "name": "judge",
+        ...         "runs": str(folder / "judges"),
+        ...         "cluster": {"backend": "local"},
+        ...         "batch_size": 4,
+        ...         "model": {"path": sft(config)["model"]},
+        ...         "preferences": {"files": str(folder / "pairs.jsonl"), "held_out_share": 0.2},
+        ...         "telemetry": {"progress": "none"},
+        ...     }
+        ... )
+        >>> learned = train_reward_model(comparing)
+        >>> (Path(learned["model"]) / "config.json").is_file(), learned["steps"]  # eight pairs, four a step
+        (True, 2)
 
     Raises:
         AsyncRLError: what ended the run, by name.
@@ -103,6 +161,15 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score the held-out tasks with the configured model, or with a checkpoint's.
 
+        >>> told = evaluate(config, samples=3)
+        >>> told["tasks"], told["samples"], told["weight_version"]
+        (2, 3.0, 0)
+        >>> sorted(told["scores"])
+        ['avg@3', 'pass@1', 'pass@2', 'pass@3', 'reward']
+        >>> evaluate(config, samples=3, temperature=0.0)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        asyncrl.errors.ConfigError: --samples: greedy answers to one task are all the same...
+
     Args:
         config: model, environment and sampling.
         checkpoint: weights of a run, a checkpoint or a model folder.
@@ -117,6 +184,7 @@ def evaluate(
         several, and what else is worth knowing of the answers.
 
     Raises:
+        CheckpointError: ``checkpoint`` is none of these folders.
         ConfigError: there is no task to score, or a value cannot be used.
         EnvironmentFailure: some tasks could not be judged; what was answered stays in ``out``.
     """
@@ -148,9 +216,20 @@ def generate(
 ) -> list[dict[str, Any]]:
     """Answer held-out tasks, the rows of files, or one user ``prompt`` without tools; returns a record per answer.
 
-    Arguments and errors are those of :func:`evaluate`; records those of :func:`asyncrl.pipeline.answers.answer_record`.
+        >>> (answer,) = generate(config, prompt="hello")
+        >>> answer["task"], answer["sampled_tokens"] <= 4
+        ({'prompt': 'hello'}, True)
+        >>> [(each["task_number"], each["sample"]) for each in generate(config, tasks=2, samples=2)]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+    Arguments are those of :func:`evaluate`; records those of :func:`asyncrl.pipeline.answers.answer_record`.
     Rows of files are judged where the configured environment is a data set with rules; else rewards are 0, and the part
     ``judged`` says so.
+
+    Raises:
+        CheckpointError: ``checkpoint`` is none of the folders it can be.
+        ConfigError: there is no end of tasks and ``tasks`` does not say how many, or a value cannot be used.
+        EnvironmentFailure: some tasks could not be answered; what was answered stays in ``out``.
     """
     made_with = config
     if prompt is not None:

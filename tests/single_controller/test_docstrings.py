@@ -30,6 +30,7 @@ import asyncrl.errors
 import asyncrl.single_controller
 import asyncrl.verl
 from asyncrl.algorithms import M2PO, PolicyObjective, PolicyTokens, TokenLosses, load_estimator
+from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
 from asyncrl.interfaces import GroupSummary, SamplingParams
@@ -63,6 +64,7 @@ USED_BY_NAME = (
     "asyncrl.agents.calculator",
     "asyncrl.agents.tools",
     "asyncrl.pipeline.certificate",
+    "asyncrl.pipeline.run",
     "asyncrl.pipeline.staleness",
     "asyncrl.rewards.match",
     "asyncrl.rewards.math",
@@ -88,6 +90,8 @@ NEED_RAY = (
     "asyncrl.verl.resource_pool",
     "asyncrl.verl.worker_group",
 )
+PREPARED = {"asyncrl.pipeline.run": "small_run", "asyncrl.rollout.worker": "replica"}
+"""Modules whose examples need more than names, and the fixture that makes it."""
 PUBLIC = (
     "asyncrl",
     "asyncrl.algorithms",
@@ -218,6 +222,25 @@ def by_value() -> ModuleType:
 
 
 @pytest.fixture
+def small_run(tmp_path: Path) -> dict[str, Any]:
+    """What the examples of runs are about."""
+    tables = {
+        "name": "shared",
+        "steps": 1,
+        "runs": str(tmp_path / "shared"),
+        "cluster": {"backend": "local"},
+        "model": {"source": "scratch", "options": {"layers": 1, "tokenizer_conversations": 8}},
+        "env": {"name": "asyncrl.testing:EchoFactory"},
+        "rollout": {"max_new_tokens": 4, "max_tokens": 64},
+        "trainer": {"groups_per_step": 2, "group_size": 2},
+        "sft": {"steps": 1},
+        "eval": {"tasks": 2},
+        "telemetry": {"progress": "none"},
+    }
+    return {"config": Config.from_mapping(tables), "folder": tmp_path}
+
+
+@pytest.fixture
 def replica(tmp_path: Path) -> dict[str, Any]:
     """What the examples of a rollout worker are about."""
     words = [EchoFactory().demonstration(index) for index in range(8)]
@@ -260,8 +283,8 @@ def test_examples_run(
         names = {**names, "ray": by_value()}
     if name == "asyncrl.verl.worker_group":
         names = {**names, "workers": request.getfixturevalue("workers")}
-    if name == "asyncrl.rollout.worker":
-        names = {**names, **request.getfixturevalue("replica")}
+    if name in PREPARED:
+        names = {**names, **request.getfixturevalue(PREPARED[name])}
     module = importlib.import_module(name)
     own = {**names, **vars(asyncrl.verl)} if name.startswith("asyncrl.verl") else names
     results = doctest.testmod(module, extraglobs={**own, **vars(module)})

@@ -37,6 +37,7 @@ The columns of a trajectory batch, from rollout to loss:
 ``log_probs[t]`` always belongs to ``input_ids[t]``, given the tokens before it; entry 0 is 0 and never trained.
 
 The examples of buffers have one group, number 0: ``summary`` is that of :class:`GroupSummary`, ``data`` are its rows.
+Those of ledgers write into a ``folder``.
 """
 
 from __future__ import annotations
@@ -437,7 +438,9 @@ class RolloutEngine(TokenGenerator, Protocol):
         """Generate one real token within ``deadline_s``; never raises for an unhealthy engine."""
         ...
 
-    def statistics(self) -> RolloutEngineStatistics: ...
+    def statistics(self) -> RolloutEngineStatistics:
+        """What it holds and has done until now."""
+        ...
 
 
 @runtime_checkable
@@ -537,14 +540,12 @@ class TrainingEngine(Protocol):
     ...     def log_probs(self, batch):
     ...         ids = batch.batch["input_ids"]
     ...         log_p = self.logits.detach().log_softmax(0)
-    ...         entropy = -(log_p.exp() @ log_p)
-    ...         columns = {"log_probs": log_p[ids.values()], "entropy": entropy.expand(len(ids.values()))}
-    ...         return DataProto.from_dict(
-    ...             {
-    ...                 name: torch.nested.nested_tensor_from_jagged(column.clone(), ids.offsets())
-    ...                 for name, column in columns.items()
-    ...             }
-    ...         )
+    ...         entropies = -(log_p.exp() @ log_p).expand(len(ids.values()))
+    ...         columns = {"log_probs": log_p[ids.values()], "entropy": entropies.clone()}
+    ...         for name, column in columns.items():
+    ...             column[ids.offsets()[:-1]] = 0  # nothing comes before the first token
+    ...             columns[name] = torch.nested.nested_tensor_from_jagged(column, ids.offsets())
+    ...         return DataProto.from_dict(columns)
     ...
     ...     def supervise(self, batch):
     ...         ids = batch.batch["input_ids"].values()[batch.batch["loss_mask"].values()]
@@ -567,16 +568,26 @@ class TrainingEngine(Protocol):
     [0.693, 0.313]
     >>> {name: [round(x, 3) for x in tensor.tolist()] for name, tensor in policy.named_tensors()}
     {'logits': [-0.769, 0.769]}
-    >>> [len(row) for row in policy.log_probs(batch).batch["log_probs"]]
-    [2, 3]
+    >>> [[round(x, 2) for x in row.tolist()] for row in policy.log_probs(batch).batch["log_probs"]]
+    [[0.0, -0.19], [0.0, -0.19, -0.19]]
     """
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step of cross-entropy on the tokens where ``loss_mask``. Metrics are equal on all ranks."""
+        """One optimizer step of cross-entropy on the tokens where ``loss_mask``. Metrics are equal on all ranks.
+
+        Raises:
+            SchemaError: a column is missing or misshapen.
+            InvalidDataError: no token to train on, or a mask that includes a row's first token.
+            EngineError: loss or gradient norm is not finite (no step is made of it), or another rank failed.
+        """
         ...
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One policy step on a trajectory batch with ``advantages``. Metrics are equal on all ranks."""
+        """One policy step on a trajectory batch with ``advantages``. Metrics are equal on all ranks.
+
+        Raises:
+            SchemaError, InvalidDataError, EngineError: as :meth:`supervise`.
+        """
         ...
 
     def log_probs(self, batch: DataProto) -> DataProto:
@@ -643,19 +654,38 @@ class ValueEngine(Protocol):
     """
 
     def values(self, batch: DataProto) -> DataProto:
-        """Column ``values`` (ragged float32, like ``input_ids``): before each token where ``loss_mask``, else 0."""
+        """Column ``values`` (ragged float32, like ``input_ids``): before each token where ``loss_mask``, else 0.
+
+        Raises:
+            SchemaError, InvalidDataError: as :meth:`update`.
+        """
         ...
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One step towards ``returns`` of the tokens where ``loss_mask``. Metrics are equal on all ranks."""
+        """One step towards ``returns`` of the tokens where ``loss_mask``. Metrics are equal on all ranks.
+
+        Raises:
+            SchemaError: a column is missing or misshapen.
+            InvalidDataError: no token to train on, or a mask that includes a row's first token.
+            EngineError: loss or gradient norm is not finite (no step is made of it), or another rank failed.
+        """
         ...
 
     def scores(self, batch: DataProto) -> DataProto:
-        """Column ``scores`` ([B] float32), read off the end of each row."""
+        """Column ``scores`` ([B] float32), read off the end of each row.
+
+        Raises:
+            InvalidDataError: a row is empty.
+        """
         ...
 
     def compare(self, batch: DataProto) -> dict[str, float]:
-        """One step on pairs: rows chosen, rejected, chosen, ... Metrics are equal on all ranks."""
+        """One step on pairs: rows chosen, rejected, chosen, ... Metrics are equal on all ranks.
+
+        Raises:
+            InvalidDataError: no pair, half a pair too many, or a row is empty.
+            EngineError: as :meth:`update`.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -742,7 +772,9 @@ class RewardModel(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free everything. Idempotent."""
+        ...
 
 
 # ------------------------------------------------------------------------------------------------------- environments
@@ -838,7 +870,9 @@ class Environment(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """The episode is over, or given up."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -880,7 +914,9 @@ class EnvironmentFactory(Protocol):
         """
         ...
 
-    def make(self) -> Environment: ...
+    def make(self) -> Environment:
+        """A new environment, for one episode at a time."""
+        ...
 
     def demonstration(self, index: int) -> list[Message]:
         """A whole conversation for the supervised warm start: prompt, assistant turns, environment's answers.
@@ -907,7 +943,13 @@ class PromptFitting(Protocol):
     FittedPrompts(kept=1, left_out=1, longest_tokens=14)
     """
 
-    def fit_prompts(self, count_tokens: Callable[[Sequence[Message]], int], *, below: int) -> FittedPrompts: ...
+    def fit_prompts(self, count_tokens: Callable[[Sequence[Message]], int], *, below: int) -> FittedPrompts:
+        """Keep the tasks whose prompt has fewer than ``below`` tokens; ``count_tokens`` says how many messages have.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        ...
 
 
 @runtime_checkable
@@ -928,7 +970,9 @@ class CountedTasks(Protocol):
     """
 
     @property
-    def held_out_rows(self) -> int: ...
+    def held_out_rows(self) -> int:
+        """How many there are."""
+        ...
 
 
 @runtime_checkable
@@ -944,7 +988,9 @@ class Closable(Protocol):
     >>> asyncio.run(Browsing().aclose())
     """
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Let go of what is shared."""
+        ...
 
 
 # ------------------------------------------------------------------------------------------------------------- buffer
@@ -1105,9 +1151,12 @@ class ReplayBuffer(Protocol):
     ) -> None:
         """The first rows of a pending group; it is ready unless the buffer was made to wait for further columns.
 
-        A slot that is unknown or not pending raises :class:`InvalidDataError`. ``uses`` is how many steps of an earlier
-        run trained on it; ``promised`` how many are to be done again and will take it by its number
-        (:meth:`select` with ``slots``): until then it is neither handed out nor given up.
+        ``uses`` is how many steps of an earlier run trained on it; ``promised`` how many are to be done again and will
+        take it by its number (:meth:`select` with ``slots``): until then it is neither handed out nor given up.
+
+        Raises:
+            InvalidDataError: the slot is unknown or not pending.
+            BufferClosedError: closed.
         """
         ...
 
@@ -1119,7 +1168,13 @@ class ReplayBuffer(Protocol):
         *,
         rewards: tuple[float, ...] | None = None,
     ) -> None:
-        """Further columns of a pending group, before or after :meth:`put`; ``rewards`` replace those of its summary."""
+        """Further columns of a pending group, before or after :meth:`put`; ``rewards`` replace those of its summary.
+
+        Raises:
+            InvalidDataError: the group is not pending, nobody waits for these columns, or there is not one reward per
+                row.
+            BufferClosedError: closed.
+        """
         ...
 
     async def select(
@@ -1133,15 +1188,28 @@ class ReplayBuffer(Protocol):
         """Wait for ``groups`` groups that may be trained at ``weight_version`` and take them, in the policy's order.
 
         With ``slots`` take exactly these, as an earlier run did.
+
+        Raises:
+            InvalidDataError: ``groups`` is not in 1..capacity, so the wait could never end.
+            DeadlineError: they were not there within ``timeout_s``.
+            BufferClosedError: closed, before or meanwhile.
         """
         ...
 
     def release(self, slots: Iterable[int]) -> None:
-        """The groups were trained on; forget their rows."""
+        """The groups were trained on; forget their rows.
+
+        Raises:
+            InvalidDataError: a group is not selected.
+        """
         ...
 
     def drop(self, slot: int, reason: str, *, tokens: int = 0) -> None:
-        """Give a group up. ``tokens`` counts what was sampled for a pending group; others know theirs."""
+        """Give a group up. ``tokens`` counts what was sampled for a pending group; others know theirs.
+
+        Raises:
+            InvalidDataError: the slot is unknown, or there is no reason.
+        """
         ...
 
     def on_drop(self, listener: Callable[[DroppedGroup], None]) -> None:
@@ -1153,7 +1221,11 @@ class ReplayBuffer(Protocol):
         ...
 
     def restore(self, slots: Iterable[int]) -> None:
-        """Give selected groups back as ready: their step did not happen."""
+        """Give selected groups back as ready: their step did not happen.
+
+        Raises:
+            InvalidDataError: a group is not selected.
+        """
         ...
 
     def close(self, error: BaseException | None = None) -> None:
@@ -1174,7 +1246,9 @@ class ReplayBuffer(Protocol):
         """
         ...
 
-    def statistics(self) -> ReplayBufferStatistics: ...
+    def statistics(self) -> ReplayBufferStatistics:
+        """Counts in groups; what was told a moment ago may be missing until :meth:`settled`."""
+        ...
 
     def explain(self) -> Sequence[str]:
         """One sentence for every wait in progress: what waits, for how long, and what for."""
@@ -1247,11 +1321,19 @@ class Ledger(Protocol):
         ...
 
     async def room(self) -> None:
-        """Wait while more waits to be written than should."""
+        """Wait while more waits to be written than should.
+
+        Raises:
+            LedgerError: the ledger cannot be written.
+        """
         ...
 
     async def durable(self) -> LedgerPosition:
-        """Wait until everything appended so far is on the disk; where that is."""
+        """Wait until everything appended so far is on the disk; where that is.
+
+        Raises:
+            LedgerError: the ledger cannot be written.
+        """
         ...
 
     def attempt(self, slot: int) -> int:
@@ -1261,10 +1343,21 @@ class Ledger(Protocol):
     def query(
         self, where: str = "", parameters: Mapping[str, Any] | None = None, *, limit: int | None = None
     ) -> DataProto:
-        """Recorded trajectories for which the SQL condition ``where`` holds. Blocks."""
+        """Recorded trajectories for which the SQL condition ``where`` holds. Blocks.
+
+        Args:
+            where: of the rows, with ``:name`` for parameters; empty for all.
+            parameters: by name.
+            limit: rows at most.
+
+        Raises:
+            LedgerError: the condition is none.
+        """
         ...
 
-    def statistics(self) -> LedgerStatistics: ...
+    def statistics(self) -> LedgerStatistics:
+        """Counts in prompts."""
+        ...
 
     async def aclose(self) -> None:
         """Write what is left and close the file. Idempotent."""
@@ -1328,7 +1421,9 @@ class LedgerArchive(Protocol):
         """As :meth:`Ledger.query`."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        ...
 
 
 class Tracker(Protocol):
@@ -1345,9 +1440,13 @@ class Tracker(Protocol):
        3 train/loss   0.25
     """
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Numbers by name, as they were after ``step`` steps."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what is left."""
+        ...
 
 
 @runtime_checkable
@@ -1367,4 +1466,6 @@ class TextTracker(Tracker, Protocol):
     trajectory after 3 steps: 2 + 2? 4
     """
 
-    def log_text(self, name: str, text: str, *, step: int) -> None: ...
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        """A text, as it was after ``step`` steps."""
+        ...

@@ -23,6 +23,8 @@ class Continuation:
     >>> again = state.request()
     >>> again.prompt_token_ids, again.continued_tokens, state.version
     ((1, 7), 1, 4)
+
+    The examples of the methods begin with the same ``asked``: at most three tokens.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -34,16 +36,37 @@ class Continuation:
 
     @property
     def tokens(self) -> int:
-        """Tokens taken."""
+        """Tokens taken.
+
+        >>> state = Continuation(asked)
+        >>> _ = state.take(GenerationChunk(token_ids=(7, 8), log_probs=(-1.0, -1.0), weight_versions=(4, 4)))
+        >>> state.tokens
+        2
+        """
         return len(self._tokens)
 
     @property
     def left(self) -> int:
-        """Tokens that may still come."""
+        """Tokens that may still come.
+
+        >>> state = Continuation(asked)
+        >>> _ = state.take(GenerationChunk(token_ids=(7, 8), log_probs=(-1.0, -1.0), weight_versions=(4, 4)))
+        >>> state.left
+        1
+        """
         return self._request.sampling.max_new_tokens - self._request.continued_tokens - len(self._tokens)
 
     def request(self) -> GenerationRequest:
-        """What to ask the next engine for, under an id of its own: the last engine may hold the old one still."""
+        """What to ask the next engine for, under an id of its own: the last engine may hold the old one still.
+
+        >>> state = Continuation(asked)
+        >>> state.request() is asked
+        True
+        >>> _ = state.take(GenerationChunk(token_ids=(7,), log_probs=(-1.0,), weight_versions=(4,)))
+        >>> again = state.request()
+        >>> again.request_id, again.prompt_token_ids, again.continued_tokens
+        ('a~1', (1, 7), 1)
+        """
         asked = self._request
         if not self._moves and not self._tokens:
             self._moves = 1
@@ -58,7 +81,13 @@ class Continuation:
         )
 
     def take(self, chunk: GenerationChunk) -> GenerationChunk:
-        """Take a chunk in.
+        """Take a chunk in, and return it.
+
+            >>> state = Continuation(asked)
+            >>> _ = state.take(GenerationChunk(token_ids=(7,), log_probs=(-1.0,), weight_versions=(4,)))
+            >>> state.take(GenerationChunk(token_ids=(8,), log_probs=(-1.0,), weight_versions=(3,)))
+            Traceback (most recent call last):
+            asyncrl.errors.EngineError: a token of weight version 3 came after one of 4
 
         Raises:
             EngineError: it is not what an engine may say (a token without log-prob or version, a version that falls,

@@ -33,7 +33,7 @@ from asyncrl.algorithms import M2PO, PolicyObjective, PolicyTokens, TokenLosses,
 from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
-from asyncrl.interfaces import GroupSummary, SamplingParams
+from asyncrl.interfaces import GenerationRequest, GroupSummary, SamplingParams
 from asyncrl.ledger import Completed, Dispatched, Issued
 from asyncrl.pipeline.certificate import certify
 from asyncrl.rewards.rule import Answer
@@ -70,6 +70,7 @@ USED_BY_NAME = (
     "asyncrl.rewards.math",
     "asyncrl.rewards.rule",
     "asyncrl.rollout.admission",
+    "asyncrl.rollout.continuation",
     "asyncrl.rollout.prompts",
     "asyncrl.rollout.replica_health",
     "asyncrl.rollout.routing",
@@ -195,6 +196,9 @@ def names(ledger: SQLiteLedger, tmp_path_factory: pytest.TempPathFactory) -> Ite
             "TokenLosses": TokenLosses,
             "add": add,
             "answer": Answer(data_source="sums", solution_str="4", ground_truth="4"),
+            "asked": GenerationRequest(
+                request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_new_tokens=3)
+            ),
             "asyncio": asyncio,
             "certificate": certify([summary], trainer_version=2, dropped_rows=2, dropped_tokens=4),
             "colocated": colocated,

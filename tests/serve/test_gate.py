@@ -80,7 +80,7 @@ def sent_and_then_read(url, head, piece, pieces):
 async def test_who_writes_before_reading_sees_that_it_was_too_much(serve, framing):
     async with serve(limits=Limits(body_size_bytes=1000)) as served:
         head = post(b"", framing).replace(b"Content-Length: 0\r\n", b"")
-        piece = b"3e8\r\n" + b"[" * 1000 + b"\r\n"
+        piece = b"3e8\r\n" + b" " * 1000 + b"\r\n"
         answer = await asyncio.to_thread(sent_and_then_read, served.url, head, piece, 4000)
         assert b" 413 " in answer
         assert b"Connection: close" in answer

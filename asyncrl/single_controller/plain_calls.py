@@ -51,6 +51,10 @@ class PlainCalls:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _ahead_of(self, place: Place) -> int:
+        with self._lock:
+            return self._places.index(place)
+
     def _go_on(self) -> None:
         """Begin the first call if it is ready, and wake those that may have moved. On the loop."""
         with self._lock:
@@ -140,13 +144,13 @@ class Place:
         if self._calls._thread is None:
             await self.first()
             return await without_exit(_immediately(function))
+        ended = self._ended = self._loop.create_future()  # before the thread can see the function
         self._function = _prepared(function)
-        ended = self._ended = self._loop.create_future()
         self._calls._go_on()
         return await ended
 
     async def _ahead(self, most: int) -> None:
-        while self._calls._places.index(self) > most:
+        while self._calls._ahead_of(self) > most:
             self.moved.clear()
             await self.moved.wait()
 

@@ -307,8 +307,9 @@ class HurtRun:
         """What the run has said of itself, by file; and what the worker ``teller`` has said."""
         logs = [self.output, *sorted(self.folder.glob("chaos-2*/logs/driver.log"))]
         if teller and (run := self.path) is not None:
-            logs += sorted((run / "logs" / "ray").glob(f"worker-*-{teller}.err"))
-        return {log: log.read_text(errors="replace") for log in logs if log.is_file()}
+            ray = run / "logs" / "ray"  # where many have ended, Ray puts their logs away
+            logs += sorted({ray / log.name for log in ray.glob(f"**/worker-*-{teller}.err")})
+        return {log: text for log in logs if (text := _text(log) or _text(log.parent / "old" / log.name))}
 
     def look(self) -> int:
         """Read on in the ledger; the newest step that was trained. Tells kills that they were recovered from."""
@@ -463,6 +464,13 @@ class HurtRun:
             campaign.problems.append(f"{self.folder.name}: staleness {summary['staleness']['max']} > 2")
         if lives > self.lives:
             campaign.problems.append(f"{self.folder.name}: {lives} lives in the ledger, {self.lives} began")
+
+
+def _text(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 # ---------------------------------------------------------------------------------------------------------- everything

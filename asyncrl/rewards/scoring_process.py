@@ -29,7 +29,8 @@ _MOST_DEATHS = 3
 class ScoringProcess:
     """Runs one function, one call at a time; started when first needed, again after it was killed.
 
-    States: absent -> running -> absent (killed, crashed or closed). A call that passes its deadline or is cancelled
+    States: absent -> running -> absent (killed, crashed or closed). A death between two calls is logged when it happens
+    (on Linux; elsewhere at the next call). A call that passes its deadline or is cancelled
     kills the process and its whole group, so a function that never returns, and what it started, is really gone.
 
     A process that dies by a signal in the middle of a call may have been killed by anybody: the call is made again, in
@@ -45,6 +46,10 @@ class ScoringProcess:
         self._start_deadline_s = start_deadline_s
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self._in_call = False
+        self._watched: int | None = None
+        """Descriptor of the process, readable once it has ended."""
+        self._clearing: asyncio.Task[None] | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -61,10 +66,12 @@ class ScoringProcess:
                 process exited, or was killed one after the other; ``how`` says which.
         """
         request = pickle.dumps(arguments)
-        if self._process is not None and _ended(self._process.pid):
-            pid, code = self._process.pid, await self.stop()  # between two calls: no call's fault
-            _log.warning("scoring process %d of %s has died between two calls (%s)", pid, self._function, _how(code))
-        reply = await self._until_answered(request, deadline_s=deadline_s)
+        await self._clear_away()
+        self._in_call = True
+        try:
+            reply = await self._until_answered(request, deadline_s=deadline_s)
+        finally:
+            self._in_call = False
         if "error" in reply:
             raise RewardError(f"raised\n{reply['error']}", how="raised")
         return checked_value(reply)
@@ -118,6 +125,7 @@ class ScoringProcess:
                 if self._process is None:
                     self._writer.close()
         self._check_open()
+        self._watch()
         try:
             async with asyncio.timeout(self._start_deadline_s):
                 reply = await self._exchange(pickle.dumps({"path": sys.path, "function": self._function}))
@@ -135,6 +143,29 @@ class ScoringProcess:
             pass_fds=(descriptor,),
             start_new_session=True,
         )
+
+    def _watch(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(AttributeError, OSError):  # not on this system, or no descriptor is left
+            self._watched = os.pidfd_open(self._process.pid)
+            asyncio.get_running_loop().add_reader(self._watched, self._noticed)
+
+    def _unwatch(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            asyncio.get_running_loop().remove_reader(watched)
+            os.close(watched)
+
+    def _noticed(self) -> None:
+        self._unwatch()
+        self._clearing = asyncio.ensure_future(self._clear_away())
+
+    async def _clear_away(self) -> None:
+        """Take away a process that died between two calls, by no call's fault."""
+        process = self._process
+        if process is not None and not self._in_call and _ended(process.pid):
+            how = _how(await self.stop())
+            _log.warning("scoring process %d of %s has died between two calls (%s)", process.pid, self._function, how)
 
     async def _exchange(self, body: bytes) -> dict[str, Any]:
         try:
@@ -161,6 +192,7 @@ class ScoringProcess:
         process, self._process = self._process, None
         if process is None:
             return 0
+        self._unwatch()
         self._writer.close()
         # Until it is waited for, a dead process keeps its id: this cannot hit a group that is not ours. One that had
         # begun to exit keeps its exit code.

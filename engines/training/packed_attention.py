@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -165,6 +166,8 @@ def _has_varlen_kernel(query: Tensor) -> bool:
     """Whether torch's flash kernel takes this: half precision, on a device that has it, heads of a fitting size."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
+    if "window_size" not in _varlen_parameters():
+        return False
     size = query.shape[-1]
     return size <= 256 and size % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
@@ -175,6 +178,12 @@ def _varlen(
     """[T, heads, D] in one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
+    groups = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {}
+    if "enable_gqa" in _varlen_parameters():
+        options["enable_gqa"] = groups > 1
+    else:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     attended = varlen_attn(
         query,
         key,
@@ -185,10 +194,20 @@ def _varlen(
         rows.longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     assert isinstance(attended, Tensor)
     return attended
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """What torch's kernel can be told: before torch 2.10 there is none, windows came with 2.11, groups with 2.12."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(signature(varlen_attn).parameters)
 
 
 def register_packed_attention() -> None:

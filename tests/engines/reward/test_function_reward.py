@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import uvloop
 from blockbuster import blockbuster_ctx
 
 from asyncrl.data import DataProto
@@ -368,6 +369,31 @@ async def listening(fifo: Path) -> AsyncIterator[asyncio.StreamReader]:
             yield reader
     finally:
         made[0].close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_the_death_of_an_idle_process_is_told_when_it_happens(
+    module: Module, caplog: pytest.LogCaptureFixture, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    name = module(
+        """
+        import os
+        def reward(token_ids):
+            return os.getpid()
+        """
+    )
+
+    async def story() -> None:
+        async with rewarding(function=f"{name}:reward") as reward:
+            for _ in range(2):
+                (idle,) = await scores(reward, batch(["a"]))
+                os.kill(int(idle), signal.SIGKILL)
+                async with asyncio.timeout(10):
+                    while f"scoring process {idle:.0f} of {name}:reward has died between two calls" not in caplog.text:
+                        await asyncio.sleep(0.01)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(story())
 
 
 def one_that_waits_to_be_killed(fifo: Path, armed: Path) -> str:

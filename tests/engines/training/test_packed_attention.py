@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engines.training import packed_attention as packed
 from engines.training.packed_attention import RowsOfStream, packed_attention
 
 LAYER = cast(Any, SimpleNamespace())
@@ -96,6 +97,41 @@ def test_gradients_are_those_of_rows_alone(device: str, dtype: torch.dtype, wind
     assert torch.allclose(packed, apart, atol=tolerance)
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.allclose(mine, theirs, atol=tolerance)
+
+
+def _kernel_of_torch_2_11(*asked: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+    """One kernel for all rows, which groups no heads."""
+    query, key, value, starts = asked[:4]
+    assert query.shape == key.shape
+    assert window_size[1] == 0  # nothing after the token itself
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    lengths = starts.diff().tolist()
+    streams = [each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)]
+    return _by_hand(*streams, lengths, window=window, softcap=None)[0]
+
+
+def _kernel_of_torch_2_12(*asked: Any, enable_gqa: bool, **options: Any) -> Tensor:
+    query, key, value, *rest = asked
+    groups = query.shape[1] // key.shape[1]
+    assert enable_gqa == (groups > 1)
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    return _kernel_of_torch_2_11(query, key, value, *rest, **options)
+
+
+@pytest.mark.parametrize("kernel", [_kernel_of_torch_2_11, _kernel_of_torch_2_12])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("window", [None, 3])
+def test_kernels_of_several_torches_are_told_what_they_know(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, groups: int, window: int | None
+) -> None:
+    lengths = [7, 7, 5]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(packed, "_varlen_parameters", packed._varlen_parameters.__wrapped__)
+    monkeypatch.setattr(packed, "_has_varlen_kernel", lambda query: True)
+    query, key, value = _stream(lengths, heads=2, groups=groups)
+    rows = RowsOfStream.of([(2, 7), (1, 5)], device=torch.device("cpu"))
+    found, _ = packed_attention(LAYER, query, key, value, asyncrl_rows=rows, sliding_window=window)
+    assert torch.allclose(found, _by_hand(query, key, value, lengths, window=window, softcap=None))
 
 
 @pytest.mark.parametrize(

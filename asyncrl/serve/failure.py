@@ -50,7 +50,6 @@ class Refusal(Exception):
         message: the rule, the value and the remedy.
         retry_after_s: when it may be worth another try; 0 says nothing.
         allow: methods that would be taken (405).
-        hang_up: the rest of the request is not worth reading.
     """
 
     def __init__(
@@ -60,14 +59,12 @@ class Refusal(Exception):
         *,
         retry_after_s: int = 0,
         allow: tuple[str, ...] = (),
-        hang_up: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.retry_after_s = retry_after_s
         self.allow = allow
-        self.hang_up = hang_up
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

@@ -284,9 +284,7 @@ class Gate:
                     if watch.size_bytes > limits.body_size_bytes:
                         raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes")
                     if problem:
-                        # What is still to come of a body that told its size is read and thrown away by aiohttp, so that
-                        # the client, which is writing, gets to read this. A body without an end is not.
-                        raise Refusal(400, problem, hang_up=request.content_length is None)
+                        raise Refusal(400, problem)
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
         return watch.body()
@@ -313,9 +311,14 @@ class Gate:
             headers["WWW-Authenticate"] = "Bearer"
         if refusal.allow:
             headers["Allow"] = ", ".join(refusal.allow)
-        if refusal.hang_up or refusal.status in (408, 413):
+        if refusal.status == 408 or self._much_is_to_come(request):
             return LastAnswer(request, self._farewells, body=body, status=refusal.status, headers=headers)
         return web.Response(body=body, status=refusal.status, headers=headers)
+
+    def _much_is_to_come(self, request: web.Request) -> bool:
+        """Of the body, so much that the connection has to end; less is read and thrown away by aiohttp."""
+        length = request.content_length
+        return not request.content.is_eof() and (length is None or length > self._face.limits.body_size_bytes)
 
     def _told(self, error: AsyncRLError, call_id: str) -> Refusal:
         refusal = refusal_of(error)

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from asyncrl.serve import farewell
+from asyncrl.serve.keys import KeyRing
 from asyncrl.serve.limits import BodyWatch, Limits, json_problem
 
 GENERATE = {"prompt_token_ids": [5, 6]}
@@ -83,6 +84,30 @@ async def test_who_writes_before_reading_sees_that_it_was_too_much(serve, framin
         piece = b"3e8\r\n" + b" " * 1000 + b"\r\n"
         answer = await asyncio.to_thread(sent_and_then_read, served.url, head, piece, 4000)
         assert b" 413 " in answer
+        assert b"Connection: close" in answer
+        assert answer.endswith(b"}}")
+
+
+@pytest.mark.parametrize("framing", ["Transfer-Encoding: chunked", "Content-Length: 4000000"])
+@pytest.mark.parametrize(
+    ("status", "line", "header"),
+    [
+        (401, b"POST /generate", "Authorization: Bearer wrong"),
+        (404, b"POST /nowhere", "X: y"),
+        (405, b"PUT /generate", "X: y"),
+        (415, b"POST /generate", "Content-Encoding: gzip"),
+    ],
+)
+async def test_who_is_refused_before_the_body_is_not_listened_to(serve, framing, status, line, header):
+    """Each sends 4 MB where 1,000 bytes are taken."""
+    given = {"users": KeyRing({"alice": "user-key-0123456789"})} if status == 401 else {}
+    async with serve(limits=Limits(body_size_bytes=1000), **given) as served:
+        head = post(b"", framing, header).replace(b"Content-Length: 0\r\n", b"").replace(b"POST /generate", line)
+        piece = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+        answer = await asyncio.to_thread(sent_and_then_read, served.url, head, piece, 4000)
+        if status == 415 and framing.startswith("Content-Length"):
+            status = 413  # a length is looked at first
+        assert b" %d " % status in answer.partition(b"\r\n")[0]
         assert b"Connection: close" in answer
         assert answer.endswith(b"}}")
 

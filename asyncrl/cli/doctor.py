@@ -180,7 +180,8 @@ def _torch() -> Iterator[Check]:
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         names = ", ".join(f"{device.name} ({device.total_memory / GIB:.0f} GiB)" for device in devices)
-        yield Check("torch build", "ok", f"{torch.__version__}, {built}; {names}")
+        asking = "a run asks for its share with --trainer.num-gpus and --rollout.num-gpus"
+        yield Check("torch build", "ok", f"{torch.__version__}, {built}; {names}; {asking}")
     elif shutil.which("nvidia-smi"):
         remedy = (
             "install a CUDA build: https://pytorch.org/get-started/locally"

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +88,17 @@ def test_a_part_that_does_not_import_is_named_with_its_cause(monkeypatch):
     assert found["training engine fsdp"].status == "missing"
     assert found["training engine fsdp"].found == "RuntimeError: broken library"
     assert found["replay buffer replay"].status == "missing"
+
+
+def test_who_has_a_gpu_is_told_how_a_run_gets_it(monkeypatch):
+    card = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
+    (check,) = module._torch()
+    assert check.status == "ok"
+    assert "NVIDIA H100 (80 GiB)" in check.found
+    assert "--trainer.num-gpus and --rollout.num-gpus" in check.found
 
 
 def test_this_machine_is_examined():

@@ -256,8 +256,7 @@ class Gate:
             body = content.read_nowait() if content.is_eof() else await self._read(request)
         except web.RequestPayloadError:
             raise Refusal(400, "the body is not what its headers say") from None
-        if len(body) > limits.body_size_bytes:
-            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes")
+        self._check_size(len(body), told=request.content_length is not None)
         if problem := json_problem(body, limits):
             raise Refusal(400, problem)
         if not body and not route.body_needed:
@@ -274,6 +273,14 @@ class Gate:
         if length is not None and length > most:
             raise Refusal(413, f"the body has {length} bytes; at most {most} are taken")
 
+    def _check_size(self, size_bytes: int, *, told: bool) -> None:
+        limits = self._face.limits
+        if size_bytes > limits.body_size_bytes:
+            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes")
+        if not told and size_bytes > limits.chunked_body_size_bytes:
+            most = limits.chunked_body_size_bytes
+            raise Refusal(411, f"a body of more than {most} bytes has to tell its length: Content-Length, not chunks")
+
     async def _read(self, request: web.Request) -> bytes:
         limits = self._face.limits
         watch = BodyWatch(limits)
@@ -281,8 +288,7 @@ class Gate:
             async with asyncio.timeout(limits.body_timeout_s):
                 while piece := await request.content.readany():
                     problem = watch.problem(piece)
-                    if watch.size_bytes > limits.body_size_bytes:
-                        raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes")
+                    self._check_size(watch.size_bytes, told=request.content_length is not None)
                     if problem:
                         raise Refusal(400, problem)
         except TimeoutError:

@@ -18,6 +18,7 @@ class Limits:
 
     Attributes:
         body_size_bytes: of a request.
+        chunked_body_size_bytes: of one that does not tell its length, and so is read before it is refused.
         header_size_bytes: of the request line, and of each header.
         headers: how many of them.
         json_depth: objects and arrays inside each other.
@@ -47,6 +48,7 @@ class Limits:
     """
 
     body_size_bytes: int = 8 << 20
+    chunked_body_size_bytes: int = 1 << 20
     header_size_bytes: int = 8 << 10
     headers: int = 64
     json_depth: int = 32

@@ -22,6 +22,7 @@ _REFUSALS = {
     405: "Another method is needed; Allow says which.",
     408: "The body took too long.",
     409: "It does not fit to what is going on.",
+    411: "A body so large has to tell its length.",
     413: "The body is too large.",
     415: "The body must be application/json, not compressed.",
     429: "Too much of this key is under way; Retry-After says when to come back.",
@@ -36,7 +37,7 @@ _REFUSALS = {
 _ALWAYS = (400, 403, 409, 500)
 """Host, Origin and the form of ``X-Request-ID`` are looked at before anything else."""
 _WITH_A_KEY = (401,)
-_WITH_A_BODY = (408, 413, 415)
+_WITH_A_BODY = (408, 411, 413, 415)
 _WITH_A_NAME = (404, 405)
 """A path with a name in it: there may be nothing of that name, and another name may make another address."""
 _OF_WORK = (404, 429, 499, 501, 503, 504)

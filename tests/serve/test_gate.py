@@ -47,6 +47,18 @@ async def test_bodies_are_measured_before_they_are_read(serve):
         await served.post("/generate", GENERATE)
 
 
+async def test_a_large_body_has_to_tell_its_length(serve):
+    body = json.dumps(GENERATE).encode() + b" " * 2000
+    async with serve(limits=Limits(chunked_body_size_bytes=1000)) as served:
+        chunked = post(b"", "Transfer-Encoding: chunked", "Connection: close").replace(b"Content-Length: 0\r\n", b"")
+        whole = chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        for sent in (whole, whole[:-5], whole[: len(chunked) + 1500]):
+            answer = await raw(served, sent)
+            assert b" 411 " in answer
+            assert b"more than 1000 bytes has to tell its length" in answer
+        assert b" 200 " in await raw(served, post(body, "Connection: close"))
+
+
 async def test_a_body_that_goes_on_for_ever_is_not_read_any_further(serve):
     async with serve(limits=Limits(body_size_bytes=1000)) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))

@@ -134,6 +134,12 @@ class Points:
                 reached("inserted", path)
                 return cursor
 
+            def executescript(self, sql: str, /) -> sqlite3.Cursor:
+                reached("before commit", path)
+                cursor = super().executescript(sql)  # the tables of a new file, with a COMMIT of its own
+                reached("committed", path)
+                return cursor
+
             def commit(self) -> None:
                 reached("before commit", path)
                 super().commit()

@@ -194,7 +194,8 @@ class ProcessSpawner:
     async def _start(self) -> _Spawner:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, **self._environment}
+        # numpy's BLAS starts a thread for each core when it is imported, and an engine computes nothing with it.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **self._environment}
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_SOURCE_ROOT), *filter(None, [environment.get("PYTHONPATH", "")])]
         )

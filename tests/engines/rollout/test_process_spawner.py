@@ -123,8 +123,15 @@ async def test_no_engine_is_forked_that_does_not_say_so_or_has_threads(request_o
 
 @pytest.mark.slow
 async def test_a_real_model_is_forked_and_says_what_it_says_anywhere(
-    folder_of: Callable[..., Path], request_of: RequestOf, collect: Collect, plain_log_probs: Any, model_of: Any
+    folder_of: Callable[..., Path],
+    request_of: RequestOf,
+    collect: Collect,
+    plain_log_probs: Any,
+    model_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # as a user's shell has them
+        monkeypatch.delenv(threads, raising=False)
     folder = str(folder_of("llama"))
     spawner = RemoteEngine.spawner("transformers", folder)
     engines = [RemoteEngine(folder, options={"threads": 1, "device": "cpu"}, spawner=spawner) for _ in range(2)]

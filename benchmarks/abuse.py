@@ -103,7 +103,7 @@ async def chunked_ms(port: int) -> float:
         pass  # hung up on, with the answer on its way
     with contextlib.suppress(ConnectionError):  # the answer is lost where what was being sent is not taken any more
         line = await asyncio.wait_for(answer, 30)
-        assert line.startswith(b"HTTP/1.1 41"), line
+        assert line.split()[1] in (b"411", b"413"), line  # of the server, of the bare handler
     writer.close()
     return 1e3 * (came[0] - begin)
 

@@ -29,9 +29,9 @@ _MOST_DEATHS = 3
 class ScoringProcess:
     """Runs one function, one call at a time; started when first needed, again after it was killed.
 
-    States: absent -> running -> absent (killed, crashed or closed). A death between two calls is logged when it happens
-    (on Linux; elsewhere at the next call). A call that passes its deadline or is cancelled
-    kills the process and its whole group, so a function that never returns, and what it started, is really gone.
+    States: absent -> running -> absent (killed, crashed or closed). A call that passes its deadline or is cancelled
+    kills the process and its whole group, so a function that never returns, and what it started, is really gone. A
+    death between two calls is logged when it happens (on Linux; elsewhere at the next call).
 
     A process that dies by a signal in the middle of a call may have been killed by anybody: the call is made again, in
     a new one. A call that three of them die under is what kills them, and fails; so does one whose process exits.
@@ -146,8 +146,9 @@ class ScoringProcess:
 
     def _watch(self) -> None:
         assert self._process is not None
-        with contextlib.suppress(AttributeError, OSError):  # not on this system, or no descriptor is left
+        with contextlib.suppress(AttributeError, OSError):  # this system or its kernel has none
             self._watched = os.pidfd_open(self._process.pid)
+        if self._watched is not None:
             asyncio.get_running_loop().add_reader(self._watched, self._noticed)
 
     def _unwatch(self) -> None:
@@ -181,6 +182,8 @@ class ScoringProcess:
     async def close(self) -> None:
         """As :meth:`stop`, for good: a call that still runs fails. Idempotent."""
         self._closed = True
+        if self._clearing is not None:
+            await self._clearing
         await self.stop()
 
     def _check_open(self) -> None:

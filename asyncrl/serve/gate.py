@@ -242,7 +242,7 @@ class Gate:
         headers = request.headers
         content = request.content
         if not content.is_eof():
-            self._check_length(request)
+            self._check_size(request, request.content_length or 0)
         elif not route.body_needed and not request.body_exists:
             assert route.request is not None
             return route.request()
@@ -256,7 +256,7 @@ class Gate:
             body = content.read_nowait() if content.is_eof() else await self._read(request)
         except web.RequestPayloadError:
             raise Refusal(400, "the body is not what its headers say") from None
-        self._check_size(len(body), told=request.content_length is not None)
+        self._check_size(request, len(body))
         if problem := json_problem(body, limits):
             raise Refusal(400, problem)
         if not body and not route.body_needed:
@@ -268,17 +268,13 @@ class Gate:
         except RecursionError:
             raise Refusal(400, "nested too deep") from None
 
-    def _check_length(self, request: web.Request) -> None:
-        length, most = request.content_length, self._face.limits.body_size_bytes
-        if length is not None and length > most:
-            raise Refusal(413, f"the body has {length} bytes; at most {most} are taken")
-
-    def _check_size(self, size_bytes: int, *, told: bool) -> None:
-        limits = self._face.limits
-        if size_bytes > limits.body_size_bytes:
-            raise Refusal(413, f"the body has more than {limits.body_size_bytes} bytes")
-        if not told and size_bytes > limits.chunked_body_size_bytes:
-            most = limits.chunked_body_size_bytes
+    def _check_size(self, request: web.Request, size_bytes: int) -> None:
+        """Refuse a body that has, or tells that it will have, too many bytes."""
+        most = self._face.limits.body_size_bytes
+        if size_bytes > most:
+            raise Refusal(413, f"the body has more than {most} bytes")
+        most = self._face.limits.chunked_body_size_bytes
+        if request.content_length is None and size_bytes > most:
             raise Refusal(411, f"a body of more than {most} bytes has to tell its length: Content-Length, not chunks")
 
     async def _read(self, request: web.Request) -> bytes:
@@ -288,7 +284,7 @@ class Gate:
             async with asyncio.timeout(limits.body_timeout_s):
                 while piece := await request.content.readany():
                     problem = watch.problem(piece)
-                    self._check_size(watch.size_bytes, told=request.content_length is not None)
+                    self._check_size(request, watch.size_bytes)
                     if problem:
                         raise Refusal(400, problem)
         except TimeoutError:

@@ -51,9 +51,13 @@ _UNSEEN = 255  # the status of a process that ended without the spawner to see i
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The spawner: everything is imported. ``problem`` tells why nothing will be forked; empty if it will."""
+    """The spawner: everything is imported. ``problem`` tells why nothing will be forked; empty if it will.
+
+    ``expected``: that is no surprise, for the engine is not made for it.
+    """
 
     problem: str = ""
+    expected: bool = False
 
 
 class Fork(msgspec.Struct, tag=True, frozen=True):
@@ -229,10 +233,11 @@ class ProcessSpawner:
 
     def _handle(self, spawner: _Spawner, message: Ready | Forked | Exited, descriptors: list[int]) -> None:
         match message:
-            case Ready(problem=problem):
+            case Ready(problem=problem, expected=expected):
                 spawner.ready.set_result(problem)
                 if problem:
-                    _log.info("processes of %s are made one by one: %s", self._engine, problem)
+                    level = logging.INFO if expected else logging.WARNING
+                    _log.log(level, "processes of %s are made one by one, and slowly: %s", self._engine, problem)
             case Exited(pid=pid, status=status):
                 if (process := spawner.forked.pop(pid, None)) is not None:
                     process.end(status)
@@ -274,14 +279,14 @@ def _orphan_ended(loop: asyncio.AbstractEventLoop, process: ForkedProcess) -> No
 # --------------------------------------------------------------------------------------------------------- the spawner
 
 
-def _import(engine: str, model_path: str) -> str:
-    """Import what the engine's processes need; returns why they cannot be forked, or nothing."""
+def _import(engine: str, model_path: str) -> Ready:
+    """Import what the engine's processes need, so that they can be forked."""
     part = load_part("asyncrl.rollout_engines", engine, path="engine.name")
     imports = getattr(part, "import_for_fork", None)
     if imports is None:
-        return f"{engine} does not say what to import"
+        return Ready(f"{engine} does not say what to import", expected=True)
     imports(model_path)
-    return _unsound()
+    return Ready(_unsound())
 
 
 def _unsound() -> str:
@@ -371,12 +376,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent(given.parent)
     with socket.socket(fileno=given.descriptor) as control:
         try:
-            problem = _import(given.engine, given.model)
+            ready = _import(given.engine, given.model)
         except AsyncRLError as error:  # the engine's own process will say so better
-            problem = str(error)
+            ready = Ready(str(error), expected=True)
         gc.collect()
         gc.freeze()  # a collection would write to pages that are shared
-        _answer(control, Ready(problem))
+        _answer(control, ready)
         descriptor = _spawn(control)
     if descriptor is not None:
         asyncio.run(serve_parent(descriptor))

@@ -106,7 +106,9 @@ async def test_a_spawner_that_dies_takes_nobody_along_and_is_started_again(
 
 
 @pytest.mark.slow
-async def test_no_engine_is_forked_that_does_not_say_so_or_has_threads(request_of: RequestOf, collect: Collect) -> None:
+async def test_no_engine_is_forked_that_does_not_say_so_or_has_threads(
+    request_of: RequestOf, collect: Collect, caplog: pytest.LogCaptureFixture
+) -> None:
     for engine in ("asyncrl.testing:TelltaleEngine", f"{HERE}:Threaded"):
         spawner = ProcessSpawner(engine, "some model")
         hosting = RemoteEngine("", engine=engine, spawner=spawner)
@@ -115,6 +117,8 @@ async def test_no_engine_is_forked_that_does_not_say_so_or_has_threads(request_o
         assert len((await collect(hosting, request_of("a", [1], 3))).token_ids) == 3
         await hosting.close()
         await spawner.close()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"processes of {HERE}:Threaded are made one by one, and slowly: 2 threads run" in told
     with pytest.raises(ConfigError, match="of its own environment"):
         RemoteEngine("", engine="transformers", spawner=spawner, python="/usr/bin/python3")
     with pytest.raises(EngineError, match="is closed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,11 @@ print(gpus(RayResourcePool([2], gpus_per_worker=0.5))[1])  # two seats on one GP
 def test_groups_share_a_gpu(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=280, check=False)
+    # The tests hide every GPU, and Ray starts with no more than it sees.
+    one_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    ran = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=280, check=False, env=one_gpu
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.splitlines() == [
         "[('0', 0.5)]",

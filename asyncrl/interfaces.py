@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from asyncrl.weights.manifest import WeightManifest
 
 __all__ = [
+    "AdoptingEngine",
     "Closable",
     "CountedTasks",
     "DroppedGroup",
@@ -444,6 +445,39 @@ class RolloutEngine(TokenGenerator, Protocol):
 
 
 @runtime_checkable
+class AdoptingEngine(RolloutEngine, Protocol):
+    """A rollout engine that serves from the pulled bytes themselves: engines of one host share one copy of them.
+
+    >>> from asyncrl.rollout.weight_fetch import fetch_into
+    >>> from asyncrl.testing import EchoEngine, EmptyTransport
+    >>> class Thrifty(EchoEngine):
+    ...     async def adopt_weights(self, lent, *, version):
+    ...         with lent as tensors:  # a real one leaves the block when it needs the tensors no more
+    ...             await self.prepare_weights(tensors, version=version)
+    >>> async def update():
+    ...     engine = Thrifty()
+    ...     await engine.start()
+    ...     transport = EmptyTransport()
+    ...     await fetch_into(engine, transport.publish((), version=1), transport=transport)
+    ...     await engine.commit_weights(1)
+    ...     return engine.weight_version
+    >>> asyncio.run(update())
+    1
+    """
+
+    async def adopt_weights(self, lent: AbstractContextManager[Mapping[str, torch.Tensor]], *, version: int) -> None:
+        """As :meth:`prepare_weights`, with tensors that the engine may keep and serve from.
+
+        It enters the block ``lent`` and leaves it when it needs none of them any more: when weights that were prepared
+        are replaced before their commit, when a newer version is committed, when it is closed, or at an error.
+
+        Raises:
+            WeightError: as :meth:`WeightTransport.pull` and :meth:`prepare_weights`.
+        """
+        ...
+
+
+@runtime_checkable
 class SeparateEngine(RolloutEngine, Protocol):
     """A rollout engine in a process of its own: it fetches weights itself, and may be gone from one moment to the next.
 
@@ -709,7 +743,8 @@ class WeightTransport(Protocol):
     """Carries one version of the weights from the trainer to the engines.
 
     The publisher calls :meth:`publish`, sends the manifest (small, serialisable) to the pullers by other means, and
-    calls :meth:`release` when they are done.
+    calls :meth:`release` when they are done: when they have left their blocks, which may be at the commit of the next
+    version (:class:`AdoptingEngine`). Whoever still reads a released version goes on undisturbed.
 
     >>> from asyncrl.parts import load_part
     >>> transport = load_part("asyncrl.weight_transports", "shared_memory")(namespace="example")

@@ -95,7 +95,7 @@ async def main(*, steps: int = 40, warm_steps: int = 150, backend: str = "local"
             (manifest,) = await trainer.publish(step)
             await rollout.prepare_weights(manifest)  # the engine goes on decoding under the old weights
             await rollout.commit_weights(step)  # from the next token on, rollouts in flight included
-            await trainer.release(step)
+            await trainer.release(step - 1)  # the engine serves this one from where it lies
             rewards.append(float(seen["rewards"].mean()))
             print(
                 f"step {step:2}  reward {rewards[-1]:.3f}  tokens {metrics['tokens_trained']:4.0f}  "

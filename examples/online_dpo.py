@@ -109,7 +109,7 @@ async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local"
             (manifest,) = await trainer.publish(version)
             await rollout.prepare_weights(manifest)
             await rollout.commit_weights(version)
-            await trainer.release(version)
+            await trainer.release(version - 1)  # the engine serves this one from where it lies
         return shares
 
 

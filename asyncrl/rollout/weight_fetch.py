@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.errors import WeightError
-from asyncrl.interfaces import RolloutEngine, SeparateEngine, WeightTransport
+from asyncrl.interfaces import AdoptingEngine, RolloutEngine, SeparateEngine, WeightTransport
 from asyncrl.weights.manifest import WeightManifest
 
 __all__ = ["fetch_into"]
@@ -23,6 +23,9 @@ async def fetch_into(engine: RolloutEngine, manifest: WeightManifest, *, transpo
     if transport is None:
         raise WeightError(f"version {manifest.version} cannot be fetched: no transport was given")
     pulled = transport.pull(manifest)
+    if isinstance(engine, AdoptingEngine):
+        await engine.adopt_weights(pulled, version=manifest.version)
+        return
     tensors = await asyncio.to_thread(pulled.__enter__)
     try:
         await engine.prepare_weights(tensors, version=manifest.version)

@@ -18,7 +18,9 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any, TypeVar
 
 import torch
@@ -185,6 +187,8 @@ class TransformersEngine:
         await stepping.close()
         self._finish_drains()
         generation.decoder.cache.clear()
+        async with self._updating:
+            generation.weights.close()
 
     def _running(self) -> Generation:
         if self._closed:
@@ -354,31 +358,47 @@ class TransformersEngine:
         only when ``tensors`` are not read any more.
         """
         weights = self._running().weights
+
+        def write(stop: threading.Event) -> Generator[int]:
+            weights.verify(tensors, version=version)
+            yield from weights.write(tensors, version=version, stop=stop)
+
+        await self._prepare(write)
+
+    async def adopt_weights(self, lent: AbstractContextManager[Mapping[str, torch.Tensor]], *, version: int) -> None:
+        """As :meth:`prepare_weights`, without a copy where the tensors are just as the model has them."""
+        weights = self._running().weights
+
+        def write(stop: threading.Event) -> Generator[int]:
+            with ExitStack() as lease:
+                tensors = lease.enter_context(lent)
+                weights.verify(tensors, version=version)
+                writing = weights.write(tensors, version=version, stop=stop, lease=lease.pop_all())
+            yield from writing
+
+        await self._prepare(write)
+
+    async def _prepare(self, write: Callable[[threading.Event], Generator[int]]) -> None:
+        """Fill the shadow: in a thread, or where there is to be none, slice by slice between the steps."""
         stop = threading.Event()
         async with self._updating:
             if not self._step_in_thread:
-                weights.verify(tensors, version=version)
                 copied = 0
-                for size_bytes in weights.write(tensors, version=version, stop=stop):
-                    copied += size_bytes
-                    if copied >= _COPY_SLICE_BYTES:
-                        copied = 0
-                        await asyncio.sleep(0)
+                with closing(write(stop)) as writing:
+                    for size_bytes in writing:
+                        copied += size_bytes
+                        if copied >= _COPY_SLICE_BYTES:
+                            copied = 0
+                            await asyncio.sleep(0)
                 return
-
-            def write() -> None:
-                weights.verify(tensors, version=version)
-                for _ in weights.write(tensors, version=version, stop=stop):
-                    pass
-
-            writing = asyncio.get_running_loop().run_in_executor(None, write)
+            filling = asyncio.get_running_loop().run_in_executor(None, lambda: deque(write(stop), maxlen=0))
             try:
-                await asyncio.shield(writing)
+                await asyncio.shield(filling)
             except asyncio.CancelledError:
                 stop.set()
-                while not writing.done():
+                while not filling.done():
                     with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait([writing])
+                        await asyncio.wait([filling])
                 raise
 
     async def commit_weights(self, version: int, *, kv_cache: KVCachePolicy = "keep") -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -88,19 +88,11 @@ def verify(block: memoryview, manifest: WeightManifest) -> None:
         end = entry.offset + entry.size_bytes
     _check_zeros(block[end:], before="the end")
 
-    def differs(entry: TensorEntry) -> bool:
-        return xxhash.xxh3_64_intdigest(block[entry.offset : entry.offset + entry.size_bytes]) != entry.checksum
-
-    if _VERIFY_THREADS > 1 and len(block) >= _THREADS_PAY_FROM_BYTES:
-        with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify-weights") as pool:
-            answers = list(pool.map(differs, manifest.tensors))
-    else:
-        answers = [differs(entry) for entry in manifest.tensors]
-    damaged = [entry.name for entry, answer in zip(manifest.tensors, answers, strict=True) if answer]
+    damaged = _differing(block, manifest.tensors)
     if damaged:
         raise WeightMismatchError(
-            f"version {manifest.version}: {len(damaged)} of {len(answers)} tensors differ from their checksum "
-            f"({', '.join(damaged[:3])}{', ...' if len(damaged) > 3 else ''}); publish the version again"
+            f"version {manifest.version}: {len(damaged)} of {len(manifest.tensors)} tensors differ from their "
+            f"checksum ({', '.join(damaged[:3])}{', ...' if len(damaged) > 3 else ''}); publish the version again"
         )
 
 
@@ -141,6 +133,25 @@ def _check_layout(manifest: WeightManifest) -> None:
             raise WeightMismatchError(f"{entry.name} is in the manifest twice")
         names.add(entry.name)
         end = entry.offset + entry.size_bytes
+
+
+def _differing(block: memoryview, entries: Sequence[TensorEntry]) -> list[str]:
+    """Names of the tensors whose bytes are not their checksum's."""
+    rest = iter(entries)  # one tensor at a time to whichever thread is free: the largest may be half of the model
+
+    def check() -> list[str]:
+        return [
+            entry.name
+            for entry in rest
+            if xxhash.xxh3_64_intdigest(block[entry.offset : entry.offset + entry.size_bytes]) != entry.checksum
+        ]
+
+    if _VERIFY_THREADS == 1 or len(block) < _THREADS_PAY_FROM_BYTES:
+        return check()
+    with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify-weights") as threads:
+        found = [threads.submit(check) for _ in range(_VERIFY_THREADS)]
+    wrong = {name for each in found for name in each.result()}
+    return [entry.name for entry in entries if entry.name in wrong]
 
 
 def _check_zeros(gap: memoryview, *, before: str) -> None:

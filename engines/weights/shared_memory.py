@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import re
 import secrets
@@ -28,11 +27,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-import xxhash
 
-from asyncrl.errors import ConfigError, WeightError, WeightVersionError
-from asyncrl.weights.manifest import TensorEntry, WeightManifest
-from engines.weights.block import HEADER_SIZE_BYTES, aligned, block_size, header, tensor_bytes, tensor_views, verify
+from asyncrl.errors import ConfigError, WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.weights.manifest import WeightManifest
+from engines.weights.block import tensor_views, verify
+from engines.weights.version_file import VersionFile
+from engines.weights.version_maps import VersionMaps
 
 __all__ = ["SharedMemoryTransport"]
 
@@ -43,7 +43,6 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _FILE_NAME = re.compile(
     re.escape(_PREFIX) + r"\.[A-Za-z0-9_.-]+\.[0-9]+\.[0-9a-f]{8}\.(?:[0-9]+|(?:new|spare)-[0-9a-f]+)"
 )
-_CHUNK_SIZE_BYTES = 512 << 10  # stays in the second-level cache between checksum and write
 
 
 class SharedMemoryTransport:
@@ -81,6 +80,7 @@ class SharedMemoryTransport:
             )
         self._lock = threading.Lock()
         self._files = _OwnFiles()
+        self._maps = VersionMaps()
         self._last_version = -1
         self._closed = False
         self._name = f"{_PREFIX}.{namespace}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -113,7 +113,7 @@ class SharedMemoryTransport:
                     f"version {version} cannot be published: {self.max_versions} versions are held "
                     f"({', '.join(map(str, self.versions))}); release one first"
                 )
-            file = self._files.spare.pop() if self._files.spare else _VersionFile.create(self.directory, self._name)
+            file = self._files.spare.pop() if self._files.spare else VersionFile.create(self.directory, self._name)
             try:
                 entries = file.write(tensors)
                 path = self.directory / f"{self._name}.{version}"
@@ -141,8 +141,7 @@ class SharedMemoryTransport:
             WeightMismatchError: a byte of the block, or an entry of the manifest, is not what it was.
             WeightError: the version is not available (any more), or belongs to another transport.
         """
-        block = self._map(manifest)
-        verify(block, manifest)
+        block = self._open(manifest)
         tensors, slices = tensor_views(block, manifest)
         alive = [weakref.ref(part) for part in slices]
         del block, slices
@@ -174,6 +173,7 @@ class SharedMemoryTransport:
         with self._lock:
             self._closed = True
             self._files.remove_all()
+        self._maps.close()
 
     def purge_stale(self) -> tuple[str, ...]:
         """Remove files of any run that have neither owner nor reader; returns their names.
@@ -198,124 +198,38 @@ class SharedMemoryTransport:
                 os.close(descriptor)
         return tuple(removed)
 
-    def _map(self, manifest: WeightManifest) -> memoryview:
+    def _open(self, manifest: WeightManifest) -> memoryview:
+        """The verified block of a version, locked until the last view of it is gone."""
         name = manifest.location
         if manifest.transport != _TRANSPORT or not self._location.fullmatch(name):
             raise WeightError(
                 f"version {manifest.version} lies at {manifest.transport}:{name}, not in the shared memory of "
                 f"namespace {self.namespace!r}"
             )
+        path = self.directory / name
         try:
-            descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightError(
-                f"version {manifest.version} is not available: {error.strerror} ({self.directory / name})"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            size_bytes = os.fstat(descriptor).st_size
-            if size_bytes == 0:
-                return memoryview(b"")
-            # The map keeps a duplicate of the descriptor, and with it the lock, until the last view of it is gone.
-            return memoryview(
-                mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            )
+            block, kept = self._maps.open(path)
+            try:
+                verify(block, manifest)
+            except WeightMismatchError:
+                if not kept:
+                    raise
+                # A tensor pulled before was written to: those pages are this process's own, not the file's.
+                block, _ = self._maps.open(path, fresh=True)
+                verify(block, manifest)
         except BlockingIOError as error:
             raise WeightError(f"version {manifest.version} was released") from error
-        finally:
-            os.close(descriptor)
-
-
-class _VersionFile:
-    """A file of this process, under a shared lock from creation to removal."""
-
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self._descriptor = descriptor
-        self._path = path
-
-    @classmethod
-    def create(cls, directory: Path, name: str) -> _VersionFile:
-        while True:
-            path = directory / f"{name}.new-{secrets.token_hex(4)}"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # Between creation and lock it looked stale, and another process may have purged it.
-            if os.fstat(descriptor).st_nlink:
-                return cls(descriptor, path)
-            os.close(descriptor)
-
-    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[TensorEntry]:
-        """Write tensors one after the other and take their checksums while the bytes are warm."""
-        entries: list[TensorEntry] = []
-        names: set[str] = set()
-        offset = HEADER_SIZE_BYTES
-        for name, tensor in tensors:
-            if name in names:
-                raise WeightError(f"tensor {name} was published twice in one version")
-            names.add(name)
-            data = tensor_bytes(name, tensor)
-            entries.append(
-                TensorEntry(
-                    name=name,
-                    shape=tuple(tensor.shape),
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    offset=offset,
-                    size_bytes=len(data),
-                    checksum=self._write_at(offset, data),
-                )
-            )
-            end = offset + len(data)
-            offset = aligned(end)
-            self._write_at(end, memoryview(bytes(offset - end)))
-        return entries
-
-    def seal(self, manifest: WeightManifest, path: Path) -> None:
-        """Make the written block complete, under its final name."""
-        os.ftruncate(self._descriptor, block_size(manifest))
-        self._path.rename(path)
-        self._path = path
-        self._write_at(0, memoryview(header(manifest)))
-
-    def retire(self, path: Path) -> bool:
-        """Take the block out of sight. True if the file can be written again; if not, only removed."""
-        try:
-            self._path.rename(path)
-        except FileNotFoundError:  # somebody emptied the directory: there is nothing to use again
-            return False
-        self._path = path
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # a reader is left
-            return False
-        # A reader that had opened the old name and locks only now finds no header.
-        self._write_at(0, memoryview(bytes(HEADER_SIZE_BYTES)))
-        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-        # While one lock is exchanged for the other there is none, and another process may have purged the file.
-        return os.fstat(self._descriptor).st_nlink > 0
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
-
-    def _write_at(self, offset: int, data: memoryview) -> int:
-        """Write all of ``data`` (pwrite: a full memory file system is an error then, not a signal)."""
-        checksum = xxhash.xxh3_64()
-        for start in range(0, len(data), _CHUNK_SIZE_BYTES):
-            chunk = data[start : start + _CHUNK_SIZE_BYTES]
-            checksum.update(chunk)
-            while chunk:
-                written = os.pwrite(self._descriptor, chunk, offset)
-                offset += written
-                chunk = chunk[written:]
-        return checksum.intdigest()
+        except OSError as error:
+            raise WeightError(f"version {manifest.version} is not available: {error.strerror} ({path})") from error
+        return block
 
 
 class _OwnFiles:
     """Files this process created; a forked child leaves them alone."""
 
     def __init__(self) -> None:
-        self.published: dict[int, _VersionFile] = {}
-        self.spare: list[_VersionFile] = []
+        self.published: dict[int, VersionFile] = {}
+        self.spare: list[VersionFile] = []
         self._process = os.getpid()
 
     def remove_all(self) -> None:

@@ -1,13 +1,15 @@
 """The next version of the weights, beside the one that serves.
 
-The shadow is written while decoding goes on and becomes the model by exchanging pointers, so the pause does not grow
-with the size of the model. What served before becomes the next shadow: after the first update nothing is allocated.
+The shadow is filled while decoding goes on and becomes the model by exchanging pointers, so the pause does not grow
+with the size of the model. Tensors that were lent are served from where they lie; of others there is a copy, in memory
+that an earlier one has left.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ class ShadowWeights:
         self.version = version
         self.prepared: int | None = None
         self._tensors = ModelTensors(model)
-        self._shadow: dict[str, torch.Tensor] = {}
-        self._filled: set[str] = set()
+        self._shadow = _Version()
+        self._serves = _Version()
+        self._room: dict[str, torch.Tensor] = {}  # memory of copies that serve no more
 
     def verify(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
         """Check names, shapes, dtypes and version before anything is written.
@@ -43,32 +46,49 @@ class ShadowWeights:
         """
         self._tensors.verify(tensors, version=version, held=self.version)
 
-    def write(self, tensors: Mapping[str, torch.Tensor], *, version: int, stop: threading.Event) -> Iterator[int]:
-        """Copy into the shadow, one tensor per item; yields the bytes copied. Verified tensors only.
+    def write(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        version: int,
+        stop: threading.Event,
+        lease: ExitStack | None = None,
+    ) -> Generator[int]:
+        """Fill the shadow, one tensor per item; yields their bytes. Verified tensors only.
+
+        With a ``lease``, parameters that are just as the model has them are not copied: they stay valid until it is
+        closed, which is done when none of them will be served any more.
 
         When ``stop`` is set the shadow stays incomplete and nothing is prepared.
         """
-        self.prepared = None
-        self._filled.clear()
-        for name, tensor in tensors.items():
-            owner = self._tensors.owners[name]
-            if owner in self._filled:
-                continue
-            if stop.is_set():
-                return
-            live = self._tensors.live[owner]
-            if owner not in self._shadow:
-                self._shadow[owner] = torch.empty_like(live, requires_grad=False)
-            with torch.no_grad():
-                self._shadow[owner].copy_(tensor)
-            self._filled.add(owner)
-            yield live.nbytes
-        if any(live.is_cuda for live in self._tensors.live.values()):
-            torch.cuda.current_stream().synchronize()
-        self.prepared = version
+        self._forget()
+        if lease is not None:
+            self._shadow.lease = lease
+        try:
+            for name, tensor in tensors.items():
+                owner = self._tensors.owners[name]
+                if owner in self._shadow.tensors:
+                    continue
+                if stop.is_set():
+                    return
+                live = self._tensors.live[owner]
+                if lease is not None and owner in self._tensors.required and _alike(tensor, live):
+                    self._shadow.tensors[owner] = tensor
+                    self._shadow.lent.add(owner)
+                else:
+                    self._shadow.tensors[owner] = self._copy(owner, tensor)
+                yield live.nbytes
+            if any(live.is_cuda for live in self._tensors.live.values()):
+                torch.cuda.current_stream().synchronize()
+            self.prepared = version
+        finally:
+            if self.prepared is None:
+                self._forget()
+            elif not self._shadow.lent:
+                self._shadow.lease.close()
 
     def swap(self, version: int) -> None:
-        """Exchange shadow and model. Between two steps only.
+        """Make the shadow the model. Between two steps only.
 
         Raises:
             WeightVersionError: ``version`` is not the prepared one.
@@ -76,9 +96,51 @@ class ShadowWeights:
         if version != self.prepared:
             held = "none is" if self.prepared is None else f"version {self.prepared} is"
             raise WeightVersionError(f"cannot commit weight version {version}: {held} prepared")
-        for owner in self._filled:
+        for owner, tensor in self._shadow.tensors.items():
             # Any: assigning `data` is torch's own way to swap storage under a Parameter
             live: Any = self._tensors.live[owner]
-            live.data, self._shadow[owner] = self._shadow[owner], live.data
+            if owner not in self._shadow.lent | self._serves.lent:
+                self._room[owner] = live.data
+            live.data = tensor
+        self._shadow.tensors.clear()
+        self._serves.lease.close()
+        self._serves, self._shadow = self._shadow, _Version()
         self.version = version
         self.prepared = None
+
+    def close(self) -> None:
+        """Free everything; the model is of no use afterwards."""
+        self._forget()
+        self._room.clear()
+        for live in self._tensors.live.values():
+            live.data = torch.empty(0, dtype=live.dtype)
+        self._serves.lease.close()
+
+    def _forget(self) -> None:
+        self.prepared = None
+        for owner, tensor in self._shadow.tensors.items():
+            if owner not in self._shadow.lent:
+                self._room[owner] = tensor
+        self._shadow.tensors.clear()
+        self._shadow.lease.close()
+        self._shadow = _Version()
+
+    def _copy(self, owner: str, tensor: torch.Tensor) -> torch.Tensor:
+        room = self._room.pop(owner, None)
+        if room is None:
+            room = torch.empty_like(self._tensors.live[owner], requires_grad=False)
+        with torch.no_grad():
+            return room.copy_(tensor)
+
+
+class _Version:
+    """The tensors of a version, and which of them lie in memory that is lent to it."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.lent: set[str] = set()
+        self.lease = ExitStack()
+
+
+def _alike(tensor: torch.Tensor, live: torch.Tensor) -> bool:
+    return tensor.device == live.device and tensor.dtype == live.dtype and tensor.is_contiguous()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, VersionSpan
+from asyncrl.rollout.weight_fetch import fetch_into
 from engines.rollout.transformers_engine import TransformersEngine
+from engines.weights.shared_memory import SharedMemoryTransport
 
 Collect = Callable[..., Any]
 RequestOf = Callable[..., GenerationRequest]
@@ -192,6 +196,43 @@ async def test_a_cancelled_prepare_waits_for_its_reader_and_prepares_nothing(fol
         await engine.prepare_weights(tensors_of(load(folder_of(seed=2))), version=2)
         await engine.commit_weights(2)
         assert (await engine.health(30.0)).weight_version == 2
+
+
+async def test_engines_of_one_host_serve_from_the_published_bytes(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, tmp_path: Path
+) -> None:
+    """Two engines, five versions: what they say is what an engine started with the version says; two files do."""
+    request = request_of("a", [1, 2, 3], 12, seed=1)
+    publisher, *readers = (SharedMemoryTransport(namespace="host", directory=str(tmp_path)) for _ in range(3))
+
+    def mapped() -> list[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [line.split()[-1] for line in lines if str(tmp_path) in line]
+
+    async with serving(folder_of()) as one, serving(folder_of(), step_in_thread=False) as other:
+        for version in range(1, 6):
+            manifest = publisher.publish(tensors_of(load(folder_of(seed=version))).items(), version=version)
+            for engine, reader in zip((one, other), readers, strict=True):
+                await fetch_into(engine, manifest, transport=reader)
+                await engine.commit_weights(version)
+            publisher.release(version - 1)
+            async with serving(folder_of(seed=version)) as fresh:
+                expected = await collect(fresh, request)
+            for engine in (one, other):
+                got = await collect(engine, request)
+                assert (got.token_ids, got.log_probs) == (expected.token_ids, expected.log_probs)
+        assert len(list(tmp_path.iterdir())) == 2, "a version that is served is no obstacle to writing the one before"
+        held = mapped()
+        assert held.count(str(tmp_path / manifest.location)) == 3  # the publisher's and two readers'
+        damaged = msgspec.structs.replace(manifest, version=9)
+        with pytest.raises(WeightMismatchError):
+            await fetch_into(one, damaged, transport=readers[0])
+        assert (await collect(one, request)).token_ids == expected.token_ids
+    publisher.close()
+    for reader in readers:
+        reader.close()
+    gc.collect()
+    assert mapped() == []
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])

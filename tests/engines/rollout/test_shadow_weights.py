@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from asyncrl.errors import WeightMismatchError, WeightVersionError
 from engines.rollout.embedded.shadow_weights import ShadowWeights
@@ -17,6 +20,27 @@ ModelOf = Callable[..., Any]
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_parameters()}
+
+
+class Lender:
+    """Lends tensors, and knows whether they are back."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.lent = False
+
+    @contextmanager
+    def lend(self) -> Iterator[dict[str, torch.Tensor]]:
+        self.lent = True
+        yield self.tensors
+        self.lent = False
+
+
+def adopt(weights: ShadowWeights, lender: Lender, *, version: int) -> None:
+    lease = ExitStack()
+    tensors = lease.enter_context(lender.lend())
+    for _ in weights.write(tensors, version=version, stop=threading.Event(), lease=lease):
+        pass
 
 
 def update(weights: ShadowWeights, tensors: dict[str, torch.Tensor], *, version: int) -> None:
@@ -146,3 +170,82 @@ def test_memory_is_used_again(model_of: ModelOf) -> None:
         update(weights, tensors_of(serving), version=version)
         places.add(serving.lm_head.weight.data_ptr())
     assert len(places) == 2
+
+
+def test_what_is_lent_is_served_from_where_it_lies_until_the_next_version(model_of: ModelOf) -> None:
+    serving = model_of("llama", seed=1)
+    weights = ShadowWeights(serving, version=0)
+    lenders = [Lender(tensors_of(model_of("llama", seed=seed))) for seed in range(2, 5)]
+    for version, lender in enumerate(lenders, start=1):
+        adopt(weights, lender, version=version)
+        weights.swap(version)
+        assert serving.lm_head.weight.data_ptr() == lender.tensors["lm_head.weight"].data_ptr()
+        assert [each.lent for each in lenders] == [each is lender for each in lenders]
+    update(weights, tensors_of(model_of("llama", seed=9)), version=8)
+    assert not any(lender.lent for lender in lenders)
+    assert torch.equal(logits(serving), logits(model_of("llama", seed=9)))
+    weights.close()
+
+
+def test_what_is_lent_is_given_back_when_it_will_not_be_served(model_of: ModelOf) -> None:
+    weights = ShadowWeights(model_of("llama", seed=1), version=0)
+    first, second, third = (Lender(tensors_of(model_of("llama", seed=seed))) for seed in (2, 3, 4))
+    adopt(weights, first, version=1)
+    adopt(weights, second, version=2)
+    assert (first.lent, second.lent) == (False, True)
+    weights.swap(2)
+    stop = threading.Event()
+    lease = ExitStack()
+    for _ in weights.write(lease.enter_context(third.lend()), version=3, stop=stop, lease=lease):
+        stop.set()
+    assert (second.lent, third.lent) == (True, False)
+    weights.close()
+    assert not second.lent
+
+
+def test_another_dtype_is_copied_and_given_back_at_once(model_of: ModelOf) -> None:
+    serving, other = model_of("llama", seed=1), model_of("llama", seed=2)
+    weights = ShadowWeights(serving, version=0)
+    lender = Lender({name: tensor.double() for name, tensor in tensors_of(other).items()})
+    adopt(weights, lender, version=1)
+    assert not lender.lent
+    weights.swap(1)
+    assert torch.equal(logits(serving), logits(other))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(["copy", "lend", "lend double", "swap", "stop"]), max_size=14))
+def test_it_serves_the_committed_version_and_holds_no_other_loan(model_of: ModelOf, steps: list[str]) -> None:
+    serving = model_of("llama", seed=0)
+    weights = ShadowWeights(serving, version=0)
+    name = "model.norm.weight"
+    held, prepared, lenders = 1.0, None, {}
+    for version, step in enumerate(steps, start=2):
+        tensors = {each: torch.full_like(tensor, version) for each, tensor in tensors_of(serving).items()}
+        if step == "swap":
+            if weights.prepared is None:
+                continue
+            assert prepared is not None
+            held, prepared = prepared, None
+            weights.swap(weights.prepared)
+        elif step == "copy":
+            for _ in weights.write(tensors, version=version, stop=threading.Event()):
+                pass
+            prepared = version
+        else:
+            if step == "lend double":
+                tensors |= {each: tensor.double() for each, tensor in tensors.items()}
+            lender = lenders[version] = Lender(tensors)
+            stop, lease = threading.Event(), ExitStack()
+            for _ in weights.write(lease.enter_context(lender.lend()), version=version, stop=stop, lease=lease):
+                if step == "stop":
+                    stop.set()
+            prepared = None if step == "stop" else version
+        assert weights.prepared == prepared
+        live = dict(serving.named_parameters())
+        assert all(float(live[each].flatten()[0].detach()) == held for each in (name, "lm_head.weight") if held > 1)
+        for version_lent, lender in lenders.items():
+            needed = version_lent in (held, prepared) and lender.tensors[name].dtype == torch.float32
+            assert lender.lent == needed
+    weights.close()
+    assert not any(lender.lent for lender in lenders.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import mmap
 import os
 import random
 import signal
@@ -10,10 +12,11 @@ import stat
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +25,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import ConfigError, WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import WeightTransport
 from asyncrl.weights.manifest import WeightManifest
+from engines.weights import version_file
 from engines.weights.shared_memory import SharedMemoryTransport
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # need more than their bytes
@@ -205,6 +209,115 @@ def test_tensors_that_outlive_their_block_are_safe_and_reported(transport: Share
     assert torch.equal(kept["w"], torch.arange(9.0))
 
 
+def test_a_version_in_a_file_that_was_read_before_needs_no_new_map(
+    transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+):
+    maps = []
+    monkeypatch.setattr(mmap, "mmap", lambda *a, made=mmap.mmap, **k: maps.append(a) or made(*a, **k))
+    reader = SharedMemoryTransport(namespace="test", directory=str(transport.directory))
+    for version in range(8):  # two files take turns; each is mapped once by the reader, and once by the publisher
+        tensors = {"w": torch.full((5000,), version), "v": torch.full((3,), -version)}
+        pulled = copies(reader, transport.publish(tensors.items(), version=version))
+        assert all(torch.equal(pulled[name], tensors[name]) for name in tensors)
+        transport.release(version - 1)
+    assert len(maps) == 4
+
+
+def test_what_was_written_into_a_kept_map_is_not_taken_for_the_next_version(transport: SharedMemoryTransport):
+    for version in range(6):
+        manifest = transport.publish([("w", torch.full((5000,), version))], version=version)
+        for _ in range(2):
+            with transport.pull(manifest) as tensors:
+                assert (tensors["w"] == version).all()
+                tensors["w"][version * 700] = -1  # another page each time
+        transport.release(version - 1)
+
+
+def test_damage_is_told_also_through_a_kept_map(transport: SharedMemoryTransport):
+    manifest = transport.publish([("w", torch.zeros(5000))], version=0)
+    copies(transport, manifest)
+    with (transport.directory / manifest.location).open("r+b") as file:
+        file.seek(3000)
+        file.write(b"x")
+    with pytest.raises(WeightMismatchError, match="1 of 1 tensors differ"):
+        copies(transport, manifest)
+
+
+def test_readers_of_one_version_do_not_see_each_other_s_writes(transport: SharedMemoryTransport):
+    manifest = transport.publish([("w", torch.zeros(5000))], version=0)
+    with transport.pull(manifest) as one, transport.pull(manifest) as other:
+        one["w"].fill_(1)
+        assert not other["w"].any()
+    for _ in range(2):
+        assert not copies(transport, manifest)["w"].any()
+
+
+def test_a_file_that_is_gone_is_not_kept_in_memory(transport: SharedMemoryTransport, tmp_path: Path):
+    reader = SharedMemoryTransport(namespace="test", directory=str(tmp_path))
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(f"{tmp_path}/")
+
+    first = transport.publish([("w", torch.zeros(5000))], version=0)
+    with reader.pull(first):
+        transport.release(0)  # still read: unlinked
+    assert mapped() == 1
+    copies(reader, transport.publish([("w", torch.ones(5000))], version=1))
+    assert mapped() == 1
+    reader.close()
+    assert mapped() == 0
+
+
+def test_a_child_does_not_end_its_parent_s_reading(transport: SharedMemoryTransport):
+    manifest = transport.publish([("w", torch.zeros(5000))], version=0)
+    with transport.pull(manifest) as tensors:
+        child = os.fork()
+        if child == 0:
+            try:
+                dict.clear(gc.get_referents(tensors)[0])  # type: ignore[arg-type]
+                gc.collect()
+                copies(transport, manifest)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        transport.release(0)
+        transport.publish([("w", torch.ones(5000))], version=1)
+        assert not tensors["w"].any()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 70_000), max_size=6), min_size=1, max_size=8),
+    held=st.sets(st.integers(0, 7)),
+    batch_bytes=st.sampled_from([1, 4096, 16 << 20]),
+)
+def test_versions_of_any_size_follow_each_other_in_the_same_files(
+    tmp_path: Path, sizes: list[list[int]], held: set[int], batch_bytes: int
+):
+    """Smaller and larger ones, some still read when they are released."""
+    transport = SharedMemoryTransport(namespace="test", directory=str(tmp_path))
+    reader = SharedMemoryTransport(namespace="test", directory=str(tmp_path))
+    rng = np.random.default_rng(len(sizes))
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as readings:
+        patch.setattr(version_file, "_BATCH_SIZE_BYTES", batch_bytes)
+        read: list[tuple[dict[str, torch.Tensor], Mapping[str, torch.Tensor]]] = []
+        for version, each in enumerate(sizes):
+            tensors = {str(i): torch.from_numpy(rng.integers(0, 255, n, np.uint8)) for i, n in enumerate(each)}
+            manifest = transport.publish(tensors.items(), version=version)
+            pulled = copies(reader, manifest)
+            assert list(pulled) == list(tensors)
+            assert all(torch.equal(pulled[name], tensors[name]) for name in tensors)
+            if version in held:
+                read.append((tensors, readings.enter_context(reader.pull(manifest))))
+            transport.release(version - 1)
+            for expected, seen in read:
+                assert all(torch.equal(seen[name], expected[name]) for name in expected)
+        pulled, expected, seen = {}, {}, {}
+    transport.close()
+    reader.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_are_private_and_unlinked_on_close(tmp_path: Path):
     transport = SharedMemoryTransport(namespace="run-1.5", directory=str(tmp_path))
     for version in (0, 1):
@@ -246,6 +359,7 @@ def test_other_transports_namespaces_and_paths_are_refused(transport: SharedMemo
 
 OWNER = """
 import sys, torch
+from engines.weights import version_file
 from engines.weights.shared_memory import SharedMemoryTransport
 transport = SharedMemoryTransport(namespace="test", directory=sys.argv[1])
 manifest = transport.publish([("w", torch.arange(100.0))], version=0)
@@ -269,7 +383,8 @@ def die(tmp_path: Path, *, half_way: bool, namespace: str = "test") -> None:
     """A child that publishes version 0 and is killed in the middle of it, or afterwards."""
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.arange(100.0)
+        for name in "abc" if half_way else "w":
+            yield name, torch.arange(100.0)
         if half_way:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -307,10 +422,14 @@ def test_an_interpreter_that_ends_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_owner_that_dies_half_way_leaves_nothing_complete_and_the_next_one_cleans_up(tmp_path: Path):
+def test_an_owner_that_dies_half_way_leaves_nothing_complete_and_the_next_one_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(version_file, "_BATCH_SIZE_BYTES", 1)
+    monkeypatch.setattr(version_file, "_THREADS", 1)
     die(tmp_path, half_way=True)
     (unfinished,) = tmp_path.iterdir()
-    assert unfinished.stat().st_size == 64 + 448
+    assert unfinished.stat().st_size == 64 + 2 * 448
     assert unfinished.read_bytes()[:64] == bytes(64)
     die(tmp_path, half_way=False, namespace="another-run.2")
     (published,) = tmp_path.iterdir()  # the second owner removed what the first had left

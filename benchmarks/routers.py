@@ -188,6 +188,7 @@ class HttpReplica:
 
 async def pool_server(urls: list[str]) -> None:
     """``asyncrl.serve`` over engines that ask the replicas; says its port."""
+    from asyncrl.garbage import settle_memory
     from asyncrl.rollout.pool_options import PoolOptions
     from asyncrl.rollout.replica import Supervision
     from asyncrl.rollout.replica_pool import ReplicaPool
@@ -195,7 +196,7 @@ async def pool_server(urls: list[str]) -> None:
     from asyncrl.serve.call import Face
     from asyncrl.serve.limits import Limits
     from asyncrl.serve.meters import Meters
-    from asyncrl.serve.server import Binding, Server, settle_memory
+    from asyncrl.serve.server import Binding, Server
     from asyncrl.serve.sessions import Sessions
 
     limits = Limits()

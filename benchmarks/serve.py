@@ -183,6 +183,7 @@ async def serve_ours(stack: AsyncExitStack, *, turn_s: float, pooled: bool, guar
 
     ``guarded`` has a tokenizer, and the limits of every server.
     """
+    from asyncrl.garbage import settle_memory
     from asyncrl.rollout.admission import AdmissionLimits
     from asyncrl.rollout.replica_pool import PoolOptions, ReplicaPool
     from asyncrl.serve.admission import Admission
@@ -190,7 +191,7 @@ async def serve_ours(stack: AsyncExitStack, *, turn_s: float, pooled: bool, guar
     from asyncrl.serve.limits import Limits
     from asyncrl.serve.meters import Meters
     from asyncrl.serve.served_pool import ServedPool
-    from asyncrl.serve.server import Binding, Server, settle_memory
+    from asyncrl.serve.server import Binding, Server
     from asyncrl.serve.sessions import Sessions
 
     many = 20_000

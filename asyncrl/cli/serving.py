@@ -125,7 +125,7 @@ def _engine_option(text: str) -> tuple[str, Any]:
 
 
 async def _serve(model: str, options: ServingOptions) -> int:
-    from asyncrl.serve.server import settle_memory
+    from asyncrl.garbage import settle_memory
     from asyncrl.serve.serving import serve
 
     loop = asyncio.get_running_loop()

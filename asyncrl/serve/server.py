@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import logging
 import os
@@ -25,7 +24,7 @@ from asyncrl.serve.gate import Doorway, Gate
 from asyncrl.serve.keys import KeyRing
 from asyncrl.serve.routes import routes_of
 
-__all__ = ["Binding", "Server", "control_socket_path", "is_loopback", "settle_memory"]
+__all__ = ["Binding", "Server", "control_socket_path", "is_loopback"]
 
 _BACKLOG = 4096
 _READ_BYTES = 64 << 10  # a body waits for its reader after each read of the socket: pieces need not be joined, nor one
@@ -253,17 +252,6 @@ def allow_connections(count: int) -> None:
             resource.setrlimit(
                 resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
             )
-
-
-def settle_memory() -> None:
-    """For a process that only serves: what is there after the start stays, and is not walked by the collector again.
-
-    Requests leave few cycles behind, and a full collection over everything that torch and transformers have made costs
-    tens of milliseconds, during which nobody is answered.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def _bound(host: str, port: int) -> socket.socket:

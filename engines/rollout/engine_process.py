@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from asyncrl.errors import AsyncRLError, CodecError, ConfigError, InvalidDataError
+from asyncrl.garbage import settle_memory
 from asyncrl.interfaces import GenerationChunk, RolloutEngine, SeparateEngine, WeightTransport
 from asyncrl.parts import load_part, make_part
 from asyncrl.rollout.weight_fetch import fetch_into
@@ -92,6 +93,7 @@ class EngineHost:
     async def start(self) -> None:
         """Load the model."""
         await self._engine.start()
+        settle_memory()
 
     async def close(self) -> None:
         """Free everything."""

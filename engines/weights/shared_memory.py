@@ -28,9 +28,10 @@ from types import MappingProxyType
 
 import torch
 
-from asyncrl.errors import ConfigError, WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.errors import ConfigError, WeightError, WeightMismatchError
 from asyncrl.weights.manifest import WeightManifest
 from engines.weights.block import tensor_views, verify
+from engines.weights.held_versions import HeldVersions
 from engines.weights.version_file import VersionFile
 from engines.weights.version_maps import VersionMaps
 
@@ -67,8 +68,6 @@ class SharedMemoryTransport:
     def __init__(self, *, namespace: str, max_versions: int = 2, directory: str | None = None) -> None:
         if not _NAMESPACE.fullmatch(namespace):
             raise ValueError(f"a namespace is 1..100 letters, digits, '_', '.' or '-', got {namespace!r}")
-        if max_versions < 1:
-            raise ValueError(f"max_versions must be at least 1, got {max_versions}")
         self.namespace = namespace
         self.max_versions = max_versions
         self.directory = Path(directory) if directory is not None else _memory_directory()
@@ -79,10 +78,8 @@ class SharedMemoryTransport:
                 remedy="make it, or leave it out for shared memory",
             )
         self._lock = threading.Lock()
-        self._files = _OwnFiles()
+        self._files = _OwnFiles(max_versions)
         self._maps = VersionMaps()
-        self._last_version = -1
-        self._closed = False
         self._name = f"{_PREFIX}.{namespace}.{os.getpid()}.{secrets.token_hex(4)}"
         self._location = re.compile(re.escape(f"{_PREFIX}.{namespace}.") + r"[0-9]+\.[0-9a-f]+\.[0-9]+")
         self._finalizer = weakref.finalize(self, self._files.remove_all)
@@ -91,7 +88,7 @@ class SharedMemoryTransport:
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions held, oldest first."""
-        return tuple(self._files.published)
+        return self._files.held.numbers
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> WeightManifest:
         """Write the tensors, one at a time as they come, and make them available under ``version``.
@@ -102,17 +99,7 @@ class SharedMemoryTransport:
                 published then, and the same version can be tried again.
         """
         with self._lock:
-            if self._closed:
-                raise WeightError(f"version {version} cannot be published: the transport is closed")
-            if version <= self._last_version:
-                raise WeightVersionError(
-                    f"versions only grow: {version} cannot be published after {self._last_version}"
-                )
-            if len(self._files.published) >= self.max_versions:
-                raise WeightError(
-                    f"version {version} cannot be published: {self.max_versions} versions are held "
-                    f"({', '.join(map(str, self.versions))}); release one first"
-                )
+            self._files.held.check(version)
             file = self._files.spare.pop() if self._files.spare else VersionFile.create(self.directory, self._name)
             try:
                 entries = file.write(tensors)
@@ -129,8 +116,7 @@ class SharedMemoryTransport:
                         f"(docker: --shm-size), or give another directory"
                     ) from error
                 raise
-            self._files.published[version] = file
-            self._last_version = version
+            self._files.held.add(version, file)
             return manifest
 
     @contextmanager
@@ -160,7 +146,7 @@ class SharedMemoryTransport:
     def release(self, version: int) -> None:
         """Free what ``version`` occupies, for a later version or altogether. Idempotent."""
         with self._lock:
-            file = self._files.published.pop(version, None)
+            file = self._files.held.remove(version)
             if file is None:
                 return
             if file.retire(self.directory / f"{self._name}.spare-{version}"):
@@ -171,7 +157,6 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Unlink every file. Idempotent; also done when the interpreter ends."""
         with self._lock:
-            self._closed = True
             self._files.remove_all()
         self._maps.close()
 
@@ -227,17 +212,16 @@ class SharedMemoryTransport:
 class _OwnFiles:
     """Files this process created; a forked child leaves them alone."""
 
-    def __init__(self) -> None:
-        self.published: dict[int, VersionFile] = {}
+    def __init__(self, max_versions: int) -> None:
+        self.held: HeldVersions[VersionFile] = HeldVersions(max_versions=max_versions)
         self.spare: list[VersionFile] = []
         self._process = os.getpid()
 
     def remove_all(self) -> None:
         if os.getpid() != self._process:
             return
-        for file in (*self.published.values(), *self.spare):
+        for file in (*self.held.close(), *self.spare):
             file.remove()
-        self.published.clear()
         self.spare.clear()
 
 

@@ -6,19 +6,18 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from asyncrl.errors import WeightError
 from asyncrl.weights.manifest import TensorEntry, WeightManifest
-from engines.weights.block import HEADER_SIZE_BYTES, aligned, block_size, header, tensor_bytes
+from engines.weights.block import block_size, header
+from engines.weights.placement import HEADER_SIZE_BYTES, PlacedTensor, aligned, in_batches
 
 __all__ = ["VersionFile"]
 
@@ -60,7 +59,7 @@ class VersionFile:
         self._map()
         writing: list[Future[list[TensorEntry]]] = []
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish-weights") as threads:
-            for batch in _batches(tensors):
+            for batch in in_batches(tensors, size_bytes=_BATCH_SIZE_BYTES):
                 if len(writing) > _THREADS:
                     writing[-_THREADS - 1].result()
                 writing.append(threads.submit(self._write_batch, batch))
@@ -103,26 +102,17 @@ class VersionFile:
             self._pages = np.frombuffer(mmap.mmap(self._descriptor, size_bytes), dtype=np.uint8)
         self._pages = self._pages[:size_bytes]
 
-    def _write_batch(self, batch: list[_Placed]) -> list[TensorEntry]:
+    def _write_batch(self, batch: list[PlacedTensor]) -> list[TensorEntry]:
         entries = []
-        for name, tensor, offset, data in batch:
+        for part in batch:
             checksum = xxhash.xxh3_64()
-            for start in range(0, len(data), _CHUNK_SIZE_BYTES):
-                chunk = data[start : start + _CHUNK_SIZE_BYTES]
+            for start in range(0, len(part.data), _CHUNK_SIZE_BYTES):
+                chunk = part.data[start : start + _CHUNK_SIZE_BYTES]
                 checksum.update(chunk)
-                self._write_at(offset + start, chunk)
-            end = offset + len(data)
+                self._write_at(part.offset + start, chunk)
+            end = part.offset + len(part.data)
             self._write_at(end, bytes(aligned(end) - end))
-            entries.append(
-                TensorEntry(
-                    name=name,
-                    shape=tuple(tensor.shape),
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    offset=offset,
-                    size_bytes=len(data),
-                    checksum=checksum.intdigest(),
-                )
-            )
+            entries.append(part.entry(checksum.intdigest()))
         return entries
 
     def _write_at(self, offset: int, data: bytes | memoryview) -> None:
@@ -133,26 +123,3 @@ class VersionFile:
         rest = memoryview(data)
         while rest:
             rest = rest[os.pwrite(self._descriptor, rest, end - len(rest)) :]
-
-
-_Placed: TypeAlias = tuple[str, torch.Tensor, int, memoryview]  # name, tensor, first byte in the block, its bytes
-
-
-def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[_Placed]]:
-    """Tensors with their places in the block, some megabytes at a time."""
-    batch: list[_Placed] = []
-    size_bytes = 0
-    names: set[str] = set()
-    offset = HEADER_SIZE_BYTES
-    for name, tensor in tensors:
-        if name in names:
-            raise WeightError(f"tensor {name} was published twice in one version")
-        names.add(name)
-        data = tensor_bytes(name, tensor)
-        batch.append((name, tensor, offset, data))
-        offset = aligned(offset + len(data))
-        size_bytes += len(data)
-        if size_bytes >= _BATCH_SIZE_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-    yield batch

@@ -84,6 +84,41 @@ async def test_a_model_in_another_process_says_the_same(
     await here.close()
 
 
+@pytest.mark.parametrize("name", ["disk", pytest.param("object_store", marks=[pytest.mark.ray, pytest.mark.slow])])
+async def test_another_process_fetches_through_every_transport(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, tmp_path: Path, name: str
+) -> None:
+    request = request_of("a", [1, 2, 3], 10, seed=3)
+    options = {"directory": str(tmp_path)}
+    if name == "object_store":
+        options = {}
+        await asyncio.to_thread(_start_ray)
+    spec = TransportSpec(name=name, namespace="remote", options=options)
+    publisher = spec.make()
+    tensors = _weights(folder_of(seed=1))
+    async with hosting(str(folder_of()), options={"device": "cpu"}, threads=1, transport=spec) as engine:
+        for version in (1, 2, 3):
+            manifest = await asyncio.to_thread(publisher.publish, tensors.items(), version=version)
+            await engine.fetch_weights(manifest)
+            publisher.release(version)  # its bytes were copied
+            await engine.commit_weights(version)
+            got = await collect(engine, request)
+        with pytest.raises(WeightError, match="version 3"):
+            await engine.fetch_weights(manifest)
+    publisher.close()
+    async with hosting(str(folder_of(seed=1)), options={"device": "cpu"}, threads=1) as fresh:
+        expected = await collect(fresh, request)
+    assert got.token_ids == expected.token_ids
+    assert set(got.weight_versions) == {3}
+
+
+def _start_ray() -> None:
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+
 async def _goes_on_as_if_it_had_never_moved(
     engine: RemoteEngine, request: GenerationRequest, whole: Generation, collect: Collect
 ) -> None:

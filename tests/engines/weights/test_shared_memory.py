@@ -426,11 +426,10 @@ def test_an_owner_that_dies_half_way_leaves_nothing_complete_and_the_next_one_cl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(version_file, "_BATCH_SIZE_BYTES", 1)
-    monkeypatch.setattr(version_file, "_THREADS", 1)
     die(tmp_path, half_way=True)
     (unfinished,) = tmp_path.iterdir()
-    assert unfinished.stat().st_size == 64 + 2 * 448
-    assert unfinished.read_bytes()[:64] == bytes(64)
+    assert ".new-" in unfinished.name
+    assert not any(unfinished.read_bytes()[:64]), "what is not whole has no header"
     die(tmp_path, half_way=False, namespace="another-run.2")
     (published,) = tmp_path.iterdir()  # the second owner removed what the first had left
     assert published.name.startswith("asyncrl.another-run.2.")

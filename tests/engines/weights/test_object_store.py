@@ -1,0 +1,73 @@
+"""Weights through Ray's object store: without a cluster, and when the publisher is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from asyncrl.errors import WeightError
+from engines.weights.object_store import ObjectStoreTransport
+
+PROGRAM = """
+import ray, torch
+from asyncrl.errors import WeightError
+from engines.weights.object_store import ObjectStoreTransport
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    def __init__(self):
+        self.transport = ObjectStoreTransport(namespace="run")
+
+    def publish(self, version):
+        return self.transport.publish([("w", torch.full((1000,), float(version)))], version=version).encode()
+
+from asyncrl.weights.manifest import WeightManifest
+trainer = Trainer.remote()
+reader = ObjectStoreTransport(namespace="run")
+manifest = WeightManifest.decode(ray.get(trainer.publish.remote(3)))
+with reader.pull(manifest) as tensors:
+    print(set(tensors["w"].tolist()))
+    ray.kill(trainer)
+    print(tensors["w"].sum().item())
+import time
+for _ in range(100):
+    try:
+        with reader.pull(manifest):
+            time.sleep(0.1)
+    except WeightError as error:
+        print("not available in Ray's object store" in str(error))
+        break
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(200)
+def test_the_versions_of_a_publisher_that_died_are_gone_and_what_was_read_stays() -> None:
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=180, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.split() == ["{3.0}", "3000.0", "True"]
+
+
+def test_without_a_cluster_it_says_what_is_missing() -> None:
+    program = "import pytest, sys; from tests.engines.weights import test_object_store as t; t.alone()"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def alone() -> None:
+    transport = ObjectStoreTransport(namespace="run")
+    with pytest.raises(WeightError, match="'object_store' needs Ray, and this process belongs to no cluster"):
+        transport.publish([("w", torch.ones(2))], version=0)
+    transport.close()
+
+
+@pytest.mark.parametrize("change", [{"max_versions": 0}, {"batch_size_bytes": 0}, {"namespace": "a b"}], ids=str)
+def test_bad_arguments_are_refused(change: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        ObjectStoreTransport(**{"namespace": "run", **change})

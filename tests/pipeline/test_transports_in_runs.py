@@ -1,0 +1,33 @@
+"""A run whose weights reach its engines in another way than through shared memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator.toml"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["disk", "object_store"])
+def test_a_run_ends_as_any_other(tmp_path: Path, transport: str) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    options = ["--weights.options.directory", str(shared)] if transport == "disk" else []
+    short = ["--steps", "3", "--sft.steps", "3", "--sft.warmup-steps", "1", "--eval.tasks", "8"]
+    command = [sys.executable, "-m", "asyncrl", "train", str(CALCULATOR), *short, "--weights.transport", transport]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (file,) = tmp_path.glob("runs/*/summary.json")
+    summary = json.loads(file.read_text())
+    tokens = summary["tokens"]
+    assert summary["staleness"]["max"] <= summary["max_staleness"]
+    assert tokens["trained"] > 0
+    assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"]
+    assert list(shared.iterdir()) == []

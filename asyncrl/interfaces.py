@@ -84,6 +84,7 @@ __all__ = [
     "SamplingParams",
     "SelectedGroup",
     "SeparateEngine",
+    "SleepingEngine",
     "SpawningHost",
     "Step",
     "Task",
@@ -441,6 +442,34 @@ class RolloutEngine(TokenGenerator, Protocol):
 
     def statistics(self) -> RolloutEngineStatistics:
         """What it holds and has done until now."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(RolloutEngine, Protocol):
+    """A rollout engine that can give its memory back for a while, for a trainer on the same device.
+
+    >>> from asyncrl.testing import EchoEngine
+    >>> class Drowsy(EchoEngine):
+    ...     async def sleep(self):
+    ...         await self.pause("keep")
+    ...
+    ...     async def wake(self):
+    ...         await self.resume()
+    >>> isinstance(Drowsy(), SleepingEngine), isinstance(EchoEngine(), SleepingEngine)
+    (True, False)
+    """
+
+    async def sleep(self) -> None:
+        """Give the memory of KV cache and weights back. Idempotent.
+
+        Nothing is decoded until :meth:`wake`, whatever :meth:`resume` says. Requests in flight lose nothing: their
+        keys and values are computed again afterwards. Weights may be prepared and committed meanwhile.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again and go on, unless paused. Idempotent."""
         ...
 
 

@@ -28,9 +28,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
-from asyncrl.errors import AsyncRLError, CodecError, ConfigError, InvalidDataError
+from asyncrl.errors import AsyncRLError, CodecError, ConfigError, EngineError, InvalidDataError
 from asyncrl.garbage import settle_memory
-from asyncrl.interfaces import GenerationChunk, RolloutEngine, SeparateEngine, WeightTransport
+from asyncrl.interfaces import GenerationChunk, RolloutEngine, SeparateEngine, SleepingEngine, WeightTransport
 from asyncrl.parts import load_part, make_part
 from asyncrl.rollout.weight_fetch import fetch_into
 from asyncrl.weights.transport import TransportSpec
@@ -52,7 +52,9 @@ from engines.rollout.engine_protocol import (
     Pause,
     Prepare,
     Resume,
+    Sleep,
     Statistics,
+    Wake,
     Welcome,
 )
 from engines.rollout.tied_process import end_with
@@ -164,7 +166,7 @@ class EngineHost:
                 )
                 await frames.drain()
 
-    async def _do(self, call: Abort | Pause | Resume | Prepare | Commit | Health | Statistics) -> Any:
+    async def _do(self, call: Abort | Pause | Resume | Sleep | Wake | Prepare | Commit | Health | Statistics) -> Any:
         engine = self._engine
         match call:
             case Abort(request_id=request_id):
@@ -173,6 +175,10 @@ class EngineHost:
                 return await engine.pause(mode)
             case Resume():
                 return await engine.resume()
+            case Sleep() | Wake():
+                if not isinstance(engine, SleepingEngine):
+                    raise EngineError(f"{type(engine).__name__} cannot give its memory back: it does not sleep")
+                return await (engine.sleep() if isinstance(call, Sleep) else engine.wake())
             case Prepare(manifest=manifest):
                 return await fetch_into(engine, manifest, transport=self._transport)
             case Commit(version=version, kv_cache=kv_cache):

@@ -48,12 +48,14 @@ __all__ = [
     "Pause",
     "Prepare",
     "Resume",
+    "Sleep",
     "Statistics",
+    "Wake",
     "Welcome",
     "error_of",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 32 << 20  # a prompt of a million tokens takes five of them, a manifest of 10,000 tensors one
 _LENGTH = struct.Struct(">I")
 
@@ -108,6 +110,18 @@ class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
     mode: PauseMode
 
 
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give the memory back; see SleepingEngine."""
+
+    call: int
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take it again."""
+
+    call: int
+
+
 class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Go on decoding."""
 
@@ -142,7 +156,7 @@ class Statistics(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call: int
 
 
-Call: TypeAlias = Generate | Abort | Pause | Resume | Prepare | Commit | Health | Statistics
+Call: TypeAlias = Generate | Abort | Pause | Resume | Sleep | Wake | Prepare | Commit | Health | Statistics
 DriverMessage: TypeAlias = Hello | Cancel | Call
 
 

@@ -52,7 +52,9 @@ from engines.rollout.engine_protocol import (
     Pause,
     Prepare,
     Resume,
+    Sleep,
     Statistics,
+    Wake,
     Welcome,
     error_of,
 )
@@ -374,6 +376,18 @@ class RemoteEngine:
 
     async def resume(self) -> None:
         await self._ask(Resume)
+
+    async def sleep(self) -> None:
+        """As the hosted engine's.
+
+        Raises:
+            EngineError: it is none that can sleep.
+        """
+        await self._ask(Sleep)
+
+    async def wake(self) -> None:
+        """As the hosted engine's."""
+        await self._ask(Wake)
 
     # ---------------------------------------------------------------------------------------------------- weights
 

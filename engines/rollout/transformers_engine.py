@@ -349,6 +349,16 @@ class TransformersEngine:
                 drained.set_result(None)
         self._drained.clear()
 
+    async def sleep(self) -> None:
+        """Give the memory of the KV cache back, and on an accelerator that of the weights: they wait on the host.
+
+        Requests in flight stay where they are, and new ones wait; see :class:`asyncrl.interfaces.SleepingEngine`.
+        """
+        await self._call(self._running().sleep)
+
+    async def wake(self) -> None:
+        await self._call(self._running().wake)
+
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def prepare_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
@@ -421,7 +431,9 @@ class TransformersEngine:
             generation = self._running()
             if generation.failure is not None:
                 raise generation.failure
-            if generation.schedule.state == "paused":
+            if generation.schedule.asleep:
+                error = "the engine is asleep: it decodes nothing until wake()"
+            elif generation.schedule.state == "paused":
                 error = "the engine is paused: it decodes nothing until resume()"
             else:
                 async with asyncio.timeout(deadline_s):

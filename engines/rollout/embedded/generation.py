@@ -89,6 +89,17 @@ class Generation:
     def resume(self) -> None:
         self.schedule.resume()
 
+    def sleep(self) -> None:
+        """Give the memory of caches and weights back."""
+        self.schedule.sleep()
+        self.decoder.cache.clear()
+        self.weights.sleep()
+
+    def wake(self) -> None:
+        """Have the weights where they were; caches are computed again as rows are read."""
+        self.weights.wake()
+        self.schedule.wake()
+
     def commit(self, version: int, *, kv_cache: KVCachePolicy) -> None:
         """Swap the prepared weights in.
 

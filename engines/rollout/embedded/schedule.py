@@ -9,7 +9,7 @@ Ready rows always sit in slots ``0 .. ready-1``, so that a decode step reads one
 row that has left costs nothing.
 
 Laws: at most ``max_running_requests`` rows run (probes come on top); rows join in the order of submission; a step
-reads at most ``prefill_tokens_per_step`` tokens of prefilling rows; while paused nothing is planned.
+reads at most ``prefill_tokens_per_step`` tokens of prefilling rows; while paused or asleep nothing is planned.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Schedule:
         self._next_order = 0
         self._drain_before = 0
         self.state: Literal["running", "draining", "paused"] = "running"
+        self.asleep = False
 
     @property
     def running(self) -> Sequence[Row]:
@@ -99,7 +100,7 @@ class Schedule:
     @property
     def has_work(self) -> bool:
         """Whether the next step would do anything."""
-        if self.state == "paused":
+        if self.asleep or self.state == "paused":
             return False
         return bool(self._running or self._probes or (self._waiting and self._may_join(self._waiting[0])))
 
@@ -138,6 +139,17 @@ class Schedule:
         """Go on, whatever the pause was."""
         self.state = "running"
 
+    def sleep(self) -> None:
+        """The whole cache is given up, whatever the state; nothing is planned until :meth:`wake`."""
+        for row in self._running:
+            row.cached = 0
+        self._stale = True
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Go on as the state says."""
+        self.asleep = False
+
     def reread(self, row: Row) -> None:
         """What the cache holds of ``row`` is not valid any more: all its tokens are pending again."""
         if row.cached:
@@ -146,7 +158,7 @@ class Schedule:
 
     def next(self) -> Step:
         """Plan a step and give joining rows their slots."""
-        if self.state == "paused":
+        if self.asleep or self.state == "paused":
             return Step(moves=(), prefills=(), ready=(), changed=True)
         if not (self._stale or self._waiting or self._probes) and len(self._ready) == len(self._running):
             return Step(moves=(), prefills=(), ready=self._ready, changed=False)

@@ -36,6 +36,7 @@ class ShadowWeights:
         self._tensors = ModelTensors(model)
         self._shadow = _Version()
         self._serves = _Version()
+        self._device = next(iter(self._tensors.live.values())).device
         self._room: dict[str, torch.Tensor] = {}  # memory of copies that serve no more
 
     def verify(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
@@ -108,6 +109,16 @@ class ShadowWeights:
         self.version = version
         self.prepared = None
 
+    def sleep(self) -> None:
+        """Leave the device for the host, and give back what does not serve. Versions may come meanwhile."""
+        self._room.clear()
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Back to the device, with what was prepared meanwhile."""
+        self._room.clear()
+        self._move(self._device)
+
     def close(self) -> None:
         """Free everything; the model is of no use afterwards."""
         self._forget()
@@ -115,6 +126,18 @@ class ShadowWeights:
         for live in self._tensors.live.values():
             live.data = torch.empty(0, dtype=live.dtype)
         self._serves.lease.close()
+
+    def _move(self, device: torch.device) -> None:
+        for owner, live in self._tensors.live.items():
+            if live.device != device:
+                live.data = live.data.to(device)
+                self._serves.lent.discard(owner)
+        for owner in [owner for owner, tensor in self._shadow.tensors.items() if tensor.device != device]:
+            self._shadow.tensors[owner] = self._shadow.tensors[owner].to(device)
+            self._shadow.lent.discard(owner)
+        for version in (self._serves, self._shadow):
+            if not version.lent:
+                version.lease.close()
 
     def _forget(self) -> None:
         self.prepared = None

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightMismatchError, WeightVersionError
-from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, VersionSpan
+from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, SleepingEngine, VersionSpan
 from asyncrl.rollout.weight_fetch import fetch_into
 from engines.rollout.transformers_engine import TransformersEngine
 from engines.weights.shared_memory import SharedMemoryTransport
@@ -196,6 +196,68 @@ async def test_a_cancelled_prepare_waits_for_its_reader_and_prepares_nothing(fol
         await engine.prepare_weights(tensors_of(load(folder_of(seed=2))), version=2)
         await engine.commit_weights(2)
         assert (await engine.health(30.0)).weight_version == 2
+
+
+@pytest.mark.parametrize("step_in_thread", [True, False])
+async def test_an_engine_that_sleeps_loses_nothing(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, step_in_thread: bool
+) -> None:
+    """Asleep once in the middle, once with new weights: the rows say what they would have said."""
+    requests = [request_of(i, [i + 1, 2, 3], 40, seed=i) for i in range(4)]
+    async with serving(folder_of(), step_in_thread=step_in_thread) as engine:
+        expected = [(await collect(engine, one)).token_ids for one in requests]
+    async with serving(folder_of(), step_in_thread=step_in_thread) as engine:
+        assert isinstance(engine, SleepingEngine)
+        tasks = [asyncio.ensure_future(collect(engine, one)) for one in requests]
+        await reaches(engine, 30)
+        await engine.sleep()
+        await engine.sleep()
+        asleep = engine.statistics()
+        assert engine._running().decoder.cache.slots == 0
+        assert "asleep" in (await engine.health(5.0)).error
+        await engine.resume()
+        late = asyncio.ensure_future(collect(engine, request_of("late", [9], 5, seed=1)))
+        await asyncio.sleep(0.05)
+        assert engine.statistics().tokens_generated == asleep.tokens_generated
+        await engine.wake()
+        await engine.wake()
+        assert [got.token_ids for got in await asyncio.gather(*tasks)] == expected
+        await late
+        other = tensors_of(load(folder_of(seed=1)))
+        await engine.pause("keep")
+        await engine.sleep()
+        await engine.prepare_weights(other, version=1)
+        await engine.wake()
+        waits = asyncio.ensure_future(collect(engine, request_of("a", [1, 2], 20, seed=1)))
+        await asyncio.sleep(0.05)
+        assert not waits.done(), "it is still paused"
+        await engine.sleep()
+        await engine.commit_weights(1)
+        await engine.wake()
+        await engine.resume()
+        got = await waits
+    async with serving(folder_of(seed=1), step_in_thread=step_in_thread) as fresh:
+        assert got.token_ids == (await collect(fresh, request_of("a", [1, 2], 20, seed=1))).token_ids
+    assert set(got.weight_versions) == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+async def test_an_engine_that_sleeps_leaves_the_device(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    async with serving(folder_of(), device="cuda") as engine:
+        request = request_of("a", [1, 2, 3], 40, seed=1)
+        expected = await collect(engine, request)
+        await engine.sleep()
+        assert {live.device.type for live in engine._running().decoder.model.parameters()} == {"cpu"}
+        await engine.prepare_weights(tensors_of(load(folder_of())), version=1)
+        await engine.wake()
+        assert {live.device.type for live in engine._running().decoder.model.parameters()} == {"cuda"}
+        assert (await collect(engine, request)).token_ids == expected.token_ids
+        await engine.commit_weights(1)
+        assert {live.device.type for live in engine._running().decoder.model.parameters()} == {"cuda"}
+        assert (await collect(engine, request)).token_ids == expected.token_ids
 
 
 async def test_engines_of_one_host_serve_from_the_published_bytes(

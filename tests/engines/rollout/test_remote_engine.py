@@ -27,7 +27,7 @@ from asyncrl.errors import (
     WeightMismatchError,
     WeightVersionError,
 )
-from asyncrl.interfaces import Generation, GenerationRequest, SeparateEngine
+from asyncrl.interfaces import Generation, GenerationRequest, SeparateEngine, SleepingEngine
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout import engine_protocol
 from engines.rollout.remote_engine import RemoteEngine
@@ -205,6 +205,22 @@ async def test_a_killed_process_fails_what_waits_with_its_cause(request_of: Requ
         assert "SIGKILL" in health.error
     with pytest.raises(EngineClosedError):
         await engine.abort("a")
+
+
+async def test_it_sleeps_where_the_hosted_engine_does(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    request = request_of("a", [1, 2, 3], 10, seed=3)
+    async with hosting(str(folder_of()), options={"device": "cpu"}, threads=1) as engine:
+        assert isinstance(engine, SleepingEngine)
+        expected = await collect(engine, request)
+        await engine.sleep()
+        assert "asleep" in (await engine.health(5.0)).error
+        await engine.wake()
+        assert (await collect(engine, request)).token_ids == expected.token_ids
+    async with hosting(engine=TELLTALE) as engine:
+        with pytest.raises(EngineError, match="TelltaleEngine cannot give its memory back"):
+            await engine.sleep()
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ class Driver:
 
     def step(self) -> None:
         plan = self.plan
-        paused = plan.state == "paused"
+        paused = plan.asleep or plan.state == "paused"
         step = plan.next()
         before = {slot: list(held) for slot, held in self.cache.items()}
         for move in step.moves:
@@ -211,6 +211,8 @@ EVENTS = st.lists(
         st.tuples(st.just("keep"), st.just(0), st.just(0)),
         st.tuples(st.just("resume"), st.just(0), st.just(0)),
         st.tuples(st.just("probe"), st.just(0), st.just(0)),
+        st.tuples(st.just("sleep"), st.just(0), st.just(0)),
+        st.tuples(st.just("wake"), st.just(0), st.just(0)),
     ),
     max_size=40,
 )
@@ -234,6 +236,11 @@ def test_slots_hold_their_rows_and_everyone_ends(events: list[tuple[str, int, in
             plan.pause(kind)  # type: ignore[arg-type]
         elif kind == "resume":
             plan.resume()
+        elif kind == "sleep":
+            plan.sleep()
+            driver.cache.clear()
+        elif kind == "wake":
+            plan.wake()
         elif rows:
             victim = rows[number % len(rows)]
             if kind == "reread" and victim.slot >= 0:
@@ -244,6 +251,7 @@ def test_slots_hold_their_rows_and_everyone_ends(events: list[tuple[str, int, in
                 plan.leave(victim)
         assert sum(not r.probe for r in plan.running) <= running
     plan.resume()
+    plan.wake()
     for _ in range(2000):
         if not plan.has_work:
             break

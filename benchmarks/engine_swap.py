@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.garbage import settle_memory
 from asyncrl.interfaces import GenerationRequest, SamplingParams, WeightTransport
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.remote_engine import RemoteEngine
@@ -40,7 +41,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 class Streams:
-    """Requests that never end, and when their tokens came."""
+    """Requests one after the other, which end at different times, and when their tokens came."""
 
     def __init__(self, engine: RemoteEngine, count: int) -> None:
         self.engine, self.count = engine, count
@@ -55,7 +56,7 @@ class Streams:
             request = GenerationRequest(
                 request_id=f"{name}.{turn}",
                 prompt_token_ids=tuple(range(20 + name, 60 + name)),
-                sampling=SamplingParams(max_new_tokens=400),
+                sampling=SamplingParams(max_new_tokens=200 if turn > 1 else 200 * (name + 1) // self.count),
             )
             newest = -1
             async for chunk in self.engine.generate(request):
@@ -131,6 +132,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     await engine.start()
     start_s = time.perf_counter() - started
+    settle_memory()  # a collection here would be taken for a pause there
     try:
         for _ in range(4):  # both files are written for the first time, and mapped
             await syncs.one("first")
@@ -141,10 +143,10 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, float]:
         async with asyncio.TaskGroup() as group:
             for name in range(given.requests):
                 group.create_task(streams.one(name))
-            await streams.flow(20 * given.requests)
+            await streams.flow(100 * given.requests)  # from here on the KV cache has the size it keeps
             quiet = time.perf_counter()
-            await streams.flow(20 * given.requests)
-            rate = 20 * given.requests / (time.perf_counter() - quiet)
+            await streams.flow(200 * given.requests)  # every request ends once, and the next one's prompt is read
+            rate = 200 * given.requests / (time.perf_counter() - quiet)
             usual = streams.longest_gap(quiet, time.perf_counter())
             for _ in range(given.swaps):
                 await streams.flow(5 * given.requests)

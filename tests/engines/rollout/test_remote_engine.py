@@ -10,7 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,29 @@ async def test_a_model_in_another_process_says_the_same(
     await here.close()
 
 
+@pytest.fixture
+def ray_cluster() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
 @pytest.mark.parametrize("name", ["disk", pytest.param("object_store", marks=[pytest.mark.ray, pytest.mark.slow])])
 async def test_another_process_fetches_through_every_transport(
-    folder_of: FolderOf, collect: Collect, request_of: RequestOf, tmp_path: Path, name: str
+    folder_of: FolderOf,
+    collect: Collect,
+    request_of: RequestOf,
+    tmp_path: Path,
+    name: str,
+    request: pytest.FixtureRequest,
 ) -> None:
-    request = request_of("a", [1, 2, 3], 10, seed=3)
+    said = request_of("a", [1, 2, 3], 10, seed=3)
     options = {"directory": str(tmp_path)}
     if name == "object_store":
         options = {}
-        await asyncio.to_thread(_start_ray)
+        request.getfixturevalue("ray_cluster")
     spec = TransportSpec(name=name, namespace="remote", options=options)
     publisher = spec.make()
     tensors = _weights(folder_of(seed=1))
@@ -102,21 +116,14 @@ async def test_another_process_fetches_through_every_transport(
             await engine.fetch_weights(manifest)
             publisher.release(version)  # its bytes were copied
             await engine.commit_weights(version)
-            got = await collect(engine, request)
+            got = await collect(engine, said)
         with pytest.raises(WeightError, match="version 3"):
             await engine.fetch_weights(manifest)
     publisher.close()
     async with hosting(str(folder_of(seed=1)), options={"device": "cpu"}, threads=1) as fresh:
-        expected = await collect(fresh, request)
+        expected = await collect(fresh, said)
     assert got.token_ids == expected.token_ids
     assert set(got.weight_versions) == {3}
-
-
-def _start_ray() -> None:
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 
 async def _goes_on_as_if_it_had_never_moved(

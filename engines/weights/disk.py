@@ -16,6 +16,7 @@ names are on the disk. Readers copy what they read, so a released version is of 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -111,7 +112,10 @@ class DiskTransport:
             self._held.check(version)
             if self._home is None:
                 _purge_stale(self.directory)
-                self._home = _Home(self.directory, self.namespace)
+                try:
+                    self._home = _Home(self.directory, self.namespace)
+                except OSError as error:
+                    raise WeightError(f"version {version} cannot be written to {self.directory}: {error}") from error
             folder = self._home.path / str(version)
             unfinished = folder.with_name(f"new-{version}")
             try:
@@ -199,12 +203,18 @@ class _Home:
     """A publisher's folder, locked for as long as this process lives; a forked child leaves it alone."""
 
     def __init__(self, directory: Path, namespace: str) -> None:
-        name = f"asyncrl.{namespace}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
-        self.path = directory / name
-        self.path.mkdir(mode=0o700)
-        self._owner = os.open(self.path / _OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._owner, fcntl.LOCK_EX)
-        self._finalizer = weakref.finalize(self, _remove_home, self.path, self._owner, os.getpid())
+        while True:
+            name = f"asyncrl.{namespace}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
+            self.path = directory / name
+            self.path.mkdir(mode=0o700)
+            owner = os.open(self.path / _OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # a file system without locks: then nobody can purge it, either
+                fcntl.flock(owner, fcntl.LOCK_EX)
+            # Between creation and lock it looked stale, and another process may have purged it.
+            if os.fstat(owner).st_nlink:
+                break
+            os.close(owner)
+        self._finalizer = weakref.finalize(self, _remove_home, self.path, owner, os.getpid())
 
     def remove(self) -> None:
         self._finalizer()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +130,32 @@ def test_what_a_dead_publisher_left_is_removed_and_what_a_living_one_has_is_not(
     assert not alive.exists(), "an interpreter that ends leaves nothing"
     other.close()
     assert list(tmp_path.iterdir()) == [elsewhere], "nobody here knows whether that machine's publisher lives"
+
+
+def test_a_folder_that_is_purged_before_its_owner_has_locked_it_is_made_again(
+    transport: DiskTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = fcntl.flock
+    purged: list[Path] = []
+
+    def purge_first(descriptor: int, operation: int) -> None:
+        if not purged:
+            purged.extend(tmp_path.iterdir())
+            shutil.rmtree(purged[0])
+        locked(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", purge_first)
+    manifest = transport.publish(a_model().items(), version=0)
+    assert copies(transport, manifest).keys() == a_model().keys()
+    assert [path.name for path in tmp_path.iterdir()] == [manifest.location.partition("/")[0]]
+    assert not purged[0].exists()
+
+
+def test_a_directory_that_is_gone_is_told(transport: DiskTransport, tmp_path: Path) -> None:
+    tmp_path.rmdir()
+    with pytest.raises(WeightError, match=r"version 0 cannot be written to .*No such file"):
+        transport.publish(a_model().items(), version=0)
+    tmp_path.mkdir()
 
 
 def test_a_forked_child_leaves_its_parents_folder_alone(transport: DiskTransport) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -58,11 +59,12 @@ class VersionFile:
         """
         self._map()
         writing: list[Future[list[TensorEntry]]] = []
+        free = threading.Semaphore(_THREADS + 1)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish-weights") as threads:
             for batch in in_batches(tensors, size_bytes=_BATCH_SIZE_BYTES):
-                if len(writing) > _THREADS:
-                    writing[-_THREADS - 1].result()
+                free.acquire()  # whichever batch ends first: one may be half of the model
                 writing.append(threads.submit(self._write_batch, batch))
+                writing[-1].add_done_callback(lambda _: free.release())
                 del batch
             return [entry for future in writing for entry in future.result()]
 
@@ -71,7 +73,7 @@ class VersionFile:
         os.ftruncate(self._descriptor, block_size(manifest))
         self._path.rename(path)
         self._path = path
-        self._write_at(0, header(manifest))
+        self._write_at(0, np.frombuffer(header(manifest), dtype=np.uint8))
 
     def retire(self, path: Path) -> bool:
         """Take the block out of sight. True if the file can be written again; if not, only removed."""
@@ -85,7 +87,7 @@ class VersionFile:
         except BlockingIOError:  # a reader is left
             return False
         # A reader that had opened the old name and locks only now finds no header.
-        self._write_at(0, bytes(HEADER_SIZE_BYTES))
+        self._write_at(0, np.zeros(HEADER_SIZE_BYTES, dtype=np.uint8))
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         # While one lock is exchanged for the other there is none, and another process may have purged the file.
         return os.fstat(self._descriptor).st_nlink > 0
@@ -106,19 +108,21 @@ class VersionFile:
         entries = []
         for part in batch:
             checksum = xxhash.xxh3_64()
-            for start in range(0, len(part.data), _CHUNK_SIZE_BYTES):
-                chunk = part.data[start : start + _CHUNK_SIZE_BYTES]
+            data = np.frombuffer(part.data, dtype=np.uint8)
+            for start in range(0, len(data), _CHUNK_SIZE_BYTES):
+                chunk = data[start : start + _CHUNK_SIZE_BYTES]
                 checksum.update(chunk)
                 self._write_at(part.offset + start, chunk)
-            end = part.offset + len(part.data)
-            self._write_at(end, bytes(aligned(end) - end))
+            end = part.offset + len(data)
+            if padding := aligned(end) - end:
+                self._write_at(end, np.zeros(padding, dtype=np.uint8))
             entries.append(part.entry(checksum.intdigest()))
         return entries
 
-    def _write_at(self, offset: int, data: bytes | memoryview) -> None:
+    def _write_at(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         end = offset + len(data)
         if end <= len(self._pages):
-            self._pages[offset:end] = np.frombuffer(data, dtype=np.uint8)
+            self._pages[offset:end] = data
             return
         rest = memoryview(data)
         while rest:

@@ -97,10 +97,11 @@ class ShadowWeights:
         if version != self.prepared:
             held = "none is" if self.prepared is None else f"version {self.prepared} is"
             raise WeightVersionError(f"cannot commit weight version {version}: {held} prepared")
+        lent = self._shadow.lent | self._serves.lent
         for owner, tensor in self._shadow.tensors.items():
             # Any: assigning `data` is torch's own way to swap storage under a Parameter
             live: Any = self._tensors.live[owner]
-            if owner not in self._shadow.lent | self._serves.lent:
+            if owner not in lent:
                 self._room[owner] = live.data
             live.data = tensor
         self._shadow.tensors.clear()

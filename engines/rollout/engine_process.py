@@ -195,6 +195,8 @@ def _forget(running: dict[int, asyncio.Task[None]], call: int, _task: asyncio.Ta
 
 async def serve_parent(descriptor: int) -> None:
     """Host what the parent says, until it hangs up."""
+    # While any process holds a copy, the parent does not hear that this one has died.
+    os.set_inheritable(descriptor, False)
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor))
     frames = Frames(reader, writer, receives=DriverMessage)
     hello = await frames.receive()

@@ -73,7 +73,7 @@ class VersionFile:
         os.ftruncate(self._descriptor, block_size(manifest))
         self._path.rename(path)
         self._path = path
-        self._write_at(0, np.frombuffer(header(manifest), dtype=np.uint8))
+        self._write_at(0, header(manifest))
 
     def retire(self, path: Path) -> bool:
         """Take the block out of sight. True if the file can be written again; if not, only removed."""
@@ -87,7 +87,7 @@ class VersionFile:
         except BlockingIOError:  # a reader is left
             return False
         # A reader that had opened the old name and locks only now finds no header.
-        self._write_at(0, np.zeros(HEADER_SIZE_BYTES, dtype=np.uint8))
+        self._write_at(0, bytes(HEADER_SIZE_BYTES))
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         # While one lock is exchanged for the other there is none, and another process may have purged the file.
         return os.fstat(self._descriptor).st_nlink > 0
@@ -108,21 +108,19 @@ class VersionFile:
         entries = []
         for part in batch:
             checksum = xxhash.xxh3_64()
-            data = np.frombuffer(part.data, dtype=np.uint8)
-            for start in range(0, len(data), _CHUNK_SIZE_BYTES):
-                chunk = data[start : start + _CHUNK_SIZE_BYTES]
+            for start in range(0, len(part.data), _CHUNK_SIZE_BYTES):
+                chunk = part.data[start : start + _CHUNK_SIZE_BYTES]
                 checksum.update(chunk)
                 self._write_at(part.offset + start, chunk)
-            end = part.offset + len(data)
-            if padding := aligned(end) - end:
-                self._write_at(end, np.zeros(padding, dtype=np.uint8))
+            end = part.offset + len(part.data)
+            self._write_at(end, bytes(aligned(end) - end))
             entries.append(part.entry(checksum.intdigest()))
         return entries
 
-    def _write_at(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+    def _write_at(self, offset: int, data: bytes | memoryview) -> None:
         end = offset + len(data)
         if end <= len(self._pages):
-            self._pages[offset:end] = data
+            self._pages[offset:end] = np.frombuffer(data, dtype=np.uint8)
             return
         rest = memoryview(data)
         while rest:

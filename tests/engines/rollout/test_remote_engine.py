@@ -28,6 +28,7 @@ from asyncrl.errors import (
     WeightVersionError,
 )
 from asyncrl.interfaces import Generation, GenerationRequest, SeparateEngine, SleepingEngine
+from asyncrl.testing import TelltaleEngine
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout import engine_protocol
 from engines.rollout.remote_engine import RemoteEngine
@@ -194,6 +195,28 @@ async def test_pause_abort_and_leaving(request_of: RequestOf, collect: Collect) 
         statistics = await engine.refresh()
         assert (statistics.running, statistics.paused) == (0, False)
         assert statistics.tokens_generated >= max(before, len(got.token_ids))
+
+
+class WithChild(TelltaleEngine):
+    """Starts a process that keeps every descriptor it can, and outlives the engine."""
+
+    async def start(self) -> None:
+        await super().start()
+        command = [sys.executable, "-c", "import time; time.sleep(20)"]
+        self.child = subprocess.Popen(command, close_fds=False)
+
+
+async def test_a_death_is_told_at_once_though_a_child_lives_on() -> None:
+    async with hosting(engine=f"{__name__}:WithChild") as engine:
+        assert engine.pid is not None
+        (child,) = map(int, Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split())
+        os.kill(engine.pid, signal.SIGKILL)
+        try:
+            async with asyncio.timeout(5):
+                assert "SIGKILL" in await engine.wait_ended()
+            os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 async def test_a_killed_process_fails_what_waits_with_its_cause(request_of: RequestOf, collect: Collect) -> None:

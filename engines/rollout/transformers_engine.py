@@ -354,10 +354,12 @@ class TransformersEngine:
 
         Requests in flight stay where they are, and new ones wait; see :class:`asyncrl.interfaces.SleepingEngine`.
         """
-        await self._call(self._running().sleep)
+        async with self._updating:  # what is being prepared would end up half here and half there
+            await self._call(self._running().sleep)
 
     async def wake(self) -> None:
-        await self._call(self._running().wake)
+        async with self._updating:
+            await self._call(self._running().wake)
 
     # ---------------------------------------------------------------------------------------------------- weights
 

@@ -94,6 +94,8 @@ class Generation:
         self.schedule.sleep()
         self.decoder.cache.clear()
         self.weights.sleep()
+        if self.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch keeps what is freed for this process otherwise
 
     def wake(self) -> None:
         """Have the weights where they were; caches are computed again as rows are read."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -246,18 +247,47 @@ async def test_an_engine_that_sleeps_loses_nothing(
 async def test_an_engine_that_sleeps_leaves_the_device(
     folder_of: FolderOf, collect: Collect, request_of: RequestOf
 ) -> None:
-    async with serving(folder_of(), device="cuda") as engine:
+    folder = folder_of(intermediate_size=16384)  # 12 MiB: torch's allocator keeps small tensors among others
+
+    def devices(engine: TransformersEngine) -> set[str]:
+        return {live.device.type for live in engine._running().decoder.model.parameters()}
+
+    async with serving(folder, device="cuda") as engine:
         request = request_of("a", [1, 2, 3], 40, seed=1)
         expected = await collect(engine, request)
+        held = torch.cuda.memory_reserved()
         await engine.sleep()
-        assert {live.device.type for live in engine._running().decoder.model.parameters()} == {"cpu"}
-        await engine.prepare_weights(tensors_of(load(folder_of())), version=1)
+        assert devices(engine) == {"cpu"}
+        assert torch.cuda.memory_reserved() <= held - (12 << 20), "another process has to be able to take it"
+        await engine.prepare_weights(tensors_of(load(folder)), version=1)
         await engine.wake()
-        assert {live.device.type for live in engine._running().decoder.model.parameters()} == {"cuda"}
+        assert devices(engine) == {"cuda"}
         assert (await collect(engine, request)).token_ids == expected.token_ids
         await engine.commit_weights(1)
-        assert {live.device.type for live in engine._running().decoder.model.parameters()} == {"cuda"}
+        assert devices(engine) == {"cuda"}
         assert (await collect(engine, request)).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("asked", ["sleep", "wake"])
+async def test_weights_that_are_being_written_are_not_moved(folder_of: FolderOf, asked: str) -> None:
+    may_go_on = threading.Event()
+
+    class Slow(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            may_go_on.wait(30.0)
+            return super().items()
+
+    async with serving(folder_of()) as engine:
+        if asked == "wake":
+            await engine.sleep()
+        preparing = asyncio.ensure_future(engine.prepare_weights(Slow(tensors_of(load(folder_of()))), version=1))
+        await asyncio.sleep(0.05)
+        moving = asyncio.ensure_future(getattr(engine, asked)())
+        await asyncio.sleep(0.05)
+        moved = moving.done()
+        may_go_on.set()
+        await asyncio.gather(preparing, moving)
+        assert not moved
 
 
 async def test_engines_of_one_host_serve_from_the_published_bytes(

@@ -43,6 +43,7 @@ from pool_engines import sampled_tokens  # beside this file
 
 from asyncrl.errors import WeightError
 from asyncrl.interfaces import GenerationRequest, SamplingParams, WeightTransport
+from asyncrl.rollout.attempt import Attempt
 from asyncrl.rollout.pool_options import PoolOptions
 from asyncrl.rollout.replica import Supervision
 from asyncrl.rollout.replica_health import HealthPolicy
@@ -91,7 +92,7 @@ class Fire:
     swaps_s: list[float] = field(default_factory=list)
     missed_swaps: int = 0
     kills: int = 0
-    killed_at: dict[str, float] = field(default_factory=dict)
+    killed: dict[str, tuple[Attempt, float]] = field(default_factory=dict)
     pauses: Counter[str] = field(default_factory=Counter)
     away: dict[str, tuple[int, int, float]] = field(default_factory=dict)
     away_s: list[float] = field(default_factory=list)
@@ -117,9 +118,12 @@ class Fire:
         got, version, reason, before = 0, 0, None, time.perf_counter()
         async for chunk in self.pool.generate(request):
             now = time.perf_counter()
-            killed = self.killed_at.pop(request.request_id, None)
-            if killed is not None and chunk.token_ids:
-                self.rerouted_s.append(now - killed)
+            died, killed = self.killed.get(request.request_id, (None, 0.0))
+            attempt = self.attempt(request.request_id)
+            if died is not None and chunk.token_ids and attempt is not died:  # what had arrived before does not count
+                del self.killed[request.request_id]
+                if attempt is not None:  # its last chunk says not who made it
+                    self.rerouted_s.append(now - killed)
             elif got:
                 self.gaps_s.append(now - before)
             before = now
@@ -133,6 +137,11 @@ class Fire:
         self.wrong += reason == "length" and got != request.sampling.max_new_tokens
         self.wrong += reason not in ("length", "abort")
 
+    def attempt(self, request_id: str) -> Attempt | None:
+        """What the request has on a replica now."""
+        attempts = (attempt for replica in self.pool._replicas.values() for attempt in replica.attempts)
+        return next((attempt for attempt in attempts if attempt.request_id.partition("~")[0] == request_id), None)
+
     async def kill(self, every_s: float) -> None:
         while self.running:
             await asyncio.sleep(every_s)
@@ -143,7 +152,7 @@ class Fire:
             engine = replica.engine
             if isinstance(engine, RemoteEngine) and engine.pid is not None:
                 now = time.perf_counter()
-                self.killed_at |= {attempt.request_id.partition("~")[0]: now for attempt in replica.attempts}
+                self.killed |= {each.request_id.partition("~")[0]: (each, now) for each in replica.attempts}
                 self.away[replica.name] = (replica.health.engine, self.pool.weight_version, now)
                 os.kill(engine.pid, signal.SIGKILL)
                 self.kills += 1

@@ -6,9 +6,8 @@ import fcntl
 import mmap
 import os
 import secrets
-import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -55,16 +54,20 @@ class VersionFile:
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[TensorEntry]:
         """Write the tensors as they come, in two threads that take the checksums while the bytes are warm.
 
-        At most three batches are held. No thread writes any more when it returns or raises.
+        At most four batches are held: two that are written, one that waits for a thread, and the next. No thread writes
+        any more when it returns or raises.
         """
         self._map()
         writing: list[Future[list[TensorEntry]]] = []
-        free = threading.Semaphore(_THREADS + 1)
+        unfinished: set[Future[list[TensorEntry]]] = set()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="publish-weights") as threads:
             for batch in in_batches(tensors, size_bytes=_BATCH_SIZE_BYTES):
-                free.acquire()  # whichever batch ends first: one may be half of the model
+                if len(unfinished) > _THREADS:  # whichever ends first: one may be half of the model
+                    ended, unfinished = wait(unfinished, return_when=FIRST_COMPLETED)
+                    for each in ended:
+                        each.result()
                 writing.append(threads.submit(self._write_batch, batch))
-                writing[-1].add_done_callback(lambda _: free.release())
+                unfinished.add(writing[-1])
                 del batch
             return [entry for future in writing for entry in future.result()]
 

@@ -11,7 +11,9 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -343,6 +345,37 @@ def test_a_full_memory_file_system_is_an_error_with_a_remedy(
     with pytest.raises(WeightError, match="--shm-size"):
         transport.publish(a_model().items(), version=0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_few_tensors_are_held_at_a_time(
+    transport: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch, full: bool
+):
+    monkeypatch.setattr(version_file, "_BATCH_SIZE_BYTES", 1)  # a tensor is a batch
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(20):
+            tensor = torch.ones(100)
+            made.append(weakref.ref(tensor))
+            most = max(most, sum(each() is not None for each in made))
+            yield f"w{number}", tensor
+
+    written = os.pwrite
+
+    def slow(descriptor: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.005)
+        if full:
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    with pytest.raises(WeightError, match="--shm-size") if full else contextlib.nullcontext():
+        transport.publish(gathered(), version=0)
+    assert most <= 5  # four, and the one that is being made
+    assert len(made) <= 5 if full else len(made) == 20, "one that cannot be written ends it at once"
 
 
 def test_other_transports_namespaces_and_paths_are_refused(transport: SharedMemoryTransport, tmp_path: Path):

@@ -52,23 +52,23 @@ class FolderSink:
 
 
 class BufferSink:
-    """Into a replay buffer of this process, under slots from ``first_slot`` on.
+    """Into a replay buffer of this process, under slots that follow those it has admitted.
 
     Args:
         buffer: admits each group first, and so holds agents back while it is full.
-        first_slot: of the first group.
         admission_timeout_s: for the buffer to have room.
     """
 
-    def __init__(self, buffer: ReplayBuffer, *, first_slot: int = 0, admission_timeout_s: float = 60.0) -> None:
+    def __init__(self, buffer: ReplayBuffer, *, admission_timeout_s: float = 60.0) -> None:
         self._buffer = buffer
-        self._next = first_slot
+        self._next = 0
         self._timeout_s = admission_timeout_s
 
     async def put(self, trajectories: Sequence[Trajectory]) -> str:
-        slot, self._next = self._next, self._next + 1
+        slot = max(self._next, self._buffer.statistics().admitted)
+        self._next = slot + 1
+        batch = trajectories_to_batch(trajectories, slot=slot)  # first: what is no batch takes no place
         await self._buffer.admit(slot, timeout_s=self._timeout_s)
-        batch = trajectories_to_batch(trajectories, slot=slot)
         self._buffer.put(GroupSummary(**batch.meta_info["summary"]), batch)
         return f"slot {slot}"
 
@@ -94,8 +94,12 @@ class GroupedSink:
     async def put(self, trajectories: Sequence[Trajectory], *, group: str = "", size: int = 1) -> str:
         """Keep the trajectories of one session, as a member of ``group`` if it has a name.
 
+        Where that raises, these trajectories are not kept, and the other members wait for them still.
+
         Raises:
-            InvalidDataError: too many groups are unfinished.
+            InvalidDataError: too many groups are unfinished, or nothing was sampled in any of the sessions.
+            OSError: a folder cannot be written.
+            DeadlineError, BufferClosedError: a buffer has had no room for long, or takes nothing any more.
         """
         if not group:
             return await self._sink.put(trajectories)
@@ -105,4 +109,10 @@ class GroupedSink:
         members.append(trajectories)
         if len(members) < size:
             return f"group {group}: {len(members)} of {size}"
-        return await self._sink.put([each for member in self._open.pop(group) for each in member])
+        del self._open[group]
+        try:
+            return await self._sink.put([each for member in members for each in member])
+        except BaseException:
+            if others := [*members[:-1], *self._open.get(group, ())]:
+                self._open[group] = others
+            raise

@@ -86,7 +86,7 @@ class ServingOptions:
     names: tuple[str, ...] = ()
     binding: Binding = field(default_factory=Binding)
     limits: Limits = field(default_factory=Limits)
-    capture: Path | ReplayBuffer | None = None
+    capture: Path | str | ReplayBuffer | None = None
     transport: str | None = "shared_memory"
     ray: str | None = None
 
@@ -337,10 +337,10 @@ def serve(
     return ServedModel(model, options or ServingOptions(**more), tell, clock=time.monotonic)
 
 
-def _sink(capture: Path | ReplayBuffer | None) -> GroupedSink | None:
+def _sink(capture: Path | str | ReplayBuffer | None) -> GroupedSink | None:
     if capture is None:
         return None
-    return GroupedSink(FolderSink(capture) if isinstance(capture, Path) else BufferSink(capture))
+    return GroupedSink(FolderSink(Path(capture)) if isinstance(capture, str | Path) else BufferSink(capture))
 
 
 def _short_name(model: str) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any
 
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from asyncrl.serve.call import Call
+from asyncrl.errors import BufferClosedError, DeadlineError
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.serve.call import Call, Face
 from asyncrl.serve.failure import Refusal
+from asyncrl.serve.sessions import Session
 
 __all__ = [
     "DroppedSession",
@@ -24,6 +29,8 @@ __all__ = [
     "session_trajectories",
 ]
 
+_log = logging.getLogger(__name__)
+
 
 class RewardRequest(Struct, kw_only=True):
     """POST /sessions/NAME/reward: the return of every trajectory of the session, which ends with it.
@@ -31,7 +38,7 @@ class RewardRequest(Struct, kw_only=True):
     Sessions with the same ``group`` (attempts at one task) are handed on together, once ``group_size`` have a reward.
     """
 
-    reward: float
+    reward: Annotated[float, Meta(ge=-3e38, le=3e38)]  # what float32 holds
     group: Annotated[str, Meta(max_length=128)] = ""
     group_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     info: dict[str, Any] = {}  # Any: JSON that is kept with the trajectory
@@ -113,10 +120,8 @@ async def session_trajectories(call: Call) -> web.StreamResponse:
 
 
 async def reward_session(call: Call) -> web.StreamResponse:
-    """Give a session its reward and hand its trajectories on. It ends with that."""
+    """Give a session its reward and hand its trajectories on. It ends with that, or stays as it was."""
     body = call.body_as(RewardRequest)
-    if not math.isfinite(body.reward):
-        raise Refusal(400, "a reward is a finite number")
     face = call.face
     session = face.sessions.find(call.session_name(), call.holder)
     if face.capture is None:
@@ -125,14 +130,39 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise Refusal(409, f"nothing was sampled in session {session.name!r}")
     trajectories = session.trajectories(reward=body.reward, info=body.info)
     group = f"{call.holder}/{body.group}" if body.group else ""
-    with face.sessions.closing(session):
-        kept = await face.capture.put(trajectories, group=group, size=body.group_size)
+    kept = await _to_its_end(_hand_on(face, session, trajectories, group=group, size=body.group_size))
     sampled = sum(each.sampled_tokens for each in trajectories)
     face.meters.captured_trajectories += len(trajectories)
     face.meters.captured_tokens += sampled
     return call.answer(
         RewardAnswer(session=session.name, trajectories=len(trajectories), sampled_tokens=sampled, kept=kept)
     )
+
+
+async def _hand_on(face: Face, session: Session, trajectories: Sequence[Trajectory], *, group: str, size: int) -> str:
+    assert face.capture is not None
+    with face.sessions.closing(session):
+        try:
+            return await face.capture.put(trajectories, group=group, size=size)
+        except DeadlineError as error:
+            raise Refusal(503, "the replay buffer is full; the session is still here", retry_after_s=30) from error
+        except OSError as error:
+            _log.exception("session %r could not be kept", session.name)
+            raise Refusal(503, "the session could not be written; it is still here", retry_after_s=30) from error
+        except BufferClosedError as error:
+            raise Refusal(503, "the replay buffer takes nothing any more; the session is still here") from error
+
+
+async def _to_its_end(handing_on: Coroutine[Any, Any, str]) -> str:
+    """Wait for it, also when the client hangs up meanwhile: half of it would be a session that is handed on twice."""
+    task = asyncio.create_task(handing_on)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("nobody waited to hear it: %s", error)
+        raise
 
 
 async def drop_session(call: Call) -> web.StreamResponse:

@@ -20,7 +20,7 @@ import pytest
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.serve.admission import Admission
 from asyncrl.serve.call import Face
-from asyncrl.serve.capture import FolderSink, GroupedSink
+from asyncrl.serve.capture import FolderSink, GroupedSink, TrajectorySink
 from asyncrl.serve.keys import KeyRing
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.meters import Meters
@@ -108,6 +108,7 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
         token_s: float = 0.0,
         with_text: bool = True,
         grammars: bool = True,
+        capture: TrajectorySink | None = None,
         **binding: Any,
     ) -> AsyncIterator[Served]:
         def script(prompt: tuple[int, ...]) -> Sequence[int]:
@@ -130,7 +131,7 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
                 limits=limits,
                 admission=Admission(limits),
                 sessions=Sessions(limits, time.monotonic),
-                capture=GroupedSink(FolderSink(tmp_path / "captured")),
+                capture=GroupedSink(capture or FolderSink(tmp_path / "captured")),
                 meters=Meters(time.monotonic),
                 new_replica=engine,
             )

@@ -1,0 +1,173 @@
+"""Rewarded sessions are handed on once: whole, or not at all and still there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.data import DataProto
+from asyncrl.errors import DeadlineError, InvalidDataError
+from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.serve.capture import BufferSink, FolderSink, GroupedSink
+from buffers.replay import AsyncReplayBuffer
+
+
+def trajectory(number, *, sampled=2):
+    turn = Turn(start=1, end=1 + sampled, finish_reason="stop", message={"role": "assistant", "content": "it"})
+    return Trajectory(
+        task={"number": number},
+        token_ids=(number, *range(sampled)),
+        loss_mask=(False, *(True,) * sampled),
+        behaviour_log_probs=(0.0, *(-0.5,) * sampled),
+        weight_versions=(-1, *(3,) * sampled),
+        reward=float(number),
+        turns=(turn,) if sampled else (),
+        finish_reason="done",
+        info={},
+    )
+
+
+def buffer(capacity=4):
+    return AsyncReplayBuffer(capacity=capacity, max_staleness=1)
+
+
+class Failing:
+    """Keeps groups, or raises."""
+
+    def __init__(self):
+        self.kept: list[list[int]] = []
+        self.error: BaseException | None = None
+
+    async def put(self, trajectories):
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        self.kept.append([each.task["number"] for each in trajectories])
+        return "kept"
+
+
+async def sampled(served, name):
+    await served.post(f"/sessions/{name}/generate", {"prompt_token_ids": [5, 6]})
+
+
+async def test_rewarded_sessions_are_trained_on_from_a_buffer(serve):
+    target = buffer()
+    await target.admit(0)  # the buffer has been used before
+    target.drop(0, "of an earlier run")
+    async with serve(lambda prompt: [7, 8], capture=BufferSink(target)) as served:
+        for number in (0, 1):
+            await sampled(served, f"s{number}")
+            body = {"reward": float(number), "group": "g", "group_size": 2}
+            kept = await served.post(f"/sessions/s{number}/reward", body)
+        assert kept["kept"] == "slot 1"
+        (group,) = await target.select(1, weight_version=0)
+        rows = group.rows
+        assert rows.batch["rewards"].tolist() == [0.0, 1.0]
+        assert rows.batch["input_ids"][0].tolist() == [5, 6, 7, 8]
+        assert rows.batch["weight_versions"][0].tolist() == [-1, -1, 0, 0]
+        assert group.summary.tokens == 4
+        await served.get("/sessions/s1", status=404)
+
+
+async def test_a_full_buffer_holds_agents_back_and_loses_nothing(serve):
+    target = buffer(capacity=1)
+    async with serve(lambda prompt: [7, 8], capture=BufferSink(target, admission_timeout_s=0.05)) as served:
+        for name in ("a", "b"):
+            await sampled(served, name)
+        await served.post("/sessions/a/reward", {"reward": 1.0})
+        async with served.client.post(f"{served.url}/sessions/b/reward", json={"reward": 1.0}) as answer:
+            assert answer.status == 503
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert "buffer is full" in await answer.text()
+        (group,) = await target.select(1, weight_version=0)
+        target.release([group.summary.slot])
+        await served.post("/sessions/b/reward", {"reward": 1.0})
+        target.close()
+        await sampled(served, "c")
+        told = await served.post("/sessions/c/reward", {"reward": 1.0}, status=503)
+        assert "takes nothing any more" in told["error"]["message"]
+        assert (await served.get("/sessions/c"))["turns"] == 1
+
+
+async def test_a_session_whose_sender_hangs_up_is_handed_on_once(serve):
+    target = buffer(capacity=1)
+    async with serve(lambda prompt: [7, 8], capture=BufferSink(target)) as served:
+        for name in ("a", "b"):
+            await sampled(served, name)
+        await served.post("/sessions/a/reward", {"reward": 1.0})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await served.post("/sessions/b/reward", {"reward": 2.0})
+        await served.post("/sessions/b/reward", {"reward": 2.0}, status=409)  # it is under way still
+        rewards = []
+        for _ in range(2):
+            (group,) = await target.select(1, weight_version=0, timeout_s=5.0)
+            rewards += group.summary.rewards
+            target.release([group.summary.slot])
+        assert rewards == [1.0, 2.0]
+        for _ in range(100):
+            if len(served.face.sessions) == 0:
+                break
+            await asyncio.sleep(0.01)
+        await served.post("/sessions/b/reward", {"reward": 2.0}, status=404)
+        assert target.statistics().admitted == 2
+
+
+async def test_a_folder_that_cannot_be_written_keeps_the_session(serve, tmp_path):
+    folder = tmp_path / "kept"
+    async with serve(lambda prompt: [7, 8], capture=FolderSink(folder)) as served:
+        await sampled(served, "a")
+        folder.rmdir()
+        told = await served.post("/sessions/a/reward", {"reward": 1.0}, status=503)
+        assert "still here" in told["error"]["message"]
+        folder.mkdir()
+        kept = await served.post("/sessions/a/reward", {"reward": 1.0})
+        assert len(DataProto.load_from_disk(folder / kept["kept"])) == 1
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e300])
+async def test_a_reward_that_float32_cannot_hold_is_refused(serve, reward):
+    async with serve(lambda prompt: [7, 8]) as served:
+        await sampled(served, "a")
+        await served.post("/sessions/a/reward", {"reward": reward}, status=400)
+        await served.post("/sessions/a/reward", {"reward": 1.0})
+
+
+@pytest.mark.parametrize("error", [OSError("full"), asyncio.CancelledError()], ids=["fails", "is cancelled"])
+async def test_a_group_that_cannot_be_handed_on_waits_for_its_last_member(error):
+    sink = Failing()
+    groups = GroupedSink(sink)
+    for number in (0, 1):
+        await groups.put([trajectory(number)], group="g", size=3)
+    sink.error = error
+    with pytest.raises(type(error)):
+        await groups.put([trajectory(2)], group="g", size=3)
+    sink.error = None
+    assert groups.unfinished == 1
+    assert await groups.put([trajectory(2)], group="g", size=3) == "kept"
+    assert sink.kept == [[0, 1, 2]]
+    assert groups.unfinished == 0
+
+
+async def test_a_group_of_one_that_fails_leaves_nothing():
+    sink = Failing()
+    groups = GroupedSink(sink)
+    sink.error = OSError("full")
+    with pytest.raises(OSError, match="full"):
+        await groups.put([trajectory(0)], group="g", size=1)
+    assert groups.unfinished == 0
+
+
+async def test_what_is_no_batch_takes_no_place():
+    target = buffer(capacity=1)
+    sink = BufferSink(target, admission_timeout_s=0.0)
+    with pytest.raises(InvalidDataError, match="no sampled token"):
+        await sink.put([trajectory(0, sampled=0)])
+    await sink.put([trajectory(1)])
+    with pytest.raises(DeadlineError):
+        await sink.put([trajectory(2)])
+    (group,) = await target.select(1, weight_version=3)
+    target.release([group.summary.slot])
+    await sink.put([trajectory(2)])
+    assert target.statistics().admitted == 2

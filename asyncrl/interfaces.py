@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from asyncrl.weights.manifest import WeightManifest
 
 __all__ = [
+    "LEAST_TEMPERATURE",
     "AdoptingEngine",
     "Closable",
     "CountedTasks",
@@ -103,6 +104,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 PauseMode: TypeAlias = Literal["keep", "abort", "drain"]
 KVCachePolicy: TypeAlias = Literal["keep", "recompute"]
 
+LEAST_TEMPERATURE = 1e-4
+"""That is not greedy: logits over much less overflow float32."""
+
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """Token ids and their log-probs at one position, likeliest first."""
 
@@ -127,7 +131,7 @@ class SamplingParams:
         Traceback (most recent call last):
         ValueError: top_p must lie in (0, 1], got 90
 
-    ``temperature == 0`` is greedy. ``top_k == 0`` and ``top_p == 1`` switch the truncations off. Log-probs are
+    ``temperature == 0`` is greedy; others are at least ``LEAST_TEMPERATURE``. ``top_k == 0`` and ``top_p == 1`` switch the truncations off. Log-probs are
     reported of the distribution really sampled from: after temperature, top-k and top-p. Greedy ones are those of the
     untempered distribution.
 
@@ -160,6 +164,8 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not 0.0 <= self.temperature <= 100.0:
             raise ValueError(f"temperature must lie in 0..100, got {self.temperature}")
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:

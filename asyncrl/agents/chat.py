@@ -39,13 +39,14 @@ from asyncrl.interfaces import Message, Tool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatRenderer", "EncodedConversation", "load_renderer"]
+__all__ = ["ChatRenderer", "EncodedConversation", "load_renderer", "tool_call_json"]
 
 _PLACEHOLDER = "\u2063sampled\u2063turn\u2063"
 """Stands for the assistant's turn in a rendering; never tokenized, and found in no sane text."""
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _OPENED_CALL = "<tool_call>"
+_CALL_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,16 +259,45 @@ def _with_calls_as_text(message: Message) -> Message:
     return {"role": message["role"], "content": "\n".join(filter(None, [message.get("content"), *written]))}
 
 
+def tool_call_json(written: str) -> Any:
+    """What a model, or whoever tells of its calls, wrote as JSON. Any: whatever that is.
+
+        >>> tool_call_json('{"a": 1}')
+        {'a': 1}
+        >>> tool_call_json('"' + chr(92) + 'ud83d"')  # half of a character
+        Traceback (most recent call last):
+        ValueError: not JSON (text that UTF-8 cannot write)
+
+    Raises:
+        ValueError: it is no JSON, deeper than 64 levels, or has text that cannot be written again.
+    """
+    try:
+        value = json.loads(written)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("not JSON (text that UTF-8 cannot write)") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    level = [value]
+    for _ in range(_CALL_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"JSON of more than {_CALL_DEPTH} levels")
+
+
 def _call(written: str, *, number: int) -> dict[str, Any]:
     """One tool call in OpenAI's form.
 
     Raises:
         ValueError: it is no JSON object with a name, in words for the model.
     """
-    try:
-        call = json.loads(written)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
+    call = tool_call_json(written)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError('a tool call is an object {"name": ..., "arguments": {...}}')
     function = {"name": call["name"], "arguments": call.get("arguments", {})}

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from asyncrl.interfaces import LEAST_TEMPERATURE
 from asyncrl.pipeline.staleness import StalenessPolicy, staleness_policy
 
 from .algorithm import AlgorithmConfig
@@ -135,6 +136,13 @@ class Config(Document):
                 "greedy rollouts of one prompt are all the same and cannot be trained on",
                 value="0",
                 remedy="use a temperature above 0, or steps = 0",
+            )
+        if 0 < rollout.temperature < LEAST_TEMPERATURE:
+            yield Problem(
+                "rollout.temperature",
+                f"must be 0 (greedy) or at least {LEAST_TEMPERATURE}",
+                value=str(rollout.temperature),
+                remedy="use a temperature that log-probs can be told of",
             )
         for name, minibatches in (("trainer", trainer.minibatches), ("critic", self.critic.minibatches)):
             if trainer.groups_per_step % minibatches:

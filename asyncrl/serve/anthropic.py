@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from aiohttp import web
 
-from asyncrl.interfaces import Message, SamplingParams, Tool
+from asyncrl.interfaces import Message, Tool
 from asyncrl.serve.anthropic_schema import (
     AnswerBlock,
     AnthropicUsage,
@@ -32,7 +32,7 @@ from asyncrl.serve.anthropic_schema import (
     ToolUseBlock,
 )
 from asyncrl.serve.call import Call, EventStream
-from asyncrl.serve.chat_turn import ChatTurn
+from asyncrl.serve.chat_turn import ChatTurn, rendered
 from asyncrl.serve.choice import Choice, ReadTurn
 from asyncrl.serve.failure import Refusal
 from asyncrl.serve.grammar import Form, chat_form
@@ -41,15 +41,15 @@ from asyncrl.serve.sampling import sampling_params
 
 __all__ = ["count_tokens", "messages"]
 
-StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"]
 
 
 async def count_tokens(call: Call) -> web.StreamResponse:
     """The length of the prompt that a conversation would have."""
     body = call.body_as(CountTokensRequest)
     call.face.check_model(body.model)
-    turn = await ChatTurn.begin(call, _conversation(body), _tools(body), SamplingParams(max_new_tokens=1))
-    return call.answer(TokenCount(len(turn.prompt.token_ids)))
+    prompt = await rendered(call, _conversation(body), _tools(body), call.session(make=False))
+    return call.answer(TokenCount(len(prompt.token_ids)))
 
 
 async def messages(call: Call) -> web.StreamResponse:
@@ -160,6 +160,9 @@ def _usage(turn: ChatTurn) -> AnthropicUsage:
 
 
 def _stop_reason(choice: Choice, read: ReadTurn) -> StopReason:
+    """Why the turn ended. ``pause_turn`` is this dialect's word for one that is cut off and may go on."""
+    if choice.finish_reason == "abort":
+        return "pause_turn"
     if choice.stop_string is not None:
         return "stop_sequence"
     if choice.finish_reason == "length":

@@ -112,7 +112,7 @@ class MessageAnswer(Struct, tag="message", tag_field="type", kw_only=True):
     id: str
     model: str
     content: list[AnswerBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"] | None
     stop_sequence: str | None
     usage: AnthropicUsage
     role: Literal["assistant"] = "assistant"

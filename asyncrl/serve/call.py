@@ -219,9 +219,12 @@ class Call:
             raise Refusal(400, "a session's name has 1 to 128 letters, digits and ._:-")
         return name
 
-    def session(self) -> Session | None:
-        """The session that this request belongs to, made if need be."""
-        if self._session is None and (name := self.session_name()):
+    def session(self, *, make: bool = True) -> Session | None:
+        """The session that this request belongs to, made if need be and wished."""
+        name = self.session_name()
+        if not make:
+            return self.face.sessions.known(name, self.holder)
+        if self._session is None and name:
             self._session = self.face.sessions.use(name, self.holder)
         return self._session
 
@@ -246,9 +249,11 @@ class Call:
         """Ask the pool. Whatever comes of it, :meth:`_end` follows.
 
         Raises:
-            Refusal: too much is under way; nothing was begun then.
+            Refusal: too much is under way, or the session has ended meanwhile; nothing was begun then.
         """
         face, session = self.face, self._session
+        if session is not None and session.ending:
+            raise Refusal(409, f"session {session.name!r} is being handed on with its reward")
         face.admission.enter(self.holder)
         face.meters.prompt_tokens += len(request.prompt_token_ids)
         if session is None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.errors import ConfigError, InvalidDataError
+from asyncrl.errors import ConfigError
 from asyncrl.interfaces import GroupSummary, ReplayBuffer
 from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
+from asyncrl.serve.failure import Refusal
 
 __all__ = ["BufferSink", "FolderSink", "GroupedSink", "TrajectorySink"]
+
+_log = logging.getLogger(__name__)
 
 
 class TrajectorySink(Protocol):
@@ -73,18 +82,54 @@ class BufferSink:
         return f"slot {slot}"
 
 
+@dataclass(slots=True)
+class _Group:
+    """Sessions that have their reward and wait for the others, and when the last of them came."""
+
+    members: list[Sequence[Trajectory]] = field(default_factory=list[Sequence[Trajectory]])
+    touched_s: float = 0.0
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [each for member in self.members for each in member]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.trajectories)
+
+
 class GroupedSink:
     """Gathers sessions that name the same group until as many as announced have come; others pass at once.
+
+    A group whose other members do not come is handed on as it is: an hour after its last one, and at the end.
 
     Args:
         sink: takes whole groups.
         groups: unfinished ones at most.
+        tokens: that they hold at most.
+        idle_s: how long a group waits for its next member.
+        clock: seconds that only grow.
+
+    Attributes:
+        tokens: that unfinished groups hold.
     """
 
-    def __init__(self, sink: TrajectorySink, *, groups: int = 65_536) -> None:
+    def __init__(
+        self,
+        sink: TrajectorySink,
+        *,
+        groups: int = 65_536,
+        tokens: int = 1 << 26,
+        idle_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sink = sink
-        self._most = groups
-        self._open: dict[str, list[Sequence[Trajectory]]] = {}
+        self._most_groups = groups
+        self._most_tokens = tokens
+        self._idle_s = idle_s
+        self._clock = clock
+        self._open: OrderedDict[str, _Group] = OrderedDict()  # the one that has waited longest comes first
+        self.tokens = 0
 
     @property
     def unfinished(self) -> int:
@@ -97,22 +142,68 @@ class GroupedSink:
         Where that raises, these trajectories are not kept, and the other members wait for them still.
 
         Raises:
-            InvalidDataError: too many groups are unfinished, or nothing was sampled in any of the sessions.
+            Refusal: the groups that wait hold as much as they may.
+            InvalidDataError: nothing was sampled in any of the sessions.
             OSError: a folder cannot be written.
             DeadlineError, BufferClosedError: a buffer has had no room for long, or takes nothing any more.
         """
+        await self._hand_on(idle_s=self._idle_s)
         if not group:
             return await self._sink.put(trajectories)
-        if group not in self._open and len(self._open) >= self._most:
-            raise InvalidDataError(f"{self._most} groups are unfinished; no more fit")
-        members = self._open.setdefault(group, [])
-        members.append(trajectories)
-        if len(members) < size:
-            return f"group {group}: {len(members)} of {size}"
-        del self._open[group]
+        waiting = self._take(group)
+        if len(waiting.members) + 1 >= size:
+            try:
+                return await self._sink.put([*waiting.trajectories, *trajectories])
+            except BaseException:
+                self._keep(group, waiting)
+                raise
         try:
-            return await self._sink.put([each for member in members for each in member])
-        except BaseException:
-            if others := [*members[:-1], *self._open.get(group, ())]:
-                self._open[group] = others
-            raise
+            tokens = sum(len(each.token_ids) for each in trajectories)
+            if len(self._open) >= self._most_groups or self.tokens + waiting.tokens + tokens > self._most_tokens:
+                raise Refusal(503, "the groups that wait for members hold as much as they may", retry_after_s=30)
+            waiting.members.append(trajectories)
+            waiting.touched_s = self._clock()
+            return f"group {group}: {len(waiting.members)} of {size}"
+        finally:
+            self._keep(group, waiting)
+
+    async def close(self, *, deadline_s: float = 10.0) -> None:
+        """Hand on what is unfinished; what cannot be within ``deadline_s`` is lost, and said to be."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._hand_on(idle_s=0.0)
+        for name, group in self._open.items():
+            _log.error("group %s is lost: %d sessions, %d tokens", name, len(group.members), group.tokens)
+        self._open.clear()
+
+    async def _hand_on(self, *, idle_s: float) -> None:
+        """Groups that have waited so long, as they are."""
+        before_s = self._clock() - idle_s
+        due = itertools.takewhile(lambda entry: entry[1].touched_s <= before_s, self._open.items())
+        for name, _ in list(due):
+            group = self._take(name)
+            if not group.members:  # it has been completed meanwhile
+                continue
+            try:
+                kept = await self._sink.put(group.trajectories)
+                _log.warning("group %s is handed on with %d members (%s)", name, len(group.members), kept)
+            except BaseException as error:
+                group.touched_s = self._clock()
+                self._keep(name, group)
+                if not isinstance(error, Exception):
+                    raise
+                _log.warning("group %s waits on: %s", name, error)
+
+    def _take(self, name: str) -> _Group:
+        group = self._open.pop(name, None) or _Group()
+        self.tokens -= group.tokens
+        return group
+
+    def _keep(self, name: str, group: _Group) -> None:
+        """Let it wait, with those of its name that have come meanwhile."""
+        later = self._take(name)
+        group.members += later.members
+        group.touched_s = max(group.touched_s, later.touched_s)
+        if group.members:
+            self._open[name] = group
+            self.tokens += group.tokens

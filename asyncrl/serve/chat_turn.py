@@ -15,10 +15,36 @@ from asyncrl.serve.model_text import ModelText
 from asyncrl.serve.sampling import check_grammar
 from asyncrl.serve.sessions import Session, TurnPrompt
 
-__all__ = ["ChatTurn"]
+__all__ = ["ChatTurn", "rendered"]
 
 _INLINE_CHARACTERS = 16_384
 """Longer conversations are rendered in a thread: this much takes about ten milliseconds."""
+
+
+async def rendered(
+    call: Call, messages: Sequence[Message], tools: Sequence[Tool], session: Session | None
+) -> TurnPrompt:
+    """The prompt of a turn, in ``session`` if it belongs to one.
+
+    Raises:
+        Refusal: there is too much of it, or the template does not take such a conversation.
+    """
+    from jinja2 import TemplateError
+
+    limits = call.face.limits
+    if len(messages) > limits.messages or len(tools) > limits.tools:
+        raise Refusal(400, f"at most {limits.messages} messages and {limits.tools} tools are taken")
+    text = call.face.chat_text()
+
+    def render() -> TurnPrompt:
+        return (session or Session("", "")).chat_prompt(messages, tools, text)
+
+    try:
+        if sum(len(message.get("content") or "") for message in messages) > _INLINE_CHARACTERS:
+            return await asyncio.to_thread(render)
+        return render()
+    except (TemplateError, TypeError, KeyError) as error:  # the latter two on shapes they do not expect
+        raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
 
 
 class ChatTurn:
@@ -71,24 +97,8 @@ class ChatTurn:
         Raises:
             Refusal: the template does not take such a conversation.
         """
-        from jinja2 import TemplateError
-
-        limits = call.face.limits
-        if len(messages) > limits.messages or len(tools) > limits.tools:
-            raise Refusal(400, f"at most {limits.messages} messages and {limits.tools} tools are taken")
-        text = call.face.chat_text()
-        session = call.session()
-
-        def render() -> TurnPrompt:
-            return (session or Session("", "")).chat_prompt(messages, tools, text)
-
-        try:
-            if sum(len(message.get("content") or "") for message in messages) > _INLINE_CHARACTERS:
-                prompt = await asyncio.to_thread(render)
-            else:
-                prompt = render()
-        except (TemplateError, TypeError, KeyError) as error:  # the latter two on shapes they do not expect
-            raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
+        limits, text, session = call.face.limits, call.face.chat_text(), call.session()
+        prompt = await rendered(call, messages, tools, session)
         sampling = dataclasses.replace(
             sampling,
             stop_token_ids=tuple(sorted({*sampling.stop_token_ids, text.renderer.end_of_turn_id})),

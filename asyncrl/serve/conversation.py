@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from asyncrl.agents.chat import tool_call_json
 from asyncrl.interfaces import Message, Tool
 from asyncrl.serve.failure import Refusal
 
@@ -47,9 +47,9 @@ def parsed_arguments(arguments: Any, *, where: str) -> dict[str, Any]:
     """
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"{where}: the arguments of a tool call are no JSON: {error}") from error
+            arguments = tool_call_json(arguments or "{}")
+        except ValueError as error:
+            raise Refusal(400, f"{where}: the arguments of a tool call: {error}") from error
     if not isinstance(arguments, dict):
         raise Refusal(400, f"{where}: the arguments of a tool call must be an object")
     return arguments

@@ -100,7 +100,9 @@ class _Snapshot(Collector):
         return self._metrics
 
 
-def exposition(meters: Meters, pool: PoolStatistics, *, under_way: int, sessions: int, session_tokens: int) -> bytes:
+def exposition(
+    meters: Meters, pool: PoolStatistics, *, under_way: int, sessions: int, session_tokens: int, unfinished_groups: int
+) -> bytes:
     """Everything, in Prometheus' text form."""
     registry = CollectorRegistry()
     registry.register(
@@ -113,6 +115,7 @@ def exposition(meters: Meters, pool: PoolStatistics, *, under_way: int, sessions
                         "asyncrl_generations_under_way": ("Choices being generated.", under_way),
                         "asyncrl_sessions": ("Sessions held.", sessions),
                         "asyncrl_session_tokens": ("Tokens that sessions hold.", session_tokens),
+                        "asyncrl_unfinished_groups": ("Groups that wait for a member's reward.", unfinished_groups),
                     }
                 ),
             ]

@@ -89,6 +89,7 @@ async def metrics(call: Call) -> web.StreamResponse:
         under_way=face.admission.under_way,
         sessions=len(face.sessions),
         session_tokens=face.sessions.tokens,
+        unfinished_groups=0 if face.capture is None else face.capture.unfinished,
     )
     return web.Response(body=told, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

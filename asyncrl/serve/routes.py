@@ -109,6 +109,11 @@ _MESSAGES = {
     "answer": anthropic_types.MessageAnswer,
     "stream": anthropic_types.MessageEvent,
 }
+_COUNT_TOKENS = {
+    "handler": anthropic.count_tokens,
+    "request": anthropic_types.CountTokensRequest,
+    "answer": anthropic_types.TokenCount,
+}
 _GENERATE = {
     "handler": tokens.generate,
     "request": tokens.GenerateRequest,
@@ -143,6 +148,7 @@ def _in_session(prefix: str) -> tuple[Route, ...]:
         _user("POST", f"{prefix}/v1/chat/completions", tag="openai", **_CHAT),
         _user("POST", f"{prefix}/v1/completions", tag="openai", **_COMPLETIONS),
         _user("POST", f"{prefix}/v1/messages", tag="anthropic", dialect="anthropic", **_MESSAGES),
+        _user("POST", f"{prefix}/v1/messages/count_tokens", tag="anthropic", dialect="anthropic", **_COUNT_TOKENS),
         _user("POST", f"{prefix}/generate", tag="tokens", **_GENERATE),
     )
 
@@ -152,15 +158,6 @@ _VLLM = "calls of vLLM's trainers"
 
 ROUTES: tuple[Route, ...] = (
     *_in_session(""),
-    _user(
-        "POST",
-        "/v1/messages/count_tokens",
-        tag="anthropic",
-        dialect="anthropic",
-        handler=anthropic.count_tokens,
-        request=anthropic_types.CountTokensRequest,
-        answer=anthropic_types.TokenCount,
-    ),
     *_in_session(_SESSION),
     _user("GET", _SESSION, tag="sessions", handler=session_routes.session_status, answer=session_routes.SessionStatus),
     _user(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.interfaces import SamplingParams
+from asyncrl.interfaces import LEAST_TEMPERATURE, SamplingParams
 from asyncrl.serve.failure import Refusal
 from asyncrl.serve.limits import Limits
 
@@ -40,6 +40,8 @@ def sampling_params(
         raise Refusal(
             400, f"{top_log_probs} log-probs per token are asked for; at most {limits.top_log_probs} are told"
         )
+    if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
+        raise Refusal(400, f"temperature is {temperature}; it is 0 (greedy) or at least {LEAST_TEMPERATURE}")
     return SamplingParams(
         max_new_tokens=max_tokens if max_tokens is not None else limits.default_new_tokens,
         temperature=1.0 if temperature is None else temperature,

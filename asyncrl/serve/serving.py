@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
@@ -157,12 +157,14 @@ class ServedModel:
             limits=limits,
             admission=Admission(limits),
             sessions=Sessions(limits, time.monotonic),
-            capture=_sink(options.capture),
+            capture=_sink(options.capture, limits),
             meters=Meters(time.monotonic),
             weights=WeightDoor(pool, transport) if transport is not None else None,
             new_replica=make,
             joining=joining,
         )
+        if self.face.capture is not None:
+            stack.push_async_callback(self.face.capture.close)
         self._server = Server(self.face, options.binding)
         await self._server.start()
         stack.push_async_callback(self._server.close)
@@ -293,11 +295,12 @@ class ServedModel:
     async def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None) -> Message:
         """The assistant's answer to ``messages``, without HTTP."""
         text = self.face.chat_text()
+        asked = sampling or SamplingParams(max_new_tokens=self.face.limits.default_new_tokens)
         self._numbers += 1
         request = GenerationRequest(
             request_id=f"chat-{self._numbers}",
             prompt_token_ids=tuple(text.renderer.prompt(messages)),
-            sampling=sampling or SamplingParams(max_new_tokens=self.face.limits.default_new_tokens),
+            sampling=replace(asked, stop_token_ids=(*asked.stop_token_ids, text.renderer.end_of_turn_id)),
         )
         choice = Choice(text.renderer.decode, special_ids=text.special_ids, stop=request.sampling.stop)
         async with aclosing(cast(Any, self.pool.generate(request))) as chunks:  # Any: an iterator that can be closed
@@ -337,10 +340,11 @@ def serve(
     return ServedModel(model, options or ServingOptions(**more), tell, clock=time.monotonic)
 
 
-def _sink(capture: Path | str | ReplayBuffer | None) -> GroupedSink | None:
+def _sink(capture: Path | str | ReplayBuffer | None, limits: Limits) -> GroupedSink | None:
     if capture is None:
         return None
-    return GroupedSink(FolderSink(Path(capture)) if isinstance(capture, str | Path) else BufferSink(capture))
+    sink = FolderSink(Path(capture)) if isinstance(capture, str | Path) else BufferSink(capture)
+    return GroupedSink(sink, tokens=limits.captured_tokens, idle_s=limits.session_idle_s)
 
 
 def _short_name(model: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
 from asyncrl.errors import BufferClosedError, DeadlineError
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory
 from asyncrl.serve.call import Call, Face
 from asyncrl.serve.failure import Refusal
 from asyncrl.serve.sessions import Session
@@ -32,13 +33,18 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
+Reward: TypeAlias = Annotated[float, Meta(ge=-3e38, le=3e38)]
+"""What float32 holds."""
+
+
 class RewardRequest(Struct, kw_only=True):
     """POST /sessions/NAME/reward: the return of every trajectory of the session, which ends with it.
 
     Sessions with the same ``group`` (attempts at one task) are handed on together, once ``group_size`` have a reward.
+    ``info.reward_parts``, where it is given, are numbers by name: what the reward was made of.
     """
 
-    reward: Annotated[float, Meta(ge=-3e38, le=3e38)]  # what float32 holds
+    reward: Reward
     group: Annotated[str, Meta(max_length=128)] = ""
     group_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     info: dict[str, Any] = {}  # Any: JSON that is kept with the trajectory
@@ -122,6 +128,10 @@ async def session_trajectories(call: Call) -> web.StreamResponse:
 async def reward_session(call: Call) -> web.StreamResponse:
     """Give a session its reward and hand its trajectories on. It ends with that, or stays as it was."""
     body = call.body_as(RewardRequest)
+    try:
+        msgspec.convert(body.info.get(REWARD_PARTS, {}), dict[str, Reward])
+    except msgspec.ValidationError as error:
+        raise Refusal(400, f"info.{REWARD_PARTS} holds numbers by name: {error}") from error
     face = call.face
     session = face.sessions.find(call.session_name(), call.holder)
     if face.capture is None:

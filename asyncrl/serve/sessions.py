@@ -85,6 +85,7 @@ class Session:
         name: given by the client.
         holder: whose key made it; nobody else sees it.
         requests: under way.
+        ending: whether it is being handed on: it takes no request then.
         touched_s: when it was used last.
         tokens: held.
     """
@@ -93,6 +94,7 @@ class Session:
         self.name = name
         self.holder = holder
         self.requests = 0
+        self.ending = False
         self.touched_s = 0.0
         self.tokens = 0
         self.turns = 0
@@ -142,12 +144,13 @@ class Session:
 
     def add(self, prompt: TurnPrompt, generation: Generation, message: Message) -> int:
         """Write a finished turn down. Returns the tokens it holds."""
+        mark = chain(prompt.mark, [message])[0] if prompt.mark else b""
         node = _Node(prompt.parent, prompt.appended, generation, message)
         if prompt.parent is not None:
             prompt.parent.children += 1
             self._leaves.pop(prompt.parent, None)
-        if prompt.mark:
-            self._by_mark.setdefault(chain(prompt.mark, [message])[0], []).append(node)
+        if mark:
+            self._by_mark.setdefault(mark, []).append(node)
         self._leaves[node] = None
         self.tokens += node.tokens
         self.turns += 1
@@ -211,7 +214,7 @@ class Sessions:
         """The session, made if need be.
 
         Raises:
-            Refusal: there is no room for one more, or for more of its tokens.
+            Refusal: there is no room for one more, or for more of its tokens, or it is ending.
         """
         self._expire()
         key = (holder, name)
@@ -222,6 +225,8 @@ class Sessions:
             session = self._sessions[key] = Session(name, holder)
         self._sessions.move_to_end(key)
         session.touched_s = self._clock()
+        if session.ending:
+            raise Refusal(409, f"session {name!r} is being handed on with its reward")
         if session.tokens >= self._limits.session_tokens:
             raise Refusal(
                 409, f"session {name!r} holds {session.tokens} tokens; at most {self._limits.session_tokens}: reward it"
@@ -230,14 +235,18 @@ class Sessions:
             raise Refusal(503, "the sessions hold as many tokens as they may together", retry_after_s=30)
         return session
 
+    def known(self, name: str, holder: str) -> Session | None:
+        """The session, if this holder has one of that name."""
+        self._expire()
+        return self._sessions.get((holder, name))
+
     def find(self, name: str, holder: str) -> Session:
         """The session.
 
         Raises:
             Refusal: this holder has none of that name.
         """
-        self._expire()
-        session = self._sessions.get((holder, name))
+        session = self.known(name, holder)
         if session is None:
             raise Refusal(404, f"there is no session {name!r}")
         return session
@@ -250,26 +259,30 @@ class Sessions:
 
     @contextmanager
     def closing(self, session: Session) -> Iterator[None]:
-        """Nobody else uses the session while the block runs, and it is forgotten when that succeeds.
+        """The session takes no request while the block runs, and is forgotten when that succeeds.
 
         Raises:
-            Refusal: a request of it is under way.
+            Refusal: a request of it is under way, or it is ending already.
         """
         self._must_rest(session)
-        session.requests += 1
+        session.ending = True
         try:
             yield
-        finally:
-            session.requests -= 1
-        self.end(session)
+        except BaseException:
+            session.ending = False
+            raise
+        self._forget(session)
 
     def end(self, session: Session) -> None:
         """Forget the session.
 
         Raises:
-            Refusal: a request of it is under way.
+            Refusal: a request of it is under way, or it is ending already.
         """
         self._must_rest(session)
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
         del self._sessions[session.holder, session.name]
         self.tokens -= session.tokens
 
@@ -277,12 +290,14 @@ class Sessions:
     def _must_rest(session: Session) -> None:
         if session.requests:
             raise Refusal(409, f"{session.requests} requests of session {session.name!r} are under way")
+        if session.ending:
+            raise Refusal(409, f"session {session.name!r} is being handed on with its reward")
 
     def _expire(self) -> None:
         now = self._clock()
         while self._sessions:
             session = next(iter(self._sessions.values()))
-            if session.requests or now - session.touched_s <= self._limits.session_idle_s:
+            if session.requests or session.ending or now - session.touched_s <= self._limits.session_idle_s:
                 return
             self.end(session)
             self.expired += 1

@@ -202,12 +202,16 @@ class TransformersEngine:
         self._stepping.post(lambda: (event(), None)[1])
 
     async def _call(self, event: Callable[[], _T]) -> _T:
-        """Run ``event`` between two steps and wait for what it answers."""
+        """Run ``event`` between two steps and wait for what it answers.
+
+        A caller that is cancelled takes it back if it has not begun, and else waits for its end.
+        """
         self._running()
         stepping = self._stepping
         assert stepping is not None
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_T] = loop.create_future()
+        order = [event]  # taken out by one of two threads: the one that carries it out, or this one to take it back
 
         def settle(result: _T | None, error: Exception | None) -> None:
             if answer.done():
@@ -219,13 +223,27 @@ class TransformersEngine:
 
         def run() -> None:
             try:
-                result, error = event(), None
+                taken = order.pop()
+            except IndexError:
+                return
+            try:
+                result, error = taken(), None
             except Exception as raised:  # noqa: BLE001 - handed to the caller
                 result, error = None, raised
             loop.call_soon_threadsafe(settle, result, error)
 
         stepping.post(run)
-        return await answer
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            with contextlib.suppress(IndexError):
+                order.pop()
+                raise
+            while not answer.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([answer])
+            answer.exception()
+            raise
 
     # --------------------------------------------------------------------------------------------------- requests
 

@@ -72,6 +72,7 @@ def test_derived_values_are_told_as_comments():
         ({"model": {"path": "/some/where"}}, "model.source", "exclude each other"),
         ({"model": {"source": None}}, "model", "needs one of path and source"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature", "greedy"),
+        ({"rollout": {"temperature": 1e-6}}, "rollout.temperature", "at least 0.0001"),
         ({"trainer": {"minibatches": 3}}, "trainer.minibatches", "does not divide groups_per_step = 16"),
         ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens", "max_tokens = 1024"),
         ({"trainer": {"max_tokens_per_microbatch": 1023}}, "trainer.max_tokens_per_microbatch", "at least 1024"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 BODY = {"model": "tiny", "max_tokens": 500, "messages": [{"role": "user", "content": "say it again please"}]}
@@ -48,6 +49,41 @@ async def test_tools_come_and_go_in_a_session(serve):
         assert (await served.get("/sessions/s"))["branches"] == 1
         first, second = served.engines[0].requests
         assert second.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
+
+
+async def test_tokens_are_counted_in_a_session_and_make_none(serve):
+    async with serve(lambda prompt: "it again<|end|>") as served:
+        count = {"model": "tiny", "messages": BODY["messages"]}
+        alone = await served.post("/sessions/s/v1/messages/count_tokens", count)
+        assert alone == await served.post("/v1/messages/count_tokens", count, headers={"X-Session-ID": "s"})
+        await served.get("/sessions/s", status=404)
+        answer = await served.post("/sessions/s/v1/messages", BODY)
+        assert answer["usage"]["input_tokens"] == alone["input_tokens"]
+        count["messages"] = [
+            *BODY["messages"],
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": "again"},
+        ]
+        counted = await served.post("/sessions/s/v1/messages/count_tokens", count)
+        answer = await served.post("/sessions/s/v1/messages", {**BODY, "messages": count["messages"]})
+        assert answer["usage"]["input_tokens"] == counted["input_tokens"]
+
+
+async def test_an_aborted_turn_is_not_told_as_a_whole_one(serve):
+    async with serve(lambda prompt: [7] * 200, token_s=0.01) as served:
+        for stream in (False, True):
+            body, headers = {**BODY, "stream": stream}, {"X-Request-ID": "aborted"}
+
+            async def ask(body=body, headers=headers):
+                async with served.client.post(f"{served.url}/v1/messages", json=body, headers=headers) as answer:
+                    return answer.status, await answer.text()
+
+            asking = asyncio.create_task(ask())
+            while not (await served.control("POST", "/abort", {"request_id": "aborted"}))["aborted"]:
+                await asyncio.sleep(0.05)
+            status, told = await asking
+            assert status == 200
+            assert '"stop_reason":"pause_turn"' in told
 
 
 async def test_a_stream(serve):

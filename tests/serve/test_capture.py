@@ -10,6 +10,7 @@ from asyncrl.data import DataProto
 from asyncrl.errors import DeadlineError, InvalidDataError
 from asyncrl.rollout.trajectory import Trajectory, Turn
 from asyncrl.serve.capture import BufferSink, FolderSink, GroupedSink
+from asyncrl.serve.failure import Refusal
 from buffers.replay import AsyncReplayBuffer
 
 
@@ -157,6 +158,97 @@ async def test_a_group_of_one_that_fails_leaves_nothing():
     with pytest.raises(OSError, match="full"):
         await groups.put([trajectory(0)], group="g", size=1)
     assert groups.unfinished == 0
+
+
+async def test_members_whose_others_do_not_come_are_handed_on_in_time():
+    now = 0.0
+    sink = Failing()
+    groups = GroupedSink(sink, idle_s=10.0, clock=lambda: now)
+    await groups.put([trajectory(0)], group="g", size=3)
+    now = 6.0
+    await groups.put([trajectory(1)], group="g", size=3)
+    await groups.put([trajectory(2)], group="h", size=2)
+    now = 12.0
+    await groups.put([trajectory(3)], group="h", size=2)
+    assert sink.kept == [[2, 3]]
+    now = 16.0
+    sink.error = OSError("full")
+    with pytest.raises(OSError, match="full"):
+        await groups.put([trajectory(4)])
+    assert (groups.unfinished, groups.tokens) == (1, 6)
+    sink.error = None
+    await groups.put([trajectory(4)])
+    now = 26.0
+    await groups.put([trajectory(4)])
+    assert sink.kept == [[2, 3], [4], [0, 1], [4]]
+    assert (groups.unfinished, groups.tokens) == (0, 0)
+
+
+async def test_what_is_unfinished_at_the_end_is_handed_on(caplog):
+    sink = Failing()
+    groups = GroupedSink(sink)
+    await groups.put([trajectory(0)], group="g", size=2)
+    await groups.close()
+    assert sink.kept == [[0]]
+    target = buffer(capacity=1)
+    groups = GroupedSink(BufferSink(target))
+    await groups.put([trajectory(0)])
+    await groups.put([trajectory(1)], group="g", size=2)
+    await groups.close(deadline_s=0.05)
+    assert "group g is lost: 1 sessions, 3 tokens" in caplog.text
+    assert target.statistics().admitted == 1
+
+
+async def test_groups_that_wait_hold_no_more_than_they_may():
+    groups = GroupedSink(Failing(), tokens=7)
+    await groups.put([trajectory(0)], group="g", size=3)
+    await groups.put([trajectory(1)], group="g", size=3)
+    with pytest.raises(Refusal, match="as much as they may"):
+        await groups.put([trajectory(2)], group="h", size=2)
+    assert await groups.put([trajectory(2)], group="g", size=3) == "kept"
+    await groups.put([trajectory(2)], group="h", size=2)
+
+
+class Slow:
+    """Keeps what it is given when it may."""
+
+    def __init__(self):
+        self.kept = []
+        self.may = asyncio.Event()
+
+    async def put(self, trajectories):
+        await self.may.wait()
+        self.kept.append([each.sampled_tokens for each in trajectories])
+        return "kept"
+
+
+async def test_a_session_that_is_handed_on_takes_no_request(serve):
+    sink = Slow()
+    async with serve(lambda prompt: [7, 8], capture=sink) as served:
+        await sampled(served, "a")
+        rewarding = asyncio.create_task(served.post("/sessions/a/reward", {"reward": 1.0}))
+        while not served.face.sessions.find("a", "").ending:
+            await asyncio.sleep(0.01)
+        await served.post("/sessions/a/generate", {"prompt_token_ids": [5]}, status=409)
+        await served.post("/sessions/a/reward", {"reward": 1.0}, status=409)
+        async with served.client.delete(f"{served.url}/sessions/a") as answer:
+            assert answer.status == 409
+        sink.may.set()
+        await rewarding
+        assert sink.kept == [[2]]
+        await sampled(served, "a")  # another session of that name
+        assert (await served.get("/sessions/a"))["turns"] == 1
+
+
+@pytest.mark.parametrize("parts", [{"a": "n/a"}, {"a": None}, [1], {"a": 1e300}])
+async def test_parts_of_a_reward_are_numbers(serve, parts):
+    async with serve(lambda prompt: [7, 8]) as served:
+        await sampled(served, "a")
+        body = {"reward": 1.0, "group": "g", "group_size": 2, "info": {"reward_parts": parts}}
+        told = await served.post("/sessions/a/reward", body, status=400)
+        assert "reward_parts" in told["error"]["message"]
+        body["info"] = {"reward_parts": {"a": 1, "b": 0.5}}
+        assert (await served.post("/sessions/a/reward", body))["kept"].endswith("1 of 2")
 
 
 async def test_what_is_no_batch_takes_no_place():

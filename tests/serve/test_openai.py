@@ -114,6 +114,7 @@ async def test_what_is_not_served_is_refused(serve):
             ({"n": 10**30}, 400),
             ({"max_tokens": 10**7}, 400),
             ({"temperature": -1}, 400),
+            ({"temperature": 1e-40}, 400),
             ({"stop": ["x"] * 17}, 400),
             ({"stop": "x" * 257}, 400),
             ({"stop": ""}, 400),

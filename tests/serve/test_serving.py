@@ -32,13 +32,18 @@ def model(tmp_path_factory):
     return folder
 
 
-async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_path):
+async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_path, monkeypatch):
     binding = Binding(port=0, control_socket=tmp_path / "control.sock")
     async with asyncrl.serve(
-        str(model), binding=binding, capture=tmp_path / "kept", engine_options={"threads": 1, "dtype": "float32"}
+        str(model), binding=binding, capture=str(tmp_path / "kept"), engine_options={"threads": 1, "dtype": "float32"}
     ) as pool:
+        asked = []
+        generate = pool.pool.generate
+        monkeypatch.setattr(pool.pool, "generate", lambda request: (asked.append(request), generate(request))[1])
         said = await pool.chat([{"role": "user", "content": "count 3"}], asyncrl_sampling(8))
         assert said["role"] == "assistant"
+        assert pool.face.text.renderer.end_of_turn_id in asked[0].sampling.stop_token_ids
+        monkeypatch.undo()
         async with aiohttp.ClientSession() as client:
             messages = [{"role": "user", "content": "count 5"}]
             for _ in range(2):

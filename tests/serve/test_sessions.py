@@ -103,6 +103,31 @@ async def test_tool_calls_and_streams_are_recognised_when_they_come_back(serve, 
         assert (status["turns"], status["branches"]) == (2, 1)
 
 
+HALF = '{"x": "\\ud83d"}'  # half of a character
+DEEP = '{"x": ' + "[" * 900 + "]" * 900 + "}"
+
+
+@pytest.mark.parametrize("arguments", [HALF, DEEP], ids=["half a character", "deep"])
+async def test_a_call_that_cannot_be_written_again_is_text(serve, arguments):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    call = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call><|end|>"
+    replies = iter(["it<|end|>", call, "it<|end|>"])
+    async with serve(lambda prompt: next(replies)) as served:
+        url = "/sessions/s/v1/chat/completions"
+        answer = await served.post(url, {**ask(user("say it")), "tools": tools, "max_tokens": 4000})
+        messages = [user("say it"), answer["choices"][0]["message"], user("again")]
+        answer = await served.post(url, {**ask(*messages), "tools": tools, "max_tokens": 4000})
+        said = answer["choices"][0]["message"]
+        assert "<tool_call>" in said["content"]
+        assert not said.get("tool_calls")
+        await served.post(url, {**ask(*messages, said, user("again")), "tools": tools})
+        status = await served.get("/sessions/s")
+        assert (status["turns"], status["branches"]) == (3, 1)
+        called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+        told = await served.post(url, {**ask(user("say it"), called, user("again")), "tools": tools}, status=400)
+        assert "arguments of a tool call" in told["error"]["message"]
+
+
 async def test_tokens_go_on_from_tokens(serve):
     async with serve(lambda prompt: [prompt[-1] + 1, prompt[-1] + 2]) as served:
         await served.post("/sessions/t/generate", {"prompt_token_ids": [5, 6]})

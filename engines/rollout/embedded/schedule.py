@@ -130,7 +130,7 @@ class Schedule:
         """
         if mode != "drain":
             self.state = "paused"
-        elif self.state == "running":
+        elif self.state != "draining":
             self.state = "draining"
             self._drain_before = self._next_order
             self._settle()

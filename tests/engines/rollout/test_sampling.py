@@ -13,12 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.interfaces import SamplingParams
+from asyncrl.interfaces import LEAST_TEMPERATURE, SamplingParams
 from engines.rollout.embedded.sampling import Sampled, Sampler, uniforms
 
 
 def params(**options: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=1, **options)
+
+
+def test_the_least_temperature_has_log_probs() -> None:
+    logits = torch.tensor([[3e4, -3e4, 2e4]])
+    least = draw(logits, [params(temperature=LEAST_TEMPERATURE)])
+    assert least.tokens.tolist() == [0]
+    assert least.log_probs == [0.0]
+    with pytest.raises(ValueError, match="at least"):
+        params(temperature=LEAST_TEMPERATURE / 2)
 
 
 def draw(

@@ -7,6 +7,8 @@ import contextlib
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -371,6 +373,17 @@ async def test_drain_lets_what_is_there_finish(
     assert (await late).finish_reason == "length"
 
 
+async def test_a_drain_lets_what_was_paused_finish(
+    engine: TransformersEngine, collect: Collect, request_of: RequestOf
+) -> None:
+    task = asyncio.ensure_future(collect(engine, request_of("a", [1], 200)))
+    await reaches(engine, 1)
+    await engine.pause("keep")
+    await engine.pause("drain")
+    assert len((await task).token_ids) == 200
+    assert engine.statistics().paused
+
+
 @pytest.mark.parametrize("superseded_by", ["resume", "keep", "close"])
 async def test_a_drain_does_not_wait_for_ever(
     engine: TransformersEngine, collect: Collect, request_of: RequestOf, superseded_by: str
@@ -485,6 +498,49 @@ async def test_weights_that_are_not_numbers_cost_the_request_not_the_engine(
     after: Generation = await collect(engine, request_of("a", [1, 2, 3], 20, seed=1))
     assert after.token_ids == before.token_ids
     assert after.log_probs == pytest.approx(before.log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", [True], indirect=True)
+async def test_a_commit_that_is_cancelled_before_it_began_does_not_happen(
+    engine: TransformersEngine, folder_of: FolderOf
+) -> None:
+    weights = {name: tensor.clone() for name, tensor in load(folder_of()).named_parameters()}
+    await engine.prepare_weights(weights, version=1)
+    stop, stepping = threading.Event(), engine._stepping
+    assert stepping is not None
+    stepping.post(lambda: (stop.wait(10.0), None)[1])  # a long step
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.commit_weights(1), 0.05)
+    stop.set()
+    await engine.resume()  # behind whatever was posted
+    assert engine.weight_version == 0
+    await engine.prepare_weights(weights, version=1)
+    await engine.commit_weights(1)
+    assert engine.weight_version == 1
+
+
+@pytest.mark.parametrize("engine", [True], indirect=True)
+async def test_a_commit_that_is_cancelled_after_it_began_has_happened(
+    engine: TransformersEngine, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {name: tensor.clone() for name, tensor in load(folder_of()).named_parameters()}
+    await engine.prepare_weights(weights, version=1)
+    generation = engine._generation
+    assert generation is not None
+    commit, began = generation.commit, threading.Event()
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        began.set()
+        time.sleep(0.2)
+        commit(*arguments, **options)
+
+    monkeypatch.setattr(generation, "commit", slowly)
+    committing = asyncio.ensure_future(engine.commit_weights(1))
+    await asyncio.to_thread(began.wait, 10.0)
+    committing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await committing
+    assert engine.weight_version == 1
 
 
 async def test_close_ends_everybody(engine: TransformersEngine, collect: Collect, request_of: RequestOf) -> None:

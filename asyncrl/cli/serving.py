@@ -53,7 +53,13 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--control-key-file", type=Path, metavar="F", help="keys of operators; else ASYNCRL_CONTROL_KEY"
     )
     parser.add_argument("--allowed-host", action="append", default=[], metavar="H", help="further name of this server")
-    parser.add_argument("--allowed-origin", action="append", default=[], metavar="O", help="web page that may call")
+    parser.add_argument(
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="O",
+        help="origin whose web pages may call (https://lab.example)",
+    )
     parser.add_argument("--model-name", action="append", default=[], metavar="N", help="name of the model for clients")
     parser.add_argument("--capture", type=Path, metavar="FOLDER", help="write rewarded sessions there")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from asyncrl.errors import InfrastructureError, WeightError
-from asyncrl.interfaces import PauseMode, RolloutEngine, SeparateEngine
+from asyncrl.interfaces import RolloutEngine, SeparateEngine
 from asyncrl.rollout.attempt import Attempt
 from asyncrl.rollout.pool_status import ReplicaStatus
 from asyncrl.rollout.replica_health import HealthPolicy, ReplicaHealth
@@ -76,7 +76,7 @@ class Replica:
         self.idle = asyncio.Event()
         self.idle.set()
         self.settled = asyncio.Event()
-        """Set when the first start has come to something, or to nothing."""
+        """Set when the first start has come to something, or to nothing, or the replica has left."""
         self.failure: Exception | None = None
         self._factory = factory
         self._supervision = supervision
@@ -87,6 +87,10 @@ class Replica:
         self._dead = asyncio.Event()
         self._heard = 0
         self.paused = False
+        """Whether its engine shall stand still, in this life and in later ones."""
+        self._halted = False  # whether it does
+        self._ordered = asyncio.Event()
+        self._obeyed = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------ what it does
 
@@ -120,6 +124,7 @@ class Replica:
         """The request is not on it any more."""
         self.attempts.discard(attempt)
         self.work -= attempt.work
+        attempt.work = 0.0
         if not self.attempts:
             self.work = 0.0  # sums of differences of floats drift
             self.idle.set()
@@ -149,25 +154,15 @@ class Replica:
         self.take_back(reason)
         self.settled.set()
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding, now and in any later life."""
-        self.paused = True
-        if self.engine is not None:
-            await self._order(self.engine.pause(mode), self.health.engine)
+    def order(self, *, pause: bool) -> None:
+        """Stop decoding, or go on, now and in any later life. The newest order counts."""
+        self.paused = pause
+        self._ordered.set()
 
-    async def resume(self) -> None:
-        """Go on."""
-        self.paused = False
-        if self.engine is not None:
-            await self._order(self.engine.resume(), self.health.engine)
-
-    async def _order(self, order: Coroutine[Any, Any, None], engine: int) -> None:
-        """An engine that does not follow an order is no good: the others do not wait for it."""
-        try:
-            async with asyncio.timeout(self._supervision.probe_s):
-                await order
-        except (TimeoutError, InfrastructureError) as error:
-            self._tell(self.health.ended(engine, f"it did not follow an order: {error or type(error).__name__}"))
+    async def obeyed(self) -> None:
+        """Wait until the engine does as it is told by now. One that does not is given up, and not waited for."""
+        while self.engine is not None and self._halted != self.paused:
+            await self._obeyed.wait()
 
     def status(self) -> ReplicaStatus:
         """As of now."""
@@ -203,6 +198,7 @@ class Replica:
                 self.take_back(reason)
                 self._left(self.name)
                 self._changed()
+                self._tell_obeyed()
                 await self._close(engine)
             _log.warning("%s; it is started again in %.3g s", reason, self.health.restart_delay_s)
 
@@ -212,8 +208,8 @@ class Replica:
             engine = self._factory()
             async with asyncio.timeout(self._supervision.start_s):
                 await engine.start()
-            if self.paused:
-                await engine.pause("keep")
+                self._halted = False
+                await self._follow(engine)
         except BaseException as error:
             if engine is not None:
                 await self._close(engine)
@@ -232,7 +228,10 @@ class Replica:
     async def _watch(self, engine: RolloutEngine, number: int) -> None:
         """Return when the engine is given up."""
         async with asyncio.TaskGroup() as watches:
-            watching = [watches.create_task(self._probe(engine, number), name=f"probing {self.name}")]
+            watching = [
+                watches.create_task(self._probe(engine, number), name=f"probing {self.name}"),
+                watches.create_task(self._obey(engine, number), name=f"ordering {self.name}"),
+            ]
             if isinstance(engine, SeparateEngine):
                 watching.append(watches.create_task(self._await_end(engine, number), name=f"watching {self.name}"))
             await self._dead.wait()
@@ -242,6 +241,28 @@ class Replica:
     async def _await_end(self, engine: SeparateEngine, number: int) -> None:
         self._tell(self.health.ended(number, await engine.wait_ended()))
 
+    async def _obey(self, engine: RolloutEngine, number: int) -> None:
+        """Pass orders on to the engine; one that does not follow them is no good."""
+        try:
+            while True:
+                self._ordered.clear()
+                await self._follow(engine)
+                await self._ordered.wait()
+        except Exception as error:  # noqa: BLE001 - it is the engine's fault, and counted as such
+            self._tell(self.health.ended(number, f"it did not follow an order: {error or type(error).__name__}"))
+
+    async def _follow(self, engine: RolloutEngine) -> None:
+        """Order what is wanted, one thing after the other, until the engine does it."""
+        while self._halted != (pause := self.paused):
+            async with asyncio.timeout(self._supervision.probe_s):
+                await (engine.pause("keep") if pause else engine.resume())
+            self._halted = pause
+        self._tell_obeyed()
+
+    def _tell_obeyed(self) -> None:
+        self._obeyed.set()
+        self._obeyed = asyncio.Event()
+
     async def _probe(self, engine: RolloutEngine, number: int) -> None:
         """Ask a silent replica for a token; bring a stale one to the current version."""
         supervision = self._supervision
@@ -250,13 +271,13 @@ class Replica:
             await asyncio.sleep(supervision.probe_every_s)
             if self.health.state == "stale":
                 self._retry(self.name)
-            if self.paused or self.health.leased:
+            if self.paused or self._halted or self.health.leased:
                 continue
             if heard == self._heard:
                 error = await self._probed(engine)
                 if error is None:
                     self._tell(self.health.probe_succeeded(number))
-                elif not self.paused:  # a paused engine gives no token by order
+                elif not (self.paused or self._halted):  # a paused engine gives no token by order
                     self._tell(self.health.probe_failed(number, error))
 
     async def _probed(self, engine: RolloutEngine) -> str | None:
@@ -276,7 +297,20 @@ class Replica:
         self._changed()
 
     async def _close(self, engine: RolloutEngine) -> None:
-        """Close the engine; one that does not close in time is left to itself, which is told."""
+        """Close the engine, to its end even when cancelled meanwhile."""
+        closing = asyncio.create_task(self._close_in_time(engine), name=f"closing {self.name}")
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.wait([closing])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        closing.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _close_in_time(self, engine: RolloutEngine) -> None:
+        """One that does not close in time is left to itself, which is told."""
         try:
             async with asyncio.timeout(self._supervision.close_s):
                 await engine.close()

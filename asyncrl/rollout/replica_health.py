@@ -38,7 +38,8 @@ class HealthPolicy:
         probe_failures: probes in a row that fail before it is dead.
         generation_failures: requests in a row that fail on it before it is dead.
         weight_failures: weight updates in a row that fail on it before it is dead.
-        restart_s: seconds before it is started again; doubled after each start that came to nothing.
+        restart_s: seconds before it is started again; doubled after each start that came to nothing: whose engine never
+            held the current version.
         max_restart_s: most that this grows to.
 
     Raises:
@@ -153,6 +154,7 @@ class ReplicaHealth:
         if self.state != "dead":
             raise ValueError(f"a replica that is {self.state} has an engine: only a dead one is started")
         self._engine += 1
+        self._vain_starts += 1  # until it is verified
         self._probes = self._generations = self._weights = self._leases = 0
         self._become("starting", "starting")
         return self._engine
@@ -274,8 +276,6 @@ class ReplicaHealth:
         """
         if self.state == "dead" or engine != self._engine:
             return False
-        if self.state in ("starting", "stale"):
-            self._vain_starts += 1
         return self._become("dead", reason)
 
     def lease(self, engine: int) -> None:

@@ -62,6 +62,7 @@ class ReplicaPool:
         self._replicas: dict[str, Replica] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._requests = Dispatcher(self._replicas, self._options)
+        self._asked: PauseMode | None = None
         self._stopped = False
         self._tasks: asyncio.TaskGroup | None = None
         self._updates: WeightUpdates | None = None
@@ -83,6 +84,7 @@ class ReplicaPool:
         """Start every replica, all at once; returns when each serves or has failed to start.
 
         Raises:
+            EngineClosedError: the pool was closed meanwhile, or broke.
             Exception: what the first replica failed with, if none serves. The pool is closed then.
         """
         if self._life is not None:
@@ -92,21 +94,29 @@ class ReplicaPool:
         await opened.wait()
         try:
             await asyncio.gather(*(self.add(name, factory) for name, factory in self._factories.items()))
-            await asyncio.gather(*(replica.settled.wait() for replica in self._replicas.values()))
-            if self._replicas and not any(replica.serves for replica in self._replicas.values()):
-                failures = [replica.failure for replica in self._replicas.values() if replica.failure is not None]
+            replicas = list(self._replicas.values())
+            await asyncio.gather(*(replica.settled.wait() for replica in replicas))
+            self._running()
+            if replicas and not any(replica.serves for replica in replicas):
+                failures = [replica.failure for replica in replicas if replica.failure is not None]
                 raise failures[0] if failures else ResourceError("no replica serves")
         except BaseException:
-            await self.close()
+            if (defect := await self._finish()) is not None:
+                raise EngineClosedError(f"the pool broke while it started: {defect}") from defect
             raise
 
     async def close(self) -> None:
         """End what runs, close every engine. Idempotent."""
+        if (defect := await self._finish()) is not None:
+            raise defect
+
+    async def _finish(self) -> BaseException | None:
+        """Close; returns what broke the pool."""
         self._closing.set()
-        if self._life is not None:
-            await asyncio.wait([self._life])
-            if not self._life.cancelled() and (error := self._life.exception()) is not None:
-                raise error
+        if self._life is None:
+            return None
+        await asyncio.wait([self._life])
+        return None if self._life.cancelled() else self._life.exception()
 
     async def _run(self, opened: asyncio.Event) -> None:
         """Own every task of the pool. The first one to fail, which is a defect, ends all of them."""
@@ -127,7 +137,10 @@ class ReplicaPool:
                 opened.set()
                 await self._closing.wait()
                 self._requests.close()
-                await asyncio.gather(*(self._end(name) for name in list(self._lives)))
+                for life in self._lives.values():
+                    life.cancel()
+                if self._lives:
+                    await asyncio.wait(self._lives.values())
                 raise _Closed
         except* _Closed:
             pass
@@ -173,23 +186,30 @@ class ReplicaPool:
         have begun; :meth:`resume`, another pause or :meth:`close` meanwhile end that wait.
         """
         self._running()
-        requests = self._requests
-        requests.pause(mode)
+        self._asked = mode
+        self._requests.pause(mode)
         if mode == "abort":
-            await requests.abort_all()
+            await self._requests.abort_all()
         elif mode == "drain":
-            await requests.drained()
-        if requests.paused is None:  # resumed meanwhile
-            return
-        self._stopped = True
-        await asyncio.gather(*(replica.pause("keep") for replica in self._replicas.values()))
+            await self._order(pause=False)  # an earlier pause may have frozen what is to finish
+            await self._requests.drained()
+        if self._asked == mode:
+            await self._order(pause=True)
 
     async def resume(self) -> None:
-        """Go on. Idempotent."""
+        """Go on. Idempotent. A pause meanwhile ends the wait, and stays."""
         self._running()
-        self._stopped = False
-        await asyncio.gather(*(replica.resume() for replica in self._replicas.values()))
-        self._requests.pause(None)
+        self._asked = None
+        await self._order(pause=False)
+        if self._asked is None:
+            self._requests.pause(None)
+
+    async def _order(self, *, pause: bool) -> None:
+        """Have every engine stop or go on, also those that join later; returns when they do as they are told by now."""
+        self._stopped = pause
+        for replica in self._replicas.values():
+            replica.order(pause=pause)
+        await asyncio.gather(*(replica.obeyed() for replica in self._replicas.values()))
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -267,7 +287,8 @@ class ReplicaPool:
             changed=self._requests.tell,
         )
         replica.paused = self._stopped
-        self._lives[name] = tasks.create_task(replica.live(), name=f"replica {name}")
+        life = self._lives[name] = tasks.create_task(replica.live(), name=f"replica {name}")
+        life.add_done_callback(lambda _: self._left(replica))
 
     async def drain(self, name: str, *, deadline_s: float | None = None) -> None:
         """Send the replica nothing more, and wait until it has finished what it has.
@@ -284,18 +305,24 @@ class ReplicaPool:
             await replica.idle.wait()
 
     async def remove(self, name: str) -> None:
-        """Take a replica out and close its engine; its requests go on elsewhere."""
+        """Take a replica out and close its engine; its requests go on elsewhere.
+
+        Its name is free when that is done, whether or not somebody still waits for it.
+        """
         replica = self._known(name)
         replica.draining = True
         replica.take_back(f"replica {name} is removed")
-        await self._end(name)
-        del self._replicas[name]
+        life = self._lives[name]
+        life.cancel()
+        await asyncio.wait([life])
 
-    async def _end(self, name: str) -> None:
-        life = self._lives.pop(name, None)
-        if life is not None:
-            life.cancel()
-            await asyncio.wait([life])
+    def _left(self, replica: Replica) -> None:
+        """Its life is over: it was removed, the pool is closing, or a defect ends the pool."""
+        replica.settled.set()
+        if not self._lives[replica.name].cancelled():
+            self._closing.set()
+        if not self._closing.is_set():  # a closed pool still tells of those it had
+            del self._replicas[replica.name], self._lives[replica.name]
 
     def _known(self, name: str) -> Replica:
         self._running()

@@ -32,6 +32,20 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _HOSTS_REMEMBERED = 256
 
+_CLIENTS_HEADERS = (
+    *("Authorization", "Content-Type", "X-API-Key", "X-Request-ID", "X-Session-ID"),
+    "User-Agent",  # OpenAI's and Anthropic's clients set it; some browsers let them
+    *("OpenAI-Organization", "OpenAI-Project"),
+    *("Anthropic-Version", "Anthropic-Beta", "Anthropic-Dangerous-Direct-Browser-Access"),
+    *(f"X-Stainless-{name}" for name in ("Arch", "Lang", "OS", "Package-Version", "Runtime", "Runtime-Version")),
+    *(f"X-Stainless-{name}" for name in ("Helper", "Helper-Method", "Retry-Count", "Timeout")),
+)
+_PREFLIGHT = {
+    "Access-Control-Allow-Headers": ", ".join(_CLIENTS_HEADERS),
+    "Access-Control-Max-Age": "7200",  # seconds; Chromium remembers none for longer
+}
+_READABLE_HEADERS = "X-Request-ID, Retry-After"
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -44,7 +58,7 @@ class Doorway:
         users: keys that open the user plane; None where it needs none.
         operators: keys that open the control plane; None on a Unix socket, which its file's mode guards.
         hosts: names that a ``Host`` header may carry; None takes any.
-        origins: web pages that may call; others, and so all by default, are refused.
+        origins: of web pages that may call; others, and so all by default, are refused.
     """
 
     plane: Plane
@@ -159,7 +173,7 @@ class Gate:
         return handle
 
     def fallback(self, routes: Sequence[Route]) -> Handler:
-        """Answer what no route does: 405 where another method would do, else 404."""
+        """Answer what no route does: a browser's preflight, 405 where another method would do, else 404."""
         patterns = [
             (re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(route.path))), route.method) for route in routes
         ]
@@ -170,6 +184,11 @@ class Gate:
             try:
                 self._check_origin(request)
                 allow = tuple(sorted({method for pattern, method in patterns if pattern.fullmatch(request.path)}))
+                if allow and _is_preflight(request):  # from an allowed origin, or it would have been refused
+                    self._face.meters.request("none", 204, 0.0)
+                    return web.Response(
+                        status=204, headers={"Access-Control-Allow-Methods": ", ".join(allow), **_PREFLIGHT}
+                    )
                 if allow:
                     raise Refusal(405, f"this needs {' or '.join(allow)}", allow=allow)
                 raise Refusal(404, "there is nothing under this address")
@@ -188,6 +207,18 @@ class Gate:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
         return None
+
+    async def tell_browser(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Say whether a web page may read this answer (the CORS protocol of the Fetch standard).
+
+        For ``on_response_prepare``, and only where some origin is allowed.
+        """
+        headers = response.headers
+        headers["Vary"] = "Origin"
+        origin = request.headers.get("Origin")
+        if origin is not None and origin in self._door.origins:
+            headers["Access-Control-Allow-Origin"] = origin
+            headers["Access-Control-Expose-Headers"] = _READABLE_HEADERS
 
     # -------------------------------------------------------------------------------------------------- admission
 
@@ -333,6 +364,13 @@ class Gate:
     def _bug(self, error: Exception, call_id: str) -> Refusal:
         _log.error("request %s failed", call_id, exc_info=error)
         return Refusal(500, f"the server failed; its log tells why under {call_id}")
+
+
+def _is_preflight(request: web.Request) -> bool:
+    """Whether a browser asks what a page may send here."""
+    headers = request.headers
+    asks = "Origin" in headers and "Access-Control-Request-Method" in headers
+    return asks and request.method == "OPTIONS" and not request.body_exists
 
 
 def _presented(headers: Mapping[str, str]) -> str:

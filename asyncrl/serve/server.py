@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import resource
 import socket
 import stat
@@ -42,6 +43,7 @@ class _NoBadRequests(logging.Filter):
 _http_log = logging.getLogger("asyncrl.serve.http")
 _http_log.addFilter(_NoBadRequests())
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
@@ -57,10 +59,10 @@ class Binding:
         operators: keys of the control plane on TCP.
         control_socket: path of the control plane's Unix socket; None chooses one by the port.
         hosts: further names that a ``Host`` header may carry.
-        origins: web pages that may call.
+        origins: of web pages that may call the user plane, as browsers send them: ``https://lab.example``.
 
     Raises:
-        ConfigError: an address that others reach would be open to all.
+        ConfigError: an address that others reach would be open to all, or an origin is none.
     """
 
     host: str = "127.0.0.1"
@@ -85,6 +87,13 @@ class Binding:
                 path="control-port",
                 remedy="give --control-key-file FILE, or leave the port out: a Unix socket serves this machine",
             )
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"{origin!r} is no origin of web pages",
+                    path="allowed-origin",
+                    remedy="write https://lab.example or http://localhost:3000, in lower case and without a path",
+                )
 
     def known_hosts(self) -> frozenset[str] | None:
         """Names for the ``Host`` header; None for any, where a key guards an address of many names."""
@@ -144,6 +153,8 @@ class Server:
         for route in routes:
             app.router.add_route(route.method, route.path, gate.handler(route), expect_handler=gate.expect)
         app.router.add_route("*", "/{rest:.*}", gate.fallback(routes), expect_handler=gate.expect)
+        if door.origins:
+            app.on_response_prepare.append(gate.tell_browser)
         runner = web.AppRunner(
             app,
             access_log=None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.errors import WeightError, WeightVersionError
 from asyncrl.interfaces import WeightTransport
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["WeightDoor"]
+
+_T = TypeVar("_T")
 
 
 class WeightDoor:
@@ -31,7 +34,8 @@ class WeightDoor:
         self._pool = pool
         self._transport = transport
         self._prepared: WeightManifest | None = None
-        self._published: set[int] = set()
+        self._published: set[int] = set()  # and not released yet
+        self._last = 0
         self._busy = asyncio.Lock()
 
     @property
@@ -54,38 +58,61 @@ class WeightDoor:
     async def prepare_folder(self, folder: Path, *, version: int | None = None) -> WeightManifest:
         """Publish the safetensors of a model folder, as the next version by default, and prepare it.
 
+        What was prepared before is freed first: a transport need not have room for three versions. Cancelling ends it
+        when the transport has finished; nothing is prepared then.
+
         Raises:
             WeightError: there is no readable safetensors file.
-            WeightVersionError: the version is not newer.
+            WeightVersionError: the version is not newer than all that were served or published.
         """
-        number = self._pool.weight_version + 1 if version is None else version
-        if number <= self._pool.weight_version:
-            raise WeightVersionError(f"version {number} is not newer than {self._pool.weight_version}, which is served")
+        files = await asyncio.to_thread(lambda: sorted(folder.glob("*.safetensors")))
+        if not files:
+            raise WeightError(f"{folder} holds no safetensors file")
         async with self._busy:
+            last = max(self._pool.weight_version, self._last)
+            number = last + 1 if version is None else version
+            if number <= last:
+                raise WeightVersionError(f"version {number} is not newer than {last}, which was served or published")
+            self._prepared = None
             await self._release()
-            manifest = await asyncio.to_thread(lambda: self._transport.publish(_tensors(folder), version=number))
-        self._published.add(number)
-        self.prepare(manifest)
+            try:
+                manifest = await _to_its_end(self._publish(files, number))
+            except asyncio.CancelledError:
+                await self._release()
+                raise
+            self.prepare(manifest)
+        return manifest
+
+    async def _publish(self, files: Sequence[Path], version: int) -> WeightManifest:
+        manifest = await asyncio.to_thread(lambda: self._transport.publish(_tensors(files), version=version))
+        self._published.add(version)
+        self._last = version
         return manifest
 
     async def commit(self, version: int) -> Ended:
         """Second phase: every replica verifies the prepared version, then samples under it.
 
+        Cancelling does not take it back: it ends when the replicas are done.
+
         Raises:
             WeightVersionError: another version is prepared, or none.
             WeightError: no replica could take it.
         """
-        manifest = self._prepared
-        if manifest is None or manifest.version != version:
-            raise WeightVersionError(f"version {version} cannot be committed: {self.prepared} is prepared")
+        self._check_prepared(version)
         if self._busy.locked():
             raise WeightError("another publication is under way")
         async with self._busy:
+            manifest = self._check_prepared(version)  # whoever came first may have replaced it
             self._prepared = None
             try:
-                return await self._pool.publish(manifest)
+                return await _to_its_end(self._pool.publish(manifest))
             finally:
                 await self._release()
+
+    def _check_prepared(self, version: int) -> WeightManifest:
+        if self._prepared is None or self._prepared.version != version:
+            raise WeightVersionError(f"version {version} cannot be committed: {self.prepared} is prepared")
+        return self._prepared
 
     async def _release(self) -> None:
         """Free the versions that were published here and that no replica will ask for any more."""
@@ -95,12 +122,21 @@ class WeightDoor:
         self._published &= needed
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+async def _to_its_end(doing: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for it to its end, also when whoever asked for it is gone."""
+    task = asyncio.create_task(doing)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        raise
+
+
+def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightError(f"{folder} holds no safetensors file")
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:

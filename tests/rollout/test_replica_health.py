@@ -87,6 +87,26 @@ def test_starts_that_come_to_nothing_are_tried_less_and_less_often():
     assert health.restart_delay_s == 1.0
 
 
+@pytest.mark.parametrize("event", ["fenced", "probe_failed"])
+def test_an_engine_that_never_serves_was_started_in_vain(event: str):
+    health = ReplicaHealth(POLICY)
+    delays = []
+    for _ in range(4):
+        engine = health.start()
+        health.started(engine)
+        while health.state != "dead":
+            getattr(health, event)(engine, "no weights")
+        delays.append(health.restart_delay_s)
+    assert delays == [2.0, 4.0, 8.0, 10.0]
+
+
+def test_an_engine_that_served_was_not_started_in_vain():
+    health, engine = serving()
+    health.fenced(engine, "checksum differs")
+    health.ended(engine, "killed")
+    assert health.restart_delay_s == 1.0
+
+
 @pytest.mark.parametrize("limits", [{"probe_failures": 0}, {"weight_failures": 0}, {"restart_s": 99.0}])
 def test_policies_that_make_no_sense(limits: dict[str, float]):
     with pytest.raises(ValueError, match=r"at least 1|must lie in"):

@@ -68,6 +68,26 @@ async def test_new_weights_from_a_folder_under_load(serve, transport, tmp_path):
         await served.control("POST", "/weights", {"action": "prepare"}, status=400)
 
 
+async def test_an_operator_who_hangs_up_during_a_swap_leaves_the_next_one_free(serve, transport, tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    swap = {"action": "swap", "folder": str(tmp_path)}
+    async with serve() as served:
+        with_weights(served, transport)
+        with transport._lock:  # what publishes waits for it
+            called_off = asyncio.create_task(served.control("POST", "/weights", swap))
+            while not served.face.weights._busy.locked():
+                await asyncio.sleep(0)
+            called_off.cancel()
+            while any(each.transport for each in served.server._runners[0].server.connections):
+                await asyncio.sleep(0)
+        assert (await served.control("POST", "/weights", swap))["version"] == 2
+        assert transport.versions == (2,)
+        assert (await served.control("POST", "/weights", {**swap, "action": "prepare"}))["prepared"] == 3
+        assert (await served.control("POST", "/weights", {**swap, "action": "prepare"}))["prepared"] == 4
+        assert (await served.control("POST", "/weights", {"action": "commit", "version": 4}))["version"] == 4
+        assert transport.versions == (4,)
+
+
 async def test_a_trainer_that_speaks_vllms_calls(serve, transport):
     async with serve() as served:
         with_weights(served, transport)

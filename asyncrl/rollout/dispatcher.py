@@ -43,6 +43,12 @@ class _Held:
     vain: int = 0
     failed_at: str = ""
 
+    @property
+    def finished(self) -> bool:
+        """Whether an engine has said its last chunk, read or not."""
+        reason = None if self.attempt is None else self.attempt.finish_reason
+        return reason is not None and (reason != "abort" or self.aborted)
+
     def open(self) -> None:
         """It need not wait at the door any longer."""
         if not self.door.done():
@@ -121,8 +127,11 @@ class Dispatcher:
         self.tell()
 
     async def drained(self) -> None:
-        """Wait until everything has ended that has begun, or until the pause is another one."""
-        while self.paused == "drain" and any(held.begun for held in self._held.values()):
+        """Wait until engines have finished all that has begun, or until the pause is another one.
+
+        What readers have not read yet waits for them.
+        """
+        while self.paused == "drain" and any(held.begun and not held.finished for held in self._held.values()):
             await self._changed.wait()
             self._open()
 
@@ -168,7 +177,6 @@ class Dispatcher:
                 finally:
                     held.attempt = None
                     attempt.leave()
-                    replica.end(attempt)
         except Exception:
             failed = True
             raise
@@ -281,11 +289,18 @@ class Dispatcher:
     def _begin(self, held: _Held, replica: Replica, tasks: asyncio.TaskGroup) -> tuple[Replica, Attempt]:
         assert replica.engine is not None, "a replica that serves has an engine"
         state = held.continuation
+
+        def ended(attempt: Attempt) -> None:
+            replica.end(attempt)
+            if self.paused == "drain":
+                self.tell()
+
         attempt = Attempt(
             replica.engine,
             state.request(),
             number=replica.health.engine,
             work=self._work(held.request, sampled=state.tokens),
+            ended=ended,
             tasks=tasks,
         )
         self.counters.migrations += held.begun
@@ -300,7 +315,9 @@ class Dispatcher:
         try:
             chunk = held.continuation.take(await attempt.next_chunk())
         except Lost as lost:
-            self._give_up_on(held, lost, vain=lost.died)
+            if lost.vain:
+                held.failed_at = replica.name
+            self._give_up_on(held, lost, vain=lost.vain)
             return None
         except InfrastructureError as error:
             if not self._closed:
@@ -315,8 +332,8 @@ class Dispatcher:
             self.counters.tokens += tokens
         if chunk.finish_reason is None:
             return chunk
-        if chunk.finish_reason == "abort" and not held.aborted:  # the engine's own doing
-            return replace(chunk, finish_reason=None) if tokens else None
+        if chunk.finish_reason == "abort" and not held.aborted:  # the engine's own doing: Lost comes next
+            return replace(chunk, finish_reason=None) if tokens else await self._next(held, replica, attempt)
         replica.generation_succeeded(number)
         return chunk
 

@@ -20,6 +20,7 @@ from typing import Any
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import (
     DeadlineError,
+    EngineClosedError,
     EngineError,
     EnvironmentFailure,
     GroupClosedError,
@@ -66,6 +67,7 @@ class _Life:
     Attributes:
         group: a worker group of RolloutWorkers: its methods are bound at run time.
         meter: file in which its token counts outlive it.
+        reason: why it does not serve.
         answered: tokens that its answers account for, by purpose.
         calls: rollouts sent and not answered, and how many rows each has.
         placed_s: when they were sent, by the loop's clock.
@@ -76,6 +78,7 @@ class _Life:
     group: Any
     meter: Path | None = None
     serving: bool = False
+    reason: str = ""
     dead: bool = False
     answered: Counter[str] = field(default_factory=Counter)
     calls: dict[DataProtoFuture, int] = field(default_factory=dict)
@@ -136,6 +139,7 @@ class RolloutPool:
         self._updates: WeightUpdates | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._owner: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
         self._model_path, self._first_version = "", 0
         self._on_turns: Callable[[bytes], None] | None = None
 
@@ -193,7 +197,11 @@ class RolloutPool:
             listener(content)
 
     async def aclose(self) -> None:
-        """Stop reviving replicas and updating weights. Idempotent."""
+        """Stop reviving replicas and updating weights; who waits for that is told. Idempotent.
+
+        Raises:
+            ExceptionGroup: what ended the pool before.
+        """
         self._closing.set()
         if self._owner is not None:
             await self._owner
@@ -217,12 +225,23 @@ class RolloutPool:
                 raise _Closed
         except* _Closed:
             pass
+        except* Exception as failure:
+            self._failure = failure
+            _log.exception("the rollout pool ended")
+            raise
+        finally:
+            self._closing.set()
+            self._tell()
 
     async def _load(self, life: _Life) -> None:
         await life.group.start(self._model_path, self._first_version)
         answer = await life.group.engine_statistics()
         meter = answer.get("meter")
         life.meter = Path(meter) if meter else None
+
+    def _closed(self) -> EngineClosedError:
+        why = "is closed" if self._failure is None else f"failed: {self._failure}"
+        return EngineClosedError(f"the rollout pool {why}")
 
     def _tell(self) -> None:
         self._changed.set()
@@ -240,6 +259,7 @@ class RolloutPool:
 
         Raises:
             ResourceError: no replica serves, and none is coming back.
+            EngineClosedError: ... because the pool is closed.
             RolloutsLostError: ``attempts`` replicas died or failed under these rows.
             EnvironmentFailure: as :meth:`asyncrl.rollout.worker.RolloutWorker.rollout`.
             DeadlineError: they were not there in time.
@@ -307,8 +327,11 @@ class RolloutPool:
                     if name is not None:
                         continue
                     reserved = any(life.serving and life.reserved for life in self._lives.values())
-                    if self._closing.is_set() or not (self._reviving or reserved):
-                        raise ResourceError("no rollout replica serves: every one is fenced, draining or gone")
+                    if self._closing.is_set():
+                        raise self._closed() from self._failure
+                    if not (self._reviving or reserved):
+                        reasons = "; ".join(f"{name}: {life.reason}" for name, life in self._lives.items())
+                        raise ResourceError(f"no rollout replica serves: {reasons or 'there is none'}")
                     await changed.wait()
         except TimeoutError:
             raise DeadlineError(
@@ -337,6 +360,7 @@ class RolloutPool:
         if life.dead:
             return
         life.dead, life.serving = True, False
+        life.reason = reason.partition("\n")[0]
         life.take_back()
         self._past.append(life)
         if self._updates is not None and not self._closing.is_set():
@@ -356,8 +380,10 @@ class RolloutPool:
             try:
                 life = _Life(await self._revive(name))
                 await self._load(life)
-            except InfrastructureError as error:
-                _log.warning("replica %s could not be made again: %s", name, error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it costs one start, and not the pool
+                first_line, _, _ = str(error).partition("\n")
+                reason = self._lives[name].reason = f"it could not be made again: {first_line}"
+                _log.warning("replica %s: %s", name, reason, exc_info=not isinstance(error, InfrastructureError))
                 continue
             self._lives[name] = life
             self._listen_to(life)
@@ -373,8 +399,9 @@ class RolloutPool:
             _log.warning("replica %s is back, with weight version %d", name, version)
         self._tell()
 
-    def _fence(self, name: str, _reason: str) -> None:
+    def _fence(self, name: str, reason: str) -> None:
         self._lives[name].serving = False
+        self._lives[name].reason = reason
         self._lives[name].take_back()
         self._reviving.discard(name)
         self._tell()
@@ -390,8 +417,17 @@ class RolloutPool:
         Raises:
             WeightError: no replica is left that serves, and none is coming back.
             WeightVersionError: the version is not newer than the one served.
+            EngineClosedError: the pool is closed, or closes meanwhile.
         """
-        ended = await self._weights().publish(manifest)
+        updates = self._weights()
+        if self._closing.is_set():
+            raise self._closed() from self._failure
+        try:
+            ended = await updates.publish(manifest)
+        except EngineClosedError:
+            assert self._owner is not None, "there are updates once there is an owner"
+            await asyncio.wait([self._owner])  # it may have more to say
+            raise self._closed() from self._failure
         if not self._reviving and not any(life.serving for life in self._lives.values()):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")

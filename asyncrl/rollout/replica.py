@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from asyncrl.cancellation import to_its_end
 from asyncrl.errors import InfrastructureError, WeightError
 from asyncrl.interfaces import RolloutEngine, SeparateEngine
 from asyncrl.rollout.attempt import Attempt
@@ -298,16 +299,7 @@ class Replica:
 
     async def _close(self, engine: RolloutEngine) -> None:
         """Close the engine, to its end even when cancelled meanwhile."""
-        closing = asyncio.create_task(self._close_in_time(engine), name=f"closing {self.name}")
-        cancelled: asyncio.CancelledError | None = None
-        while not closing.done():
-            try:
-                await asyncio.wait([closing])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        closing.result()
-        if cancelled is not None:
-            raise cancelled
+        await to_its_end(self._close_in_time(engine))
 
     async def _close_in_time(self, engine: RolloutEngine) -> None:
         """One that does not close in time is left to itself, which is told."""

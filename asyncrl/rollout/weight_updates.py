@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
-from asyncrl.errors import InfrastructureError, WeightError
+from asyncrl.errors import EngineClosedError, InfrastructureError, WeightError
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.publication import Commit, Decision, Ended, Fence, Prepare, Publication, Serve
 
 __all__ = ["WeightUpdates"]
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class WeightUpdates:
@@ -24,7 +27,7 @@ class WeightUpdates:
         commit: has it swap the version in.
         serve: called when a replica holds the current version.
         fence: called when one must not serve any more, with the reason.
-        tasks: owner of the commands under way; its end cancels them.
+        tasks: owner of the commands and the publication under way; its end cancels them.
         deadline_s: seconds for each command; past it, the replica is fenced.
         max_away: replicas that swap at the same time.
     """
@@ -72,12 +75,22 @@ class WeightUpdates:
         Raises:
             WeightVersionError: the version is not newer than the current one.
             WeightError: a publication is running.
+            EngineClosedError: the owner of the tasks ended meanwhile.
         """
         decisions = self._fleet.begin(manifest.version)
         self._manifests[manifest.version] = manifest
         ended = self._ended = asyncio.get_running_loop().create_future()
+        ending = self._begin(_result(ended), name=f"publishing version {manifest.version}")
         self._carry_out(decisions)
-        return await asyncio.shield(ended)
+        over = EngineClosedError(f"the pool ended before version {manifest.version} was published")
+        if ending is None:
+            raise over
+        try:
+            return await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            if ending.cancelled():
+                raise over from None
+            raise
 
     def joined(self, replica: str, *, holds: int | None) -> None:
         """A replica is there: it is brought to the current version, and served then."""
@@ -105,9 +118,9 @@ class WeightUpdates:
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Prepare | Commit):
-                self._commands[decision.replica] = self._tasks.create_task(
-                    self._command(decision), name=f"weights {decision}"
-                )
+                command = self._begin(self._command(decision), name=f"weights {decision}")
+                if command is not None:
+                    self._commands[decision.replica] = command
             elif isinstance(decision, Serve):
                 self._serve(decision.replica, decision.version)
             elif isinstance(decision, Fence):
@@ -119,6 +132,14 @@ class WeightUpdates:
                     self._ended.set_result(decision)
         needed = self.needed_versions
         self._manifests = {version: one for version, one in self._manifests.items() if version in needed}
+
+    def _begin(self, work: Coroutine[Any, Any, _T], *, name: str) -> asyncio.Task[_T] | None:
+        """A task of the owner; None if the owner is ending: nothing is begun then."""
+        try:
+            return self._tasks.create_task(work, name=name)
+        except RuntimeError:
+            work.close()
+            return None
 
     async def _command(self, command: Prepare | Commit) -> None:
         error = ""
@@ -133,6 +154,10 @@ class WeightUpdates:
             error = f"{type(command).__name__.lower()} of version {command.version} took over {self._deadline_s:g} s"
         except InfrastructureError as failure:
             error = str(failure) or type(failure).__name__
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it costs this replica, and no other
+            first_line, _, _ = str(failure).partition("\n")
+            error = f"{type(failure).__name__}: {first_line}"
+            _log.warning("replica %s failed at %s", command.replica, command, exc_info=True)
         finally:
             if self._commands.get(command.replica) is asyncio.current_task():
                 del self._commands[command.replica]
@@ -146,3 +171,7 @@ class WeightUpdates:
         if manifest is None:
             raise WeightError(f"nobody knows where version {command.version} lies: it was not published here")
         await self._prepare(command.replica, manifest)
+
+
+async def _result(ended: asyncio.Future[Ended]) -> Ended:
+    return await ended

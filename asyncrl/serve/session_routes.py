@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
+from asyncrl.cancellation import to_its_end
 from asyncrl.errors import BufferClosedError, DeadlineError
 from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory
 from asyncrl.serve.call import Call, Face
@@ -140,7 +140,8 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise Refusal(409, f"nothing was sampled in session {session.name!r}")
     trajectories = session.trajectories(reward=body.reward, info=body.info)
     group = f"{call.holder}/{body.group}" if body.group else ""
-    kept = await _to_its_end(_hand_on(face, session, trajectories, group=group, size=body.group_size))
+    # half of it would be a session that is handed on twice
+    kept = await to_its_end(_hand_on(face, session, trajectories, group=group, size=body.group_size))
     sampled = sum(each.sampled_tokens for each in trajectories)
     face.meters.captured_trajectories += len(trajectories)
     face.meters.captured_tokens += sampled
@@ -161,18 +162,6 @@ async def _hand_on(face: Face, session: Session, trajectories: Sequence[Trajecto
             raise Refusal(503, "the session could not be written; it is still here", retry_after_s=30) from error
         except BufferClosedError as error:
             raise Refusal(503, "the replay buffer takes nothing any more; the session is still here") from error
-
-
-async def _to_its_end(handing_on: Coroutine[Any, Any, str]) -> str:
-    """Wait for it, also when the client hangs up meanwhile: half of it would be a session that is handed on twice."""
-    task = asyncio.create_task(handing_on)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("nobody waited to hear it: %s", error)
-        raise
 
 
 async def drop_session(call: Call) -> web.StreamResponse:

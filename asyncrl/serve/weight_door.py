@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
+from asyncrl.cancellation import to_its_end
 from asyncrl.errors import WeightError, WeightVersionError
 from asyncrl.interfaces import WeightTransport
 from asyncrl.serve.served_pool import ServedPool
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["WeightDoor"]
-
-_T = TypeVar("_T")
 
 
 class WeightDoor:
@@ -76,7 +74,7 @@ class WeightDoor:
             self._prepared = None
             await self._release()
             try:
-                manifest = await _to_its_end(self._publish(files, number))
+                manifest = await to_its_end(self._publish(files, number))
             except asyncio.CancelledError:
                 await self._release()
                 raise
@@ -105,7 +103,7 @@ class WeightDoor:
             manifest = self._check_prepared(version)  # whoever came first may have replaced it
             self._prepared = None
             try:
-                return await _to_its_end(self._pool.publish(manifest))
+                return await to_its_end(self._pool.publish(manifest))
             finally:
                 await self._release()
 
@@ -120,18 +118,6 @@ class WeightDoor:
         for version in self._published - needed:
             await asyncio.to_thread(self._transport.release, version)
         self._published &= needed
-
-
-async def _to_its_end(doing: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for it to its end, also when whoever asked for it is gone."""
-    task = asyncio.create_task(doing)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
-        raise
 
 
 def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from asyncrl.data import DataProto
 from asyncrl.errors import (
     DeadlineError,
+    EngineClosedError,
     ResourceError,
     RolloutsLostError,
     WeightError,
@@ -33,18 +34,30 @@ def manifest(version: int) -> WeightManifest:
 class Pretender(Worker):
     """Answers with its name and version; fails to prepare the versions it is told to."""
 
-    def __init__(self, name: str, fails_to_prepare: tuple[int, ...] = (), hangs_on_prepare: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        fails_to_prepare: tuple[int, ...] = (),
+        hangs_on_prepare: bool = False,
+        out_of_memory_at: str = "",
+    ) -> None:
         super().__init__()
         self.name = name
         self.version = -1
         self.prepared = -1
         self._fails = fails_to_prepare
         self._hangs = hangs_on_prepare
+        self._out_of_memory_at = out_of_memory_at
         self.gate = asyncio.Event()
         self.dead = False
 
+    def _allocate(self, what_for: str) -> None:
+        if what_for == self._out_of_memory_at:
+            raise RuntimeError("CUDA out of memory")
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def start(self, model_path: str, weight_version: int) -> None:
+        self._allocate("start")
         self.version = weight_version
         self.delivered = self.in_flight = 0
 
@@ -66,6 +79,7 @@ class Pretender(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def prepare_weights(self, manifest: WeightManifest) -> None:
+        self._allocate("prepare")
         if self._hangs:
             await asyncio.Event().wait()
         if manifest.version in self._fails:
@@ -75,11 +89,17 @@ class Pretender(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def commit_weights(self, version: int, kv_cache: str) -> None:
         assert self.prepared == version
+        self._allocate("commit")
         self.version = version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def open(self) -> None:
         self.gate.set()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def turns(self) -> bytes:
+        await self.gate.wait()
+        return b"turns"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def engine_statistics(self) -> dict[str, Any]:
@@ -295,6 +315,97 @@ async def test_one_that_cannot_be_made_again_is_given_up():
     with pytest.raises(ResourceError, match="no rollout replica serves"):
         await pool.rollout(rows(1, purpose="poison"))
     await pool.aclose()
+    await only.aclose()
+
+
+@pytest.mark.parametrize("phase", ["prepare", "commit"])
+async def test_a_workers_own_error_at_new_weights_costs_its_replica_only(phase: str):
+    groups = [group("a", out_of_memory_at=phase), group("b")]
+    pool = RolloutPool(dict(zip("ab", groups, strict=True)))
+    await pool.start("model", weight_version=0)
+    async with asyncio.timeout(10.0):
+        ended = await pool.publish(manifest(1))
+    assert ended.committed == ("b",)
+    assert ended.fenced["a"].startswith(f"WorkerError: a.{phase}_weights raised RuntimeError on rank 0: CUDA out of")
+    assert [await by(pool) for _ in range(3)] == ["b", "b", "b"]
+    await pool.aclose()
+    for one in groups:
+        await one.aclose()
+
+
+async def test_one_whose_worker_raises_as_it_is_made_again_is_given_up_with_its_reason():
+    every = [group("only")]
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        every.append(group(name, out_of_memory_at="start"))
+        return every[-1]
+
+    pool = RolloutPool({"only": every[0]}, revive=revive, restarts=2, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    async with asyncio.timeout(10.0):
+        with pytest.raises(ResourceError, match=r"only: it could not be made again: .* CUDA out of memory$"):
+            await pool.rollout(rows(1, purpose="poison"))
+    assert len(every) == 3
+    await pool.aclose()
+    for one in every:
+        await one.aclose()
+
+
+async def test_nobody_waits_on_a_pool_that_is_closed():
+    only = group("only", hangs_on_prepare=True)
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    pool = RolloutPool({"only": only}, revive=revive, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    publishing = asyncio.ensure_future(pool.publish(manifest(1)))
+    await asyncio.sleep(0)
+    pool._bury("only", pool._lives["only"], "killed by SIGKILL")
+    waiting = asyncio.ensure_future(pool.rollout(rows(1)))
+    await asyncio.sleep(0)
+    await pool.aclose()
+    async with asyncio.timeout(10.0):
+        with pytest.raises(EngineClosedError, match="the rollout pool is closed"):
+            await waiting
+        await publishing  # it ended with its only replica
+        with pytest.raises(EngineClosedError, match="the rollout pool is closed"):
+            await pool.publish(manifest(2))
+    await only.aclose()
+
+
+async def test_a_publication_under_way_ends_with_the_pool():
+    only = group("only", hangs_on_prepare=True)
+    pool = RolloutPool({"only": only})
+    await pool.start("model", weight_version=0)
+    publishing = asyncio.ensure_future(pool.publish(manifest(1)))
+    await asyncio.sleep(0)
+    await pool.aclose()
+    async with asyncio.timeout(10.0):
+        with pytest.raises(EngineClosedError, match="the rollout pool is closed"):
+            await publishing
+    await only.aclose()
+
+
+async def test_a_pool_that_fails_tells_whoever_waits_what_of():
+    def full(_turns: bytes) -> None:
+        raise OSError("no space left on device")
+
+    only = group("only", hangs_on_prepare=True)
+    pool = RolloutPool({"only": only})
+    pool.on_turns(full)
+    await pool.start("model", weight_version=0)
+    publishing = asyncio.ensure_future(pool.publish(manifest(1)))
+    await asyncio.sleep(0)
+    await only.open()
+    async with asyncio.timeout(10.0):
+        with pytest.raises(EngineClosedError, match="the rollout pool failed") as caught:
+            await publishing
+    assert isinstance(caught.value.__cause__, ExceptionGroup)
+    assert caught.value.__cause__.subgroup(OSError)
+    with pytest.raises(ExceptionGroup):
+        await pool.aclose()
     await only.aclose()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from asyncrl.datasets import Dataset, PromptRow, Stream, open_conversations, open_dataset, open_prompts, read_prompt
@@ -130,7 +130,7 @@ class DatasetFactory:
         self._reading = threading.Lock()
         self._read_once = False
         self._train: Stream[PromptRow] | None = None
-        self._held_out: Dataset[PromptRow] | None = None
+        self._held_out: _HeldOut | None = None
         self._conversations: Callable[[int], Sequence[Message]] | None = None
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
@@ -203,23 +203,23 @@ class DatasetFactory:
         """End what the rules have started."""
         await self._rules.close()
 
-    def _splits(self) -> tuple[Stream[PromptRow] | None, Dataset[PromptRow] | None]:
+    def _splits(self) -> tuple[Stream[PromptRow] | None, _HeldOut | None]:
         with self._reading:
             if not self._read_once:
                 self._train, self._held_out = self._read()
                 self._read_once = True
             return self._train, self._held_out
 
-    def _read(self) -> tuple[Stream[PromptRow] | None, Dataset[PromptRow] | None]:
+    def _read(self) -> tuple[Stream[PromptRow] | None, _HeldOut | None]:
         train = open_prompts(self._written, seed=self._seed, key=_KEY) if self._written is not None else None
-        held_out: Dataset[PromptRow] | None = None
+        held_out: _HeldOut | None = None
         held_out_keys: set[bytes] = set()
         if self._held_out_files is not None:
-            held_out = open_dataset(self._held_out_files, read_prompt, columns=self._columns, key=f"{_KEY}.held_out")
+            rows = open_dataset(self._held_out_files, read_prompt, columns=self._columns, key=f"{_KEY}.held_out")
+            held_out = _HeldOut((rows, place) for place in range(len(rows)))
             held_out_keys = {row.key for row in held_out}
         elif self._held_out_share and train is not None:
-            held_out = open_dataset(self._files(), read_prompt, columns=self._columns, key=f"{_KEY}.files")
-            held_out = held_out.filtered(self._is_held_out)
+            held_out = _share(train, self._is_held_out)
             held_out_keys = {row.key for row in held_out}
         # One pass over everything: what is wrong with a row is told now, and every source has its rule.
         data_sources = {row.data_source for part in (train.parts if train is not None else ()) for row in part.rows}
@@ -235,13 +235,6 @@ class DatasetFactory:
         if rest.rows < train.rows:
             _log.warning("%d of %d rows are held out and not trained on", train.rows - rest.rows, train.rows)
         return rest, held_out
-
-    def _files(self) -> list[str]:
-        return [
-            each
-            for table in self._written
-            for each in ([table["files"]] if isinstance(table["files"], str) else table["files"])
-        ]
 
     def _is_held_out(self, row: PromptRow) -> bool:
         return int.from_bytes(row.key[:4], "big") < self._held_out_share * 2**32
@@ -259,3 +252,33 @@ class DatasetFactory:
             "extra_info": dict(row.extra_info),
             "environment": row.data_source,
         }
+
+
+class _HeldOut:
+    """The rows of the held-out split, by their places in data sets; read when they are asked for."""
+
+    def __init__(self, places: Iterable[tuple[Dataset[PromptRow], int]]) -> None:
+        self._places = tuple(places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: int) -> PromptRow:
+        rows, place = self._places[number]
+        return rows[place]
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return (rows[place] for rows, place in self._places)
+
+    def filtered(self, wanted: Callable[[PromptRow], bool]) -> _HeldOut:
+        return _HeldOut((rows, place) for rows, place in self._places if wanted(rows[place]))
+
+
+def _share(train: Stream[PromptRow], wanted: Callable[[PromptRow], bool]) -> _HeldOut:
+    """The rows of all parts for which ``wanted`` holds; one that several parts have, of one file, once."""
+    places: dict[tuple[str, bytes], tuple[Dataset[PromptRow], int]] = {}
+    for part in train.parts:
+        for place, row in enumerate(part.rows):
+            if wanted(row):
+                places.setdefault((part.rows.where(place), row.key), (part.rows, place))
+    return _HeldOut(places.values())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, SupportsFloat, TypeVar
 
 from asyncrl.agents.chat import ChatRenderer
@@ -31,14 +32,17 @@ from asyncrl.interfaces import (
     Step,
     Task,
     TokenGenerator,
+    Tool,
 )
 from asyncrl.rollout.prompts import derive_seed
-from asyncrl.rollout.trajectory import EpisodeEnd, Trajectory, Turn
+from asyncrl.rollout.trajectory import REWARD_PARTS, EpisodeEnd, Trajectory, Turn
 from asyncrl.rollout.turns import RowTurns, TurnRecord
 
 __all__ = ["Diverged", "run_episode"]
 
 _T = TypeVar("_T")
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 class Diverged(Exception):
@@ -84,8 +88,9 @@ async def run_episode(
 
     Raises:
         Diverged: with ``recorded`` turns: what led to one of them is not what leads to it now.
-        EnvironmentFailure: the environment raised (the cause), or returned what its contract does not know (no
-            messages, a reward that is no finite number), with ``tokens_generated``.
+        EnvironmentFailure: the environment raised (the cause), or gave what cannot be used (no messages, or none that
+            the chat template can write; rewards that are no finite float32, or sum up to none), with
+            ``tokens_generated``.
         EnvironmentDeadlineError: a call of it took longer than ``deadline_s``, with ``tokens_generated``.
         RequestAbortedError: the engine aborted a turn, with ``tokens_generated``.
         InvalidDataError: the prompt alone fills ``max_tokens``.
@@ -110,7 +115,7 @@ async def run_episode(
         except BaseException as error:
             try:
                 await _ask(environment.close, what="close", deadline_s=deadline_s)
-            except EnvironmentFailure as failure:  # what went wrong first counts, a cancellation above all
+            except AsyncRLError as failure:  # what went wrong first counts, a cancellation above all
                 error.add_note(f"closing the environment failed too: {failure}")
             raise
         await _ask(environment.close, what="close", deadline_s=deadline_s)
@@ -145,10 +150,12 @@ async def _play(
 ) -> EpisodeEnd:
     """The turns, written down in ``episode``; returns why they ended."""
     messages = _messages(
-        await _ask(environment.reset, episode.task, what="reset", deadline_s=limits.deadline_s), what="reset"
+        await _ask(environment.reset, episode.task, what="reset", deadline_s=limits.deadline_s), what="reset", least=1
     )
-    tools = tuple(environment.tools)
-    episode.heard(renderer.prompt(messages, tools))
+    tools = await _ask(_tools, environment, what="tools", deadline_s=limits.deadline_s)
+    with _reading(messages, what="reset"):
+        prompt = renderer.prompt(messages, tools)
+    episode.heard(prompt)
     if episode.length >= limits.max_tokens:
         raise InvalidDataError(
             f"the prompt has {episode.length} tokens and a trajectory may have {limits.max_tokens}: raise max_tokens"
@@ -181,7 +188,8 @@ async def _play(
             return "done"
         if number + 1 == limits.max_turns:
             break
-        answer = renderer.extend(messages, generation.token_ids, step.messages, tools)
+        with _reading(step.messages, what="step"):
+            answer = renderer.extend(messages, generation.token_ids, step.messages, tools)
         if episode.length + len(answer) >= limits.max_tokens:
             return "max_tokens"
         episode.heard(answer)
@@ -202,7 +210,7 @@ class _Episode:
         self._versions: list[int] = []
         self._turns: list[Turn] = []
         self._reward = 0.0
-        self._info: dict[str, Any] = {}
+        self._info: Mapping[str, Any] = {}
 
     @property
     def length(self) -> int:
@@ -226,9 +234,14 @@ class _Episode:
         self._turns.append(turn)
 
     def earned(self, step: Step) -> None:
-        self._reward += float(step.reward)
-        self._turns[-1] = dataclasses.replace(self._turns[-1], reward=float(step.reward))
-        self._info = dict(step.info)
+        self._reward += step.reward
+        if abs(self._reward) > _LARGEST_FLOAT32:
+            raise EnvironmentFailure(
+                f"the environment's step must keep the sum of the rewards a finite float32; it gave {step.reward:g}, "
+                f"and the sum is {self._reward:g}"
+            )
+        self._turns[-1] = dataclasses.replace(self._turns[-1], reward=step.reward)
+        self._info = step.info
 
     def ended(self, reason: EpisodeEnd) -> Trajectory:
         return Trajectory(
@@ -288,41 +301,98 @@ async def _generate(engine: TokenGenerator, request: GenerationRequest, *, token
 async def _ask(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, deadline_s: float) -> _T:
     """Await one call of an environment under its deadline; what it raises becomes an environment's failure."""
     deadline: asyncio.Timeout | None = None
+    cancellations = _cancellations()
     try:
         async with asyncio.timeout(deadline_s) as deadline:
             return await call(*arguments)
     except AsyncRLError:
         raise
-    except Exception as error:  # an environment is foreign code: its type travels as the cause
+    except (Exception, asyncio.CancelledError) as error:  # foreign code: its type travels as the cause
+        if isinstance(error, asyncio.CancelledError) and _cancellations() > cancellations:
+            raise
         if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
             raise EnvironmentDeadlineError(f"the environment's {what} took longer than {deadline_s:g} s") from error
         raise EnvironmentFailure(f"the environment's {what} failed: {type(error).__name__}: {error}") from error
 
 
-def _messages(returned: object, *, what: str) -> list[Message]:
+def _cancellations() -> int:
+    """How often this task was asked to end."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+@contextmanager
+def _reading(given: object, *, what: str) -> Iterator[None]:
+    """What an environment gave is used: foreign values may raise anything, and a template refuse any conversation."""
+    try:
+        yield
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailure(
+            f"what the environment's {what} gave cannot be used: {type(error).__name__}: {error}; got {_short(given)}"
+        ) from error
+
+
+async def _tools(environment: Environment) -> tuple[Tool, ...]:
+    """The tools of an environment, checked."""
+    tools = tuple(environment.tools)
+    for each in tools:
+        if not isinstance(each, Tool):
+            raise EnvironmentFailure(f"the environment's tools must be Tools; got {_short(each)}")
+        json.dumps(each.schema(), ensure_ascii=False).encode()
+    return tools
+
+
+def _messages(returned: object, *, what: str, least: int = 0) -> list[Message]:
     """What an environment said, checked: foreign code may return anything."""
-    if isinstance(returned, Sequence) and not isinstance(returned, str):
-        said = [message for message in returned if isinstance(message, dict) and isinstance(message.get("role"), str)]
-        if len(said) == len(returned):
-            return said
+    with _reading(returned, what=what):
+        if isinstance(returned, Sequence) and not isinstance(returned, str):
+            said = [message for message in returned if _is_message(message)]
+            if len(said) == len(returned) >= least:
+                return said
     raise EnvironmentFailure(
-        f'the environment\'s {what} must give messages, dicts with a "role"; got {_short(returned)}'
+        f'the environment\'s {what} must give messages, dicts with a "role" and a text as "content"; '
+        f"got {_short(returned)}"
     )
 
 
+def _is_message(value: object) -> bool:
+    """A text may be left out, or come in parts; one that UTF-8 cannot write raises UnicodeEncodeError."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    if isinstance(content, str):
+        content.encode()
+    return content is None or isinstance(content, str | list)
+
+
 def _step(returned: object) -> Step:
-    """A step of an environment, checked."""
+    """A step of an environment, checked, with its reward as a float."""
     if not isinstance(returned, Step):
         raise EnvironmentFailure(f"the environment's step must return a Step; got {_short(returned)}")
-    _messages(returned.messages, what="step")
-    reward: object = returned.reward
-    if not isinstance(reward, SupportsFloat) or not math.isfinite(float(reward)):
-        raise EnvironmentFailure(f"the reward of an environment's step must be a finite number; got {_short(reward)}")
+    messages = _messages(returned.messages, what="step")
+    given: object = returned.reward
+    with _reading(given, what="step"):
+        reward = float(given) if isinstance(given, SupportsFloat) else None
+    if reward is None or not abs(reward) <= _LARGEST_FLOAT32:
+        raise EnvironmentFailure(
+            f"the reward of an environment's step must be, as float32, a finite number; got {_short(given)}"
+        )
     if not isinstance(returned.info, Mapping):
         raise EnvironmentFailure(f"the info of an environment's step must be a mapping; got {_short(returned.info)}")
-    return returned
+    with _reading(returned.info, what="step"):
+        info = dict(returned.info)
+        parts = info.get(REWARD_PARTS)
+        for part in parts.values() if isinstance(parts, Mapping) else ():
+            float(part)
+    with _reading(returned.done, what="step"):
+        return Step(messages=tuple(messages), reward=reward, done=bool(returned.done), info=info)
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  foreign code; who asks has an error to raise already
+        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -5,10 +5,10 @@ One turn: the question, and the model's answer between ``<answer>`` tags. The da
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from typing import TYPE_CHECKING, Any, Literal
 
+from asyncrl.agents.tools import in_thread
 from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.interfaces import Message, Step, Task, Tool
 
@@ -40,7 +40,7 @@ class ReasoningGymEnvironment:
         return ()
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        entry: dict[str, Any] = await asyncio.to_thread(self._dataset.__getitem__, task["item"])
+        entry: dict[str, Any] = await in_thread(self._dataset.__getitem__, task["item"])
         if entry["question"] != task["question"]:
             raise EnvironmentFailure(
                 f"item {task['item']} is not the question of the task: another seed, configuration or version of "
@@ -56,7 +56,7 @@ class ReasoningGymEnvironment:
         answer = self._answer(str(reply.get("content") or ""))
         if answer is None:
             return Step(done=True, info={"answered": False})
-        score = await asyncio.to_thread(self._dataset.score_answer, answer, self._entry)
+        score = await in_thread(self._dataset.score_answer, answer, self._entry)
         return Step(reward=float(score), done=True, info={"answered": True})
 
     async def close(self) -> None:

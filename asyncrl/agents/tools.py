@@ -23,7 +23,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from asyncrl.errors import AsyncRLError, ConfigError, EnvironmentDeadlineError, EnvironmentFailure
 from asyncrl.interfaces import Message, Tool
@@ -31,7 +31,10 @@ from asyncrl.interfaces import Message, Tool
 if TYPE_CHECKING:
     import pydantic
 
-__all__ = ["PythonTool", "ToolAnswer", "Toolbox", "tool", "tool_from_function"]
+__all__ = ["PythonTool", "ToolAnswer", "Toolbox", "in_thread", "tool", "tool_from_function"]
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 _ARGUMENT_LINE = re.compile(r"^\s{4,}(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
@@ -66,7 +69,8 @@ class PythonTool:
         description: the docstring's first paragraph by default.
 
     Raises:
-        ConfigError: a parameter has no annotation, or cannot be passed by name.
+        ConfigError: a parameter has no annotation, cannot be passed by name, or has a name or a type that no JSON
+            schema can be made of.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str = "", description: str = "") -> None:
@@ -128,7 +132,7 @@ class PythonTool:
                 if inspect.iscoroutinefunction(self.function):
                     result = await self.function(**keywords)
                 else:
-                    result = await asyncio.to_thread(self.function, **keywords)
+                    result = await in_thread(self.function, **keywords)
             return result if isinstance(result, str) else json.dumps(result)
         except (ValueError, AsyncRLError):
             raise
@@ -162,7 +166,7 @@ def tool_from_function(function: Callable[..., Any], *, name: str = "", descript
         'plus'
 
     Raises:
-        ConfigError: a parameter has no annotation, or takes ``*args`` / ``**kwargs``.
+        ConfigError: as :class:`PythonTool`.
     """
     return PythonTool(function, name=name, description=description)
 
@@ -240,6 +244,26 @@ class Toolbox:
         return tuple(answers)
 
 
+async def in_thread(function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+    """:func:`asyncio.to_thread`, for functions of others: no future takes a StopIteration, and its wait would not end.
+
+        >>> asyncio.run(in_thread(divmod, 7, 2))
+        (3, 1)
+
+    Raises:
+        RuntimeError: the function raised StopIteration (the cause).
+    """
+
+    def call() -> _T:
+        try:
+            return function(*arguments, **keywords)
+        except StopIteration as error:
+            name = getattr(function, "__qualname__", repr(function))
+            raise RuntimeError(f"{name} raised StopIteration") from error
+
+    return await asyncio.to_thread(call)
+
+
 def _argument_descriptions(documentation: str) -> dict[str, str]:
     """The ``Args:`` section of a Google style docstring; a continuation line belongs to the argument above it."""
     _, _, section = documentation.partition("\nArgs:\n")
@@ -259,26 +283,51 @@ def _argument_descriptions(documentation: str) -> dict[str, str]:
 def _arguments_model(function: Callable[..., Any], descriptions: Mapping[str, str]) -> type[pydantic.BaseModel]:
     import pydantic
 
-    hints = typing.get_type_hints(function, include_extras=True)
+    name = function.__name__
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception as error:  # annotations are evaluated: they may raise anything
+        raise ConfigError(
+            f"tool {name!r}: its annotations cannot be read: {type(error).__name__}: {error}",
+            remedy="import what they name where the function can see it",
+        ) from error
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(
-                f"tool {function.__name__!r}: parameter {parameter.name!r} cannot be passed by name",
+                f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name",
                 remedy="a tool takes named parameters only",
             )
         if parameter.name not in hints:
             raise ConfigError(
-                f"tool {function.__name__!r}: parameter {parameter.name!r} has no annotation",
+                f"tool {name!r}: parameter {parameter.name!r} has no annotation",
                 remedy="annotate it: the JSON schema comes from the annotation",
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         described = pydantic.Field(default, description=descriptions.get(parameter.name))
         fields[parameter.name] = (hints[parameter.name], described)
+        _check_field(parameter.name, fields[parameter.name], tool=name)
     model: type[pydantic.BaseModel] = pydantic.create_model(
-        function.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **fields
+        name, __config__=pydantic.ConfigDict(extra="forbid"), **fields
     )
     return model
+
+
+def _check_field(name: str, field: Any, *, tool: str) -> None:
+    """Refuse a parameter that pydantic refuses, or takes for something else."""
+    import pydantic
+
+    if name.startswith("_") or (name.startswith("model_") and hasattr(pydantic.BaseModel, name)):
+        raise ConfigError(
+            f"tool {tool!r}: parameter {name!r} has a name that pydantic keeps for itself", remedy="call it otherwise"
+        )
+    try:
+        pydantic.create_model(tool, **{name: field}).model_json_schema()
+    except Exception as error:  # pydantic has an error for each reason, and types bring their own
+        raise ConfigError(
+            f"tool {tool!r}: parameter {name!r} has no JSON schema: {type(error).__name__}: {error}",
+            remedy="give it another name or annotation",
+        ) from error
 
 
 def _plain_schema(schema: Any) -> Any:

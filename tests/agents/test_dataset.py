@@ -94,6 +94,46 @@ def test_a_share_may_be_held_out(write: Callable[..., str]):
     assert 20 <= len(held_out) <= 60
 
 
+def asked(factory: DatasetFactory) -> tuple[list[str], set[str]]:
+    """The prompts of the held-out split in their order, and those of a thousand training tasks."""
+    held_out = [factory.task(index, split="held_out") for index in range(factory.held_out_rows)]
+    train = [factory.task(index, split="train") for index in range(1000)]
+    return [task["prompt"][0]["content"] for task in held_out], {task["prompt"][0]["content"] for task in train}
+
+
+def test_a_share_of_sources_has_their_columns_and_limits(write: Callable[..., str]):
+    questions = write([{"question": f"{number}?"} for number in range(50)], "questions.jsonl")
+    sums = write([problem(number) for number in range(50)])
+    sources = [
+        {"files": questions, "columns": {"prompt": "question"}, "limit": 10},
+        {"files": sums, "limit": 40},
+        {"files": sums, "order": "file"},
+    ]
+    held_out, train = asked(DatasetFactory(sources=sources, held_out_share=0.3, reward=MINE))
+    assert len(set(held_out)) == len(held_out), "rows that two sources share are held out once"
+    assert not train & set(held_out)
+    assert train | set(held_out) == {f"{number}?" for number in range(10)} | {f"{number}+1" for number in range(50)}
+    assert any(prompt.endswith("?") for prompt in held_out)
+    assert held_out == sorted(
+        held_out, key=lambda prompt: (prompt.endswith("+1"), int(prompt.rstrip("?").split("+")[0]))
+    )
+
+
+def test_a_row_that_a_file_has_twice_is_held_out_twice(write: Callable[..., str]):
+    file = write([problem(number) for number in (*range(50), *range(50))])
+    held_out, _ = asked(DatasetFactory(files=file, held_out_share=0.3, reward=MINE))
+    assert len(held_out) == 2 * len(set(held_out)) > 0
+
+
+def test_rows_held_out_by_a_share_must_fit_too(write: Callable[..., str]):
+    factory = DatasetFactory(files=write([problem(number) for number in range(200)]), held_out_share=0.3, reward=MINE)
+    before = factory.held_out_rows
+    fitted = factory.fit_prompts(lambda messages: len(messages[0]["content"]), below=5)
+    assert (fitted.kept, fitted.left_out) == (100, 100)
+    assert 0 < factory.held_out_rows < before
+    assert all(len(prompt) < 5 for prompt in asked(factory)[0])
+
+
 def test_prompts_that_are_too_long_are_left_out_and_counted(write: Callable[..., str]):
     file = write([problem(10**number) for number in range(6)])  # 3, 4, ... 8 characters
     factory = DatasetFactory(

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from asyncrl.agents.calculator import CalculatorFactory
 from asyncrl.agents.chat import ChatRenderer
@@ -37,6 +39,13 @@ def engine_saying(renderer: ChatRenderer, *turns: str, **options: Any) -> Script
         return renderer.tokenizer.encode(turns[prompt.count(begun) - 1], add_special_tokens=False)
 
     return ScriptedEngine(reply, **options)
+
+
+def engine_answering(renderer: ChatRenderer) -> ScriptedEngine:
+    """Says the same three tokens every time, the last one the end of its turn."""
+    return ScriptedEngine(
+        lambda _: [*renderer.tokenizer.encode("ok", add_special_tokens=False), renderer.end_of_turn_id]
+    )
 
 
 async def play(
@@ -234,6 +243,106 @@ async def test_nonsense_from_an_environment_fails_the_episode(
     assert environment.closed == 1
 
 
+class HandsTools(Nonsense):
+    """Tells of its tools what it is made with, or raises it."""
+
+    def __init__(self, tools: Any) -> None:
+        super().__init__(step=Step(done=True))
+        self._tools = tools
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        if isinstance(self._tools, BaseException):
+            raise self._tools
+        return self._tools
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise OSError("no words")
+
+
+UNUSABLE_STEPS = [
+    (Step(reward=np.array([1.0, 2.0])), r"step gave .*TypeError.* got array\(\[1., 2.\]\)"),
+    (Step(reward=np.array([[1.0]])), r"step gave .* got array\(\[\[1.\]\]\)"),
+    (Step(reward=torch.tensor([1.0, 2.0])), r"step gave .* got tensor\(\[1., 2.\]\)"),
+    (Step(reward=10**400), "step gave .*OverflowError.* got 1000"),
+    (Step(reward=10**5000), "step gave .*OverflowError.* got a int that cannot be shown"),
+    (Step(reward=1e39), r"finite number; got 1e\+39"),
+    (Step(reward=Unshowable()), "finite number; got a Unshowable that cannot be shown"),
+    (Step(messages=({"role": "user", "content": 5},)), "step must give messages.*'content': 5"),
+    (Step(messages=({"role": "user", "content": {"text": "a"}},)), "step must give messages"),
+    (Step(messages=({"role": "user", "content": "a \ud83d"},)), r"step gave .*ud83d"),
+    (Step(messages=({"role": "user", "tool_calls": 5},)), "step gave .*'tool_calls': 5"),
+    (Step(done=np.array([True, False])), r"step gave .*array\(\[ True, False\]\)"),
+    (Step(info={"reward_parts": {"form": "good"}}), "step gave .*'form': 'good'"),
+]
+
+
+@pytest.mark.parametrize(("step", "told"), UNUSABLE_STEPS)
+async def test_a_step_that_cannot_be_used_fails_the_episode(chatml: ChatRenderer, step: Step, told: str) -> None:
+    environment = Nonsense(step=step)
+    with pytest.raises(EnvironmentFailure, match=told) as caught:
+        await play(engine_answering(chatml), environment, chatml)
+    assert caught.value.tokens_generated == 3
+    assert environment.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (Nonsense(prompt=[]), r"reset must give messages.*got \[\]"),
+        (Nonsense(prompt=[{"role": "user", "content": 5}]), "reset must give messages.*'content': 5"),
+        (Nonsense(prompt=[{"role": "user", "content": {"text": "a"}}]), "reset must give messages"),
+        (Nonsense(prompt=[{"role": "user", "content": "a \ud83d"}]), r"reset gave .*ud83d"),
+        (HandsTools(KeyError("gone")), "tools failed: KeyError: 'gone'"),
+        (HandsTools(asyncio.CancelledError()), "tools failed: CancelledError"),
+        (HandsTools([{"name": "add"}]), "tools must be Tools; got .*'name': 'add'"),
+        (HandsTools(None), "tools failed: TypeError"),
+        (HandsTools([Tool(name="a", description="", parameters={"x": {1, 2}})]), "tools failed: TypeError: .*set"),
+    ],
+)
+async def test_a_beginning_that_cannot_be_used_fails_the_episode(
+    chatml: ChatRenderer, environment: Nonsense, told: str
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=told) as caught:
+        await play(engine_answering(chatml), environment, chatml)
+    assert caught.value.tokens_generated == 0
+    assert environment.closed == 1
+
+
+@pytest.mark.parametrize("reward", [1, 1.0, True, np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0)])
+async def test_whatever_is_one_number_is_a_reward(chatml: ChatRenderer, reward: Any) -> None:
+    trajectory = await play(engine_answering(chatml), Nonsense(step=Step(reward=reward, done=True)), chatml)
+    assert (trajectory.reward, trajectory.turns[0].reward) == (1.0, 1.0)
+    assert {type(trajectory.reward), type(trajectory.turns[0].reward)} == {float}
+
+
+async def test_the_sum_of_the_rewards_is_a_finite_float32(chatml: ChatRenderer) -> None:
+    said = ({"role": "user", "content": "on"},)
+    kept = await play(engine_answering(chatml), Nonsense(step=Step(messages=said, reward=1.5e38)), chatml, max_turns=2)
+    assert kept.reward == 3e38
+    with pytest.raises(EnvironmentFailure, match=r"step must keep the sum .* is 4\.5e\+38") as caught:
+        await play(engine_answering(chatml), Nonsense(step=Step(messages=said, reward=1.5e38)), chatml, max_turns=3)
+    assert caught.value.tokens_generated == 9
+
+
+@pytest.mark.parametrize("at", ["reset", "step", "close"])
+async def test_a_cancellation_that_nobody_asked_for_is_the_environments_failure(chatml: ChatRenderer, at: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"{at} failed: CancelledError"):
+        await play(engine_answering(chatml), Troubled(asyncio.CancelledError(), at=at), chatml)
+
+
+async def test_a_cancellation_while_the_environment_works_is_one(chatml: ChatRenderer) -> None:
+    engine = engine_answering(chatml)
+    episode = asyncio.ensure_future(play(engine, Troubled(None), chatml))
+    while engine.statistics().tokens_generated < 3:
+        await asyncio.sleep(0)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+
+
 async def test_errors_of_the_tree_travel_as_they_are(scratch: ChatRenderer) -> None:
     told = EnvironmentFailure("the sandbox died")
     with pytest.raises(EnvironmentFailure) as caught:
@@ -271,17 +380,25 @@ async def test_cancelling_leaves_nothing_running(scratch: ChatRenderer) -> None:
     assert (engine.statistics().running, engine.statistics().waiting) == (0, 0)
 
 
-async def test_a_failure_to_close_hides_nothing(scratch: ChatRenderer) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (OSError("no disk"), "the environment's close failed: OSError"),
+        (InvalidDataError("no such row"), "no such row"),
+        (asyncio.CancelledError(), "the environment's close failed: CancelledError"),
+    ],
+)
+async def test_a_failure_to_close_hides_nothing(scratch: ChatRenderer, trouble: BaseException, told: str) -> None:
     engine = engine_saying(scratch, "123456789" * 5)
     await engine.start()
     await engine.pause("keep")
-    episode = asyncio.ensure_future(play(engine, Troubled(OSError("no disk"), at="close"), scratch))
+    episode = asyncio.ensure_future(play(engine, Troubled(trouble, at="close"), scratch))
     while not engine.requests:
         await asyncio.sleep(0)
     episode.cancel()
     with pytest.raises(asyncio.CancelledError) as caught:
         await episode
-    assert "closing the environment failed too: the environment's close failed: OSError" in caught.value.__notes__[0]
+    assert f"closing the environment failed too: {told}" in caught.value.__notes__[0]
 
 
 async def test_a_closed_engine_ends_the_episode_and_the_environment(scratch: ChatRenderer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 
@@ -51,6 +52,30 @@ async def test_without_tags_the_whole_reply_is_the_answer() -> None:
     assert len(await environment.reset(task)) == 1
     step = await environment.step({"role": "assistant", "content": f" {task['answer']}\n"})
     assert step.reward == 1.0
+
+
+async def test_a_scorer_that_runs_out_of_an_iterator_is_heard(
+    sums: ReasoningGymFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = sums.task(0, split="train")
+    environment = sums.make()
+    await environment.reset(task)
+    monkeypatch.setattr(environment, "_dataset", EmptyHanded())
+    async with asyncio.timeout(1.0):
+        with pytest.raises(RuntimeError, match="score_answer raised StopIteration"):
+            await environment.step({"role": "assistant", "content": "<answer>1</answer>"})
+        with pytest.raises(RuntimeError, match="__getitem__ raised StopIteration"):
+            await environment.reset(task)
+
+
+class EmptyHanded:
+    """A data set whose methods run out of an iterator."""
+
+    def __getitem__(self, item: int) -> dict[str, object]:
+        return next(iter(()))
+
+    def score_answer(self, answer: str, entry: dict[str, object]) -> float:
+        return next(iter(()))
 
 
 async def test_a_task_of_another_configuration_is_refused(sums: ReasoningGymFactory) -> None:

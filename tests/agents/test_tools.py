@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 from pydantic import Field
 
-from asyncrl.agents.tools import PythonTool, Toolbox, tool, tool_from_function
+from asyncrl.agents.tools import PythonTool, Toolbox, in_thread, tool, tool_from_function
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure
 
 
@@ -79,6 +80,65 @@ def test_functions_that_cannot_be_declared_are_refused() -> None:
         Toolbox([divide, divide])
 
 
+class Point(TypedDict):
+    x: int
+
+
+class Connection:
+    pass
+
+
+def reserved(model_config: str) -> str:
+    return model_config
+
+
+def an_attribute(model_extra: str) -> str:
+    return model_extra
+
+
+def hidden(a: int, _x: int = 0) -> int:
+    return a + _x
+
+
+def of_a_typed_dict(at: Point) -> int:
+    return at["x"]
+
+
+def of_a_class(connection: Connection) -> str:
+    return str(connection)
+
+
+def of_the_unknown(what: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821  that is the mistake
+    return str(what)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameter"),
+    [
+        (reserved, "parameter 'model_config' has a name that"),
+        (an_attribute, "parameter 'model_extra' has a name that"),
+        (hidden, "parameter '_x'"),
+        (of_a_class, "parameter 'connection'"),
+        (of_the_unknown, "name 'Nowhere' is not defined"),
+        pytest.param(
+            of_a_typed_dict,
+            "parameter 'at'",
+            marks=pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic reads these from Python 3.12 on"),
+        ),
+    ],
+)
+def test_a_parameter_that_no_schema_can_say_is_refused_by_name(function: Any, parameter: str) -> None:
+    with pytest.raises(ConfigError, match=f"tool '{function.__name__}': .*{parameter}"):
+        tool_from_function(function)
+
+
+def test_another_name_in_the_schema_is_no_obstacle() -> None:
+    def search(text: Annotated[str, Field(alias="query")]) -> str:
+        return text
+
+    assert list(tool_from_function(search).tool.parameters["properties"]) == ["query"]
+
+
 async def test_a_right_call_is_answered_under_its_id() -> None:
     answer = await Toolbox([divide]).answer(call("divide", {"a": 9, "b": 2}, "call_7"))
     assert answer.message == {"role": "tool", "tool_call_id": "call_7", "name": "divide", "content": "4.5"}
@@ -141,6 +201,24 @@ async def test_a_sync_function_runs_beside_the_event_loop() -> None:
         return threading.current_thread() is threading.main_thread()
 
     assert await PythonTool(where).call({}, deadline_s=10) == "false"
+
+
+async def test_a_sync_function_may_run_out_of_an_iterator() -> None:
+    @tool
+    def first() -> str:
+        return next(iter(()))
+
+    with pytest.raises(EnvironmentFailure, match=r"'first' failed: RuntimeError: .*first raised Stop") as caught:
+        await Toolbox([first], deadline_s=1.0).answer(call("first", {}))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__.__cause__, StopIteration)
+
+
+async def test_a_thread_is_given_its_arguments_and_gives_back_what_comes() -> None:
+    assert await in_thread(divmod, 7, 2) == (3, 1)
+    assert await in_thread(dict, function=1, arguments=2) == {"function": 1, "arguments": 2}
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(divmod, 7, 0)
 
 
 async def test_constraints_of_annotations_are_checked() -> None:

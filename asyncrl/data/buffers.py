@@ -110,7 +110,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     if host.is_complex():
         host = torch.view_as_real(host)
-    return host.reshape(-1).view(torch.uint8).numpy().data
+    # A single row counts as contiguous whatever its stride is.
+    return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> tuple[str, memoryview]:

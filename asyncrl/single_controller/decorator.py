@@ -68,7 +68,7 @@ class Registration:
         """Raise :class:`DispatchError` if no call can be made like this."""
         if self.retry is not None and not self.idempotent:
             raise DispatchError(f"{self.name} cannot be called again after a failure: it is not registered idempotent")
-        if self.deadline_s is not None and self.deadline_s <= 0:
+        if self.deadline_s is not None and not self.deadline_s > 0:
             raise DispatchError(f"the deadline of {self.name} must be positive, got {self.deadline_s:g} s")
         if (self.rows is not None or self.schema is not None) and not self.returns_batch:
             raise DispatchError(f"{self.name} declares rows or a schema, and its result is no batch")

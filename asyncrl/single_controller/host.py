@@ -109,7 +109,7 @@ class WorkerHost:
             del self._running[sequence]
 
     async def stream(self, call: Call, sequence: int) -> AsyncGenerator[Reply, None]:
-        """The items of a generator method when it is its turn; a :class:`Failed` is the last one."""
+        """The items of a generator method when it is its turn; if it fails, how is the last one."""
         try:
             if sequence != self._next:
                 await self._turn(sequence)
@@ -120,9 +120,12 @@ class WorkerHost:
             items = method(*arguments.args, **arguments.kwargs)
             del arguments
             if hasattr(items, "__anext__"):
-                async with trait.limit or contextlib.nullcontext(), contextlib.aclosing(items):
-                    async for item in items:
-                        yield item
+                async with trait.limit or contextlib.nullcontext():
+                    try:
+                        while (item := await without_exit(anext(items, _NO_MORE))) is not _NO_MORE:
+                            yield item
+                    finally:
+                        await without_exit(items.aclose())
                 return
             async with self._plain.place(trait.priority) as place:
                 await place.first()
@@ -131,6 +134,11 @@ class WorkerHost:
                         yield item
                 finally:
                     await self._plain.run(items.close)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            yield Cancelled()
         except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
             yield Failed.of(error, hidden=_HIDDEN, arguments=shapes_of(call.arguments))
 
@@ -264,7 +272,7 @@ class WorkerHost:
 
     async def _outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
-            return await coroutine
+            return await without_exit(coroutine)
         except Exception as error:  # noqa: BLE001  of the worker's own code, for the driver
             return Failed.of(error, hidden=_HIDDEN)
 

@@ -82,6 +82,7 @@ class LocalWorkerGroup(WorkerGroup):
         self._hosts = [WorkerHost(inline=self._inline) for _ in range(world_size)]
         self._killed: weakref.WeakSet[WorkerHost] = weakref.WeakSet()
         self._calls: dict[asyncio.Task[Any], WorkerHost] = {}
+        self._sources: dict[Source, WorkerHost] = {}
         self._finalizer = weakref.finalize(self, _stop, self._hosts)
         self._begin()
 
@@ -134,6 +135,9 @@ class LocalWorkerGroup(WorkerGroup):
         for task, runs_in in list(self._calls.items()):
             if runs_in is host:
                 task.cancel()
+        for source, runs_in in list(self._sources.items()):
+            if runs_in is host:
+                source.lose(Lost(_Killed()))
 
     def _death(self, rank: int, method: str) -> WorkerDiedError:
         message = f"the worker of rank {rank} of {self.name} was killed during {method}"
@@ -179,7 +183,16 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _open_stream(self, rank: int, call: Call, sequence: int) -> Source:
         host = self._hosts[rank]
-        return Source(host.stream(call, sequence), lambda _: host.skip(sequence))
+
+        def over(_through: bool) -> None:
+            del self._sources[source]
+            host.skip(sequence)
+
+        source = Source(host.stream(call, sequence), over)
+        self._sources[source] = host
+        if host in self._killed:
+            source.lose(Lost(_Killed()))
+        return source
 
     def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
         return self._death(rank, method) if isinstance(error, _Killed) else error

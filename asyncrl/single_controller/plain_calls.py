@@ -17,7 +17,7 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
@@ -181,10 +181,10 @@ async def _immediately(function: Callable[[], Any]) -> Any:
     return function()
 
 
-async def without_exit(coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def without_exit(awaitable: Awaitable[Any]) -> Any:
     """``sys.exit()`` in a method ends the method with an error, not the event loop that runs it."""
     try:
-        return await coroutine
+        return await awaitable
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"the method raised {error!r}") from error
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncrl.data.pending import Future
 from asyncrl.errors import DispatchError, RankErrors, WorkerDiedError
+from asyncrl.single_controller.retry import doubled
 
 if TYPE_CHECKING:
     from asyncrl.single_controller.worker_group import WorkerGroup
@@ -62,8 +63,16 @@ class Restart:
     prepare: str = ""
 
     def __post_init__(self) -> None:
-        if self.max_restarts < 1 or self.backoff_s < 0 or self.scope not in ("worker", "group"):
+        if self.max_restarts < 1 or not self.backoff_s >= 0 or self.scope not in ("worker", "group"):
             raise DispatchError(f"a restart needs max_restarts >= 1, backoff_s >= 0 and a scope, got {self}")
+
+    def pause_s(self, number: int) -> float:
+        """Seconds before restart ``number``, counted from 0.
+
+        >>> Restart(backoff_s=0.5).pause_s(2)
+        2.0
+        """
+        return doubled(self.backoff_s, number)
 
 
 async def workers_there(group: WorkerGroup) -> None:
@@ -149,7 +158,7 @@ class Lives:
                 errors = list(self._dead.values())
                 if self.restarts >= policy.max_restarts:
                     raise errors[0]
-                await asyncio.sleep(policy.backoff_s * 2.0**self.restarts)
+                await asyncio.sleep(policy.pause_s(self.restarts))
                 self.restarts += 1
                 ranks = sorted(range(group.world_size) if policy.scope == "group" else self._dead)
                 logger.warning("%s; making ranks %s again (%d)", errors[0], ranks, self.restarts)

@@ -8,6 +8,7 @@ code and bad data never are. A call is repeated as a whole, on all its ranks: th
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,16 @@ from asyncrl.errors import DispatchError, GroupClosedError, InfrastructureError,
 if TYPE_CHECKING:
     from asyncrl.single_controller.restart import Lives
 
-__all__ = ["Repeats", "Retry"]
+__all__ = ["Repeats", "Retry", "doubled"]
+
+
+def doubled(pause_s: float, times: int) -> float:
+    """A pause, doubled so often; as often as a float can hold, at most.
+
+    >>> doubled(0.5, 2), doubled(0.0, 5000)
+    (2.0, 0.0)
+    """
+    return pause_s * 2.0 ** min(times, sys.float_info.max_exp - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +48,7 @@ class Retry:
     max_backoff_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.times < 1 or self.backoff_s < 0 or self.max_backoff_s < self.backoff_s:
+        if self.times < 1 or not 0 <= self.backoff_s <= self.max_backoff_s:
             raise DispatchError(f"a retry needs times >= 1 and 0 <= backoff_s <= max_backoff_s, got {self}")
 
     def pause_s(self, number: int) -> float:
@@ -47,7 +57,7 @@ class Retry:
         >>> Retry(backoff_s=0.5).pause_s(2)
         2.0
         """
-        return min(self.backoff_s * 2.0**number, self.max_backoff_s)
+        return min(doubled(self.backoff_s, number), self.max_backoff_s)
 
 
 class Repeats:

@@ -2,6 +2,7 @@
 
     open --(all ranks are through)--> ended
       |--(a rank fails)-------------> failed: what had come is given first, then the error; the others are closed
+      |--(the call is cancelled)----> cancelled: the same, with a CancelledError
       '--(the consumer leaves)------> left: the generators are closed in the workers
 
 At most ``AHEAD`` items are made before they are asked for (and on Ray as many again wait in each worker); then the
@@ -15,6 +16,7 @@ dropping the stream.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
-from asyncrl.single_controller.call import NO_VALUE, Reply
+from asyncrl.single_controller.call import NO_VALUE, Cancelled, Lost, Reply
 from asyncrl.single_controller.dispatch import Execute
 from asyncrl.single_controller.invocation import Invocation
 
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 AHEAD = 8
 """Items that are made before they are asked for."""
+
+_NO_MORE: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +64,46 @@ class Source:
     def __init__(self, items: AsyncGenerator[Reply, None], over: Callable[[bool], object]) -> None:
         self._items = items
         self._over: Callable[[bool], object] | None = over
+        self._lost: Lost | None = None
+        self._asking: asyncio.Task[Any] | None = None
 
     async def replies(self) -> AsyncGenerator[Reply, None]:
-        async for reply in self._items:
+        while (reply := self._lost or await self._next()) is not _NO_MORE:
             yield reply
         self._end(through=True)
 
-    async def aclose(self) -> None:
-        """Leave it, if it is not over."""
+    def lose(self, lost: Lost) -> None:
+        """No item comes any more, but this reply. On the loop that asks for the items."""
+        if self._lost is None:
+            self._lost = lost
+            if self._asking is not None:
+                self._asking.cancel()
+
+    def leave(self) -> None:
+        """Nobody asks for further items; nothing, if it is over."""
         self._end(through=False)
+
+    async def aclose(self) -> None:
+        """:meth:`leave`, and close what is open here."""
+        self.leave()
         await self._items.aclose()
+
+    async def _next(self) -> Reply:
+        task = self._asking = asyncio.current_task()
+        assert task is not None
+        reply: Reply = _NO_MORE
+        try:
+            reply = await anext(self._items, _NO_MORE)
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+        finally:
+            self._asking = None
+        if self._lost is None:
+            return reply
+        if task.uncancel():  # its consumer has left, too
+            raise asyncio.CancelledError
+        return self._lost
 
     def _end(self, *, through: bool) -> None:
         over, self._over = self._over, None
@@ -80,7 +114,7 @@ class Source:
 class Streaming(Invocation):
     """The call behind a stream: sent as any other, it has items instead of replies."""
 
-    __slots__ = ("_changed", "_items", "_pumping", "_sources")
+    __slots__ = ("_changed", "_items", "_pumping", "_sources", "left")
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -88,6 +122,7 @@ class Streaming(Invocation):
         self._changed = asyncio.Event()
         self._pumping: Work | None = None
         self._sources: list[Source] = []
+        self.left = False
 
     def send(self) -> None:
         """To all ranks in one go. Under the line's lock."""
@@ -110,6 +145,11 @@ class Streaming(Invocation):
         if self._pumping is not None:
             self._pumping.cancel()
 
+    def _collected(self, task: asyncio.Task[Any]) -> None:
+        for source in self._sources:
+            source.leave()  # a pump that is cancelled before its first step has not done so
+        super()._collected(task)
+
     async def _pump(self) -> None:
         async with contextlib.AsyncExitStack() as closing:
             for source in self._sources:
@@ -127,7 +167,7 @@ class Streaming(Invocation):
         given = self._mesh is None or rank in self._mesh.collectors
         async for reply in source.replies():
             if isinstance(reply, NO_VALUE):
-                self.progress.ended(rank, "failed")
+                self.progress.ended(rank, "cancelled" if isinstance(reply, Cancelled) else "failed")
                 raise self._error(rank, reply)
             if given:
                 self._items.append(StreamItem(rank, reply))
@@ -160,6 +200,7 @@ class Streaming(Invocation):
 
     def leave(self) -> None:
         """Nobody wants further items. From any thread."""
+        self.left = True
         self._items.clear()
         if self.outcome.cancel():
             self.cancel()
@@ -182,6 +223,9 @@ class Stream(Generic[T]):
 
     Raises, after the items that had come before:
         AsyncRLError: what a rank failed with, as calls do.
+        CancelledError: the call was cancelled, by an argument that was or by an interrupt; asyncio's in a coroutine,
+            that of concurrent.futures in a thread.
+        RuntimeError: the loop that it runs on has ended, or waits for itself.
     """
 
     def __init__(self, streaming: Streaming, loop: ControllerLoop) -> None:
@@ -202,9 +246,12 @@ class Stream(Generic[T]):
 
     async def __anext__(self) -> T:
         while (item := self._streaming.take()) is None:
-            if self._ended():
-                raise StopAsyncIteration
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._streaming.arrival(), self._loop.loop))
+            try:
+                if self._ended():
+                    raise StopAsyncIteration
+            except concurrent.futures.CancelledError as error:
+                raise asyncio.CancelledError(str(error)) from None
+            await asyncio.wrap_future(self._arrival())
         return self._value(item)
 
     def __iter__(self) -> Self:
@@ -216,16 +263,21 @@ class Stream(Generic[T]):
                 raise StopIteration
             if self._loop.is_here:
                 raise RuntimeError(f"{self.label} was iterated on the controller loop, which would wait for itself")
-            asyncio.run_coroutine_threadsafe(self._streaming.arrival(), self._loop.loop).result()
+            self._arrival().result()
         return self._value(item)
 
     def _ended(self) -> bool:
         outcome = self._streaming.outcome
         if not outcome.complete or self._streaming._items:
             return False
-        if outcome.state == "failed":
+        if outcome.state == "failed" or not self._streaming.left:
             outcome.get()
         return True
+
+    def _arrival(self) -> concurrent.futures.Future[None]:
+        if not self._loop.loop.is_running():
+            raise RuntimeError(f"{self.label} cannot go on: the event loop it runs on is not running any more")
+        return asyncio.run_coroutine_threadsafe(self._streaming.arrival(), self._loop.loop)
 
     def _value(self, item: StreamItem[Any]) -> T:
         return cast("T", item.value if self._streaming.alone else item)

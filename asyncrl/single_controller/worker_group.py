@@ -471,11 +471,14 @@ class WorkerGroup(ABC):
         label = self._labels.setdefault(registration.name, f"{self.name}.{registration.name}")
         future = kind(self._loop, label, inputs=scatter.futures, progress=progress)
         repeats = self._repeats(registration) if registration.idempotent else None
+        declared: Declared | None = None
+        if registration.rows is not None or registration.schema is not None:
+            # Before there is a call: the function that tells the rows is the user's, and may raise.
+            declared = Declared(declared_rows(registration, arguments), registration.schema)
         invocation = Invocation(self, registration, scatter, future.outcome, progress, plain=plain, repeats=repeats)
         future.made_by(invocation)
-        if registration.rows is not None or registration.schema is not None:
-            invocation.declared = Declared(declared_rows(registration, arguments), registration.schema)
-            cast("DataProtoFuture", future).declared = invocation.declared
+        if declared is not None:
+            cast("DataProtoFuture", future).declared = invocation.declared = declared
         invocation.begin()
         if registration.deadline_s is not None:
             future.deadline(registration.deadline_s)

@@ -157,6 +157,22 @@ def test_gradients_and_conjugates_and_expansions_are_plain_data() -> None:
 
 
 @pytest.mark.parametrize(
+    "rows",
+    [
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag[1:],
+        torch.tensor([[1 + 2j, 3 - 1j]]).conj()[:, 1],
+        torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)[:, 1],
+        torch.tensor([[1.0, 2.0]])[:, 1],
+    ],
+    ids=["negated", "one of two", "conjugated", "one row of a bfloat16 column", "one row of a float32 column"],
+)
+def test_the_stride_of_a_single_row_does_not_matter(rows: torch.Tensor) -> None:
+    data = DataProto.from_dict(tensors={"x": rows})
+    assert column(back(encode(data)), "x").tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize(
     "value",
     [float("nan"), -0.0, 2**64, -(2**63) - 1, "\ud800", "é", b"\xff", (1, [2, (3,)]), {1: {"a": None}, (1, 2): 3}, {},
      np.float16(1.5), np.datetime64("2026-01-01"), np.str_("text"), np.array([None, [1]], dtype=object)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
@@ -35,6 +36,10 @@ class Offering(Worker):
     async def sample(self, batch: DataProto, n: int) -> DataProto:
         await self.door.wait()
         return batch.repeat(n)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, rows=lambda batch: len(batch) // 0)
+    async def wrong_declaration(self, batch: DataProto) -> DataProto:
+        return batch
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, rows=len)
     async def wrong_rows(self, batch: DataProto) -> DataProto:
@@ -128,6 +133,13 @@ def test_what_is_not_as_declared_is_an_error_by_name(group: WorkerGroup) -> None
         group.wrong_columns(batch(4)).result(TIMEOUT_S)
 
 
+def test_a_call_whose_rows_cannot_be_told_is_not_made(group: WorkerGroup) -> None:
+    before = group.statistics().waiting
+    with pytest.raises(ZeroDivisionError):
+        group.wrong_declaration(batch(2))
+    assert group.statistics().waiting == before
+
+
 def test_deadlines_are_registered_and_overridden_per_call(group: WorkerGroup) -> None:
     with pytest.raises(DeadlineError, match=r"offering\.slow did not finish within 0\.05 s"):
         group.slow("for ever").result(TIMEOUT_S)
@@ -137,8 +149,9 @@ def test_deadlines_are_registered_and_overridden_per_call(group: WorkerGroup) ->
 
 
 def test_options_that_do_not_go_together_are_refused(group: WorkerGroup) -> None:
-    with pytest.raises(DispatchError, match="must be positive"):
-        group.slow.options(deadline_s=0)
+    for never in (0, math.nan):
+        with pytest.raises(DispatchError, match="must be positive"):
+            group.slow.options(deadline_s=never)
     with pytest.raises(DispatchError, match="not registered idempotent"):
         group.slow.options(retries=2)
     with pytest.raises(DispatchError, match="its result is no batch"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed
@@ -18,6 +19,9 @@ class Diary(Worker):
     def write(self, page: int) -> int:
         self.pages.append(page)
         return page
+
+    async def leave(self) -> None:
+        sys.exit(3)
 
     async def forever(self) -> None:
         await asyncio.Event().wait()
@@ -97,6 +101,13 @@ async def test_an_unknown_method_is_an_answer() -> None:
     reply = await run(host, 0, "missing")
     assert isinstance(reply, Failed)
     assert (reply.kind, reply.message) == ("AttributeError", "'Kept' object has no attribute 'missing'")
+
+
+async def test_leaving_the_program_ends_what_prepares_only() -> None:
+    host, _ = await new_host()
+    failed = await host.prepare("leave")
+    assert failed is not None
+    assert failed.message == "the method raised SystemExit(3)"
 
 
 async def test_closing_cancels_what_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -223,3 +224,15 @@ def test_failures_of_the_infrastructure_are_retried_and_no_others(make: MakeGrou
         group.flaky.options(retries=quick)(1, KeyError).result(TIMEOUT_S)
     with pytest.raises(DispatchError, match="not registered idempotent"):
         group.about.options(retries=1)
+
+
+def test_pauses_are_numbers_that_do_not_overflow() -> None:
+    for policy in (Retry, Restart):
+        with pytest.raises(DispatchError, match="backoff_s"):
+            policy(backoff_s=math.nan)
+    with pytest.raises(DispatchError, match="max_backoff_s"):
+        Retry(max_backoff_s=math.nan)
+    assert Retry(times=5000, backoff_s=0.0).pause_s(1024) == 0.0
+    assert Retry(times=5000, backoff_s=1.0, max_backoff_s=60.0).pause_s(4999) == 60.0
+    assert Restart(max_restarts=5000, backoff_s=0.0).pause_s(4999) == 0.0
+    assert Restart(backoff_s=0.5).pause_s(2) == 2.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto
-from asyncrl.errors import CheckpointError, DispatchError
+from asyncrl.errors import CheckpointError, DispatchError, WorkerDiedError, WorkerError
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Execute, Worker, WorkerGroup, register
 from asyncrl.single_controller.local import LocalWorkerGroup
-from asyncrl.single_controller.streams import AHEAD, StreamItem
+from asyncrl.single_controller.restart import Restart
+from asyncrl.single_controller.streams import AHEAD, Stream, StreamItem
 
 TIMEOUT_S = 30.0
 
@@ -63,6 +66,21 @@ class Source(Worker):
         finally:
             self.closings += 1
             self.closed.set()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    async def ends_with(self, error: BaseException) -> AsyncGenerator[str, None]:
+        yield "first"
+        raise error
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    async def for_ever(self) -> str:
+        await asyncio.sleep(TIMEOUT_S)
+        return "over"
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    async def letters(self, word: str) -> AsyncGenerator[str, None]:
+        for letter in word:
+            yield letter
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def after_closing(self) -> tuple[int, int]:
@@ -124,6 +142,39 @@ async def test_what_came_before_an_error_is_given_first(group: WorkerGroup) -> N
     assert (caught.value.origin.rank, caught.value.origin.method) == (0, "breaks")
 
 
+async def test_a_generator_that_cancels_itself_has_failed(group: WorkerGroup) -> None:
+    stream = group.ends_with(asyncio.CancelledError())
+    assert await anext(stream) == "first"
+    with pytest.raises(WorkerError, match=r"source\.ends_with was cancelled by its own code on rank 0"):
+        await anext(stream)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+def test_leaving_the_program_ends_the_stream_only(group: WorkerGroup, error: BaseException) -> None:
+    stream = group.ends_with(error)
+    assert next(stream) == "first"
+    with pytest.raises(WorkerError, match="the method raised"):
+        next(stream)
+    assert list(group.letters("ab")) == ["a", "b"]
+
+
+def test_a_stream_whose_argument_is_cancelled_is_cancelled(group: WorkerGroup) -> None:
+    argument = group.for_ever()
+    streams = [group.letters(argument) for _ in range(2)]
+    argument.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        list(streams[0])
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(anext(streams[1]))
+
+
+async def test_a_stream_that_its_consumer_has_left_is_over(group: WorkerGroup) -> None:
+    stream = group.count(1000)
+    await anext(stream)
+    stream.close()
+    assert list(stream) == [item async for item in stream] == []
+
+
 async def test_a_generator_stands_still_until_its_items_are_taken_and_is_closed_when_its_consumer_leaves(
     fresh: WorkerGroup,
 ) -> None:
@@ -159,6 +210,68 @@ async def test_a_stream_waits_for_futures_among_its_arguments() -> None:
         assert sorted([item.value async for item in rows]) == [0, 1, 2, 3]
 
 
+def test_a_stream_whose_loop_has_ended_does_not_hang() -> None:
+    async def unfinished() -> tuple[LocalWorkerGroup, Stream[Any]]:
+        group = LocalWorkerGroup(ClassWithInitArgs(Source), loop="current")
+        await group.ready()
+        return group, group.never()
+
+    loop = asyncio.new_event_loop()
+    group, stream = loop.run_until_complete(unfinished())
+    with pytest.raises(RuntimeError, match="is not running any more"):
+        next(stream)
+    with pytest.raises(RuntimeError, match="is not running any more"):
+        asyncio.run(anext(stream))
+    loop.run_until_complete(group.aclose())
+    loop.close()
+
+
+@pytest.mark.parametrize("method", ["never", "stuck"])
+async def test_the_streams_of_a_killed_worker_fail_as_its_calls_do(method: str) -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(Echo), world_size=2, name="mortal") as group:
+        stream = getattr(group, method)()
+        waiting = asyncio.ensure_future(anext(stream))
+        await group.begun()
+        group.kill(1)
+        with pytest.raises(WorkerDiedError, match=f"the worker of rank 1 of mortal was killed during {method}"):
+            await asyncio.wait_for(waiting, 5.0)
+        with pytest.raises(WorkerDiedError, match="killed during count"):
+            await asyncio.wait_for(anext(group.count(0)), 5.0)
+
+
+async def test_what_came_before_a_death_is_given_first() -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(Source), loop="current") as group:
+        stream = group.count(AHEAD + 1)
+        assert (await anext(stream)).value == 0
+        await group.progress()
+        group.kill(0)
+        await asyncio.sleep(0)
+        assert [(await anext(stream)).value for _ in range(AHEAD)] == [10 * number for number in range(1, AHEAD + 1)]
+        with pytest.raises(WorkerDiedError):
+            await asyncio.wait_for(anext(stream), 5.0)
+
+
+async def test_a_restart_ends_the_streams_of_all_workers_that_it_makes_again() -> None:
+    restart = Restart(backoff_s=0.0)
+    async with LocalWorkerGroup(ClassWithInitArgs(Source), world_size=2, restart=restart) as group:
+        stream = group.never()
+        await group.progress()
+        group.kill(0)
+        with pytest.raises(WorkerDiedError):
+            await asyncio.wait_for(anext(stream), 5.0)
+        assert sorted([item.value async for item in group.count(1)]) == [0, 1]
+
+
+async def test_a_stream_is_left_at_any_moment_and_keeps_no_later_call_waiting() -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(Source), loop="current") as group:
+        for steps in range(12):
+            stream = group.never()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            stream.close()
+            assert await asyncio.wait_for(group.progress(), 5.0) == [0]
+
+
 def test_streams_have_no_deadline_and_no_retries() -> None:
     with pytest.raises(DispatchError, match="is a generator"):
 
@@ -168,6 +281,19 @@ def test_streams_have_no_deadline_and_no_retries() -> None:
 
 
 class Echo(Source):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stuck(self) -> Iterator[int]:
+        self.gate.wait(1.0)
+        yield 1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def begun(self) -> None:
+        await asyncio.sleep(0.05)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def echo(self, batch: DataProto) -> DataProto:
         return batch

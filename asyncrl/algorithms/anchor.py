@@ -23,8 +23,9 @@ def anchor_log_probs(
     behaviour    the policy that sampled: PPO as written down first (arXiv:1707.06347). The region moves away from the
                  weights with every version that a sample is old, and the clip then silences the tokens that changed.
     interpolated A-3PO (arXiv:2512.06547): (1 - s) log current + s log behaviour with s = 1 / (age + 1), as many
-                 versions as lie between the sample and the weights being made. No forward pass for the proximal
-                 policy, also with several optimizer steps on a batch; a fresh sample's centre is the behaviour itself.
+                 versions as lie between the sample and the weights being made. It needs no forward pass for the
+                 proximal policy; this engine makes one where a batch gets several steps, for its metrics. A fresh
+                 sample's centre is the behaviour itself.
     ============ ======================================================================================================
 
         >>> current, proximal, behaviour = torch.tensor([[-1.0, -1.0], [-2.0, -2.0], [-3.0, -3.0]])

@@ -103,6 +103,10 @@ class ShardedEngine(Generic[ModelT]):
             threads=self.threads,
             max_grad_norm=self.max_grad_norm,
             temperature=temperature,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+            eps=self.eps,
+            layout=self.layout,
             dtype=self.dtype,
             publish_dtype=self.publish_dtype,
         )
@@ -124,7 +128,7 @@ class ShardedEngine(Generic[ModelT]):
             timeout_s=self.collective_timeout_s,
         )
         try:
-            self._model: ModelT = load()
+            self._model: ModelT = self._load(load)
             self._cost = self._model.row_cost()
             shard(self._model, self._ranks.mesh, dtype=self.dtype)
             self._optimizer = ShardedAdamW(
@@ -136,6 +140,16 @@ class ShardedEngine(Generic[ModelT]):
         except BaseException:
             self._ranks.close()
             raise
+
+    def _load(self, load: Callable[[], ModelT]) -> ModelT:
+        """The model, or the same kind of error on every rank: one may lack the folder."""
+        try:
+            model, failure = load(), None
+        except Exception as error:  # noqa: BLE001 - raised again below
+            model, failure = None, error
+        self._ranks.agree(failure, doing="loading the model")
+        assert model is not None
+        return model
 
     # --------------------------------------------------------------------------------------------------------- folder
 

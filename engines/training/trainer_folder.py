@@ -201,7 +201,7 @@ def _write_folder(
                     (partial / name).parent.mkdir(exist_ok=True)
                     checkpoint.write_tensors(partial / name, specs, tensors, metadata={"format": "pt"})
                 finish(partial)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # noqa: BLE001 - raised again by every rank, when the others have stopped gathering
             failure = error
     for _, tensors in files.values():
         for _tensor in tensors:

@@ -113,12 +113,20 @@ def load_value_model(
     """From a causal LM (its head is replaced by 0) or a model for sequence classification with one label.
 
     Raises:
-        ConfigError: the head has more than one label, or rows cannot be packed and must be.
+        ConfigError: the head has more than one label or is not in the files, or rows cannot be packed and must be.
         OSError: there is no such model.
     """
     with _without_report():
         causal_lm = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing)
-    model = ValueModel(causal_lm, head=_head_of(path))
+    head = _head_of(path)
+    headed = set(causal_lm.config.architectures or ()) & set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
+    if head is None and headed:
+        raise ConfigError(
+            f"{path} is a {headed.pop()} without {SCORE} in its safetensors files",
+            path="model_path",
+            remedy=f"save it as safetensors, with its head under {SCORE}; a causal LM begins with a head of 0",
+        )
+    model = ValueModel(causal_lm, head=head)
     model.train()
     choose_layout(model, layout)
     return model

@@ -11,6 +11,8 @@ from asyncrl.algorithms import PolicyObjective
 from engines.training.packed_rows import PackedRows
 from engines.training.rank_group import RankGroup
 
+_SEEDS = 2**63 - 25  # a prime: every bit of the seed counts, in the 64 bits that torch takes
+
 __all__ = ["prepared_columns", "whitened"]
 
 
@@ -41,7 +43,7 @@ def prepared_columns(
         name: ranks.concatenated(rows.columns[name][mine], token_counts)
         for name in ("proximal_log_probs", "behaviour_log_probs", "advantages")
     }
-    whole = objective.prepare(**batch, rows=ranks.concatenated(row_of, token_counts).long(), seed=seed)
+    whole = objective.prepare(**batch, rows=ranks.concatenated(row_of, token_counts).long(), seed=seed % _SEEDS)
     first = sum(token_counts[:rank])
     prepared: dict[str, Tensor] = {}
     for name, column in whole.items():

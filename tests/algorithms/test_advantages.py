@@ -515,7 +515,12 @@ def test_a_function_of_ones_own() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "told"),
-    [(torch.zeros(3), r"\(3,\)"), (torch.tensor([1.0, math.nan]), r"\(2,\)"), ([1.0, 2.0], "list")],
+    [
+        (torch.zeros(3), r"\(3,\)"),
+        (torch.tensor([1.0, math.nan]), r"\(2,\)"),
+        ([1.0, 2.0], "list"),
+        (torch.tensor([1.0, 1e300]).double() * 1e300, r"\(2,\)"),
+    ],
 )
 def test_what_is_no_advantage_is_refused(answer: Any, told: str) -> None:
     with pytest.raises(UserCodeError, match=rf"advantage 'mine' must return \[2\] finite numbers, got {told}"):

@@ -107,10 +107,12 @@ class AdvantageEstimator:
         given = {name: columns[name] for name in _columns(self.function) if name in columns}
         advantages = self.function(**given, **self.options)
         rows = len(columns[{"row": "rewards", "turn": "turn_rewards", "token": "token_rewards"}[self.level]])
+        if isinstance(advantages, Tensor):
+            advantages = advantages.detach().to(torch.float32)
         if not isinstance(advantages, Tensor) or advantages.shape != (rows,) or not bool(advantages.isfinite().all()):
             shape = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
             raise UserCodeError(f"advantage {self.name!r} must return [{rows}] finite numbers, got {shape}")
-        return advantages.detach().to(torch.float32)
+        return advantages
 
 
 def load_estimator(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -403,6 +404,12 @@ def test_options_that_cannot_be(engine: MakeEngine, tmp_path: Path) -> None:
         ({"threads": 0}, "threads is 0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
         ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+        ({"betas": (0.9, 1.0)}, "betas is 1.0"),
+        ({"eps": math.nan}, "eps is nan"),
+        ({"epochs": 1.5}, "epochs is 1.5"),
+        ({"layout": "pad"}, "layout is 'pad'"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
         ({"lr": -1.0}, "lr is -1.0"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),

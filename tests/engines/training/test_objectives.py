@@ -58,6 +58,17 @@ def test_micro_batches_change_nothing(
     assert any(0.0 < metrics.get("held_back", 0.5) < 1.0 for metrics in found[0])
 
 
+def test_any_seed_serves_an_objective_that_draws(
+    model_folder: Callable[..., str], trajectories: Callable[..., DataProto]
+) -> None:
+    found = []
+    for seed in (2**32 - 1, 2**32 - 1, 2**31):
+        made = engine(model_folder(), PolicyObjective(loss=ClipCov(share=0.2, low=-0.2)), seed=seed, minibatches=2)
+        found.append(made.update(trajectories(LENGTHS)))
+        made.close()
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_step_tells_how_old_its_tokens_are(
     model_folder: Callable[..., str], trajectories: Callable[..., DataProto]
 ) -> None:

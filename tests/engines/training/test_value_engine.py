@@ -161,6 +161,20 @@ def test_a_head_of_several_labels_is_refused(tmp_path: Path, engine: Callable[..
         engine(str(tmp_path))
 
 
+def test_a_head_that_is_not_in_the_files_is_missed(tmp_path: Path, engine: Callable[..., Any]) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
+    model = LlamaForSequenceClassification(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification without score\.weight"):
+        engine(str(tmp_path))
+
+
 def test_a_comparison_is_the_gradient_of_bradley_terry(model_folder: MakeFolder, engine: Callable[..., Any]) -> None:
     batch = batch_of(margins=torch.tensor([0.5, 9.0, 0.0, 9.0]))
     model, states = hidden_states(model_folder(), batch)

@@ -131,9 +131,9 @@ class SamplingParams:
         Traceback (most recent call last):
         ValueError: top_p must lie in (0, 1], got 90
 
-    ``temperature == 0`` is greedy; others are at least ``LEAST_TEMPERATURE``. ``top_k == 0`` and ``top_p == 1`` switch the truncations off. Log-probs are
-    reported of the distribution really sampled from: after temperature, top-k and top-p. Greedy ones are those of the
-    untempered distribution.
+    ``temperature == 0`` is greedy; others are at least ``LEAST_TEMPERATURE``. ``top_k == 0`` and ``top_p == 1`` switch
+    the truncations off. Log-probs are reported of the distribution really sampled from: after temperature, top-k and
+    top-p. Greedy ones are those of the untempered distribution.
 
     A ``seed`` makes the request reproducible, whatever runs beside it: token n depends on (seed, n, distribution).
 

@@ -36,7 +36,7 @@ def _dense_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
     if left.is_floating_point():
         integer = _INTEGER_OF_SIZE[left.element_size()]
-        left, right = left.contiguous().view(integer), right.contiguous().view(integer)
+        left, right = (side.resolve_neg().contiguous().view(integer) for side in (left, right))
     return torch.equal(left, right)
 
 

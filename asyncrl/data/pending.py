@@ -246,7 +246,12 @@ class Future(Generic[T]):
 
         Returns:
             This future, so that ``await group.update(batch).deadline(30)`` reads well.
+
+        Raises:
+            ValueError: ``timeout_s`` is not positive.
         """
+        if not timeout_s > 0:
+            raise ValueError(f"a deadline lies ahead: got {timeout_s} s")
         self.start()
         self.controller.call(self._arm, timeout_s)
         return self

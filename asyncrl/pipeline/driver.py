@@ -108,7 +108,6 @@ class Driver:
     _learner: Learner = field(init=False)
     _unfinished: dict[int, int] = field(init=False)
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _done: bool = False
     _failures_in_a_row: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     _published: set[int] = field(default_factory=set)
@@ -155,8 +154,8 @@ class Driver:
             recovery = stages.create_task(self._recover(stages), name="recover")
             if self.evaluate_first:
                 self._evaluate_beside(stages, self.law.first_version, after=None)
-            stages.create_task(self._issue(stages, after=recovery), name="issue")
-            stages.create_task(self._train(stages, after=recovery), name="train")
+            issue = stages.create_task(self._issue(stages, after=recovery), name="issue")
+            stages.create_task(self._train(stages, after=recovery, issue=issue), name="train")
 
     def balance(self, *, generated: int, in_flight: int) -> TokenBalance:
         """The token equation: what the engines count against what became of it here.
@@ -192,15 +191,13 @@ class Driver:
     # ------------------------------------------------------------------------------------------ prompts and rollouts
 
     async def _issue(self, stages: asyncio.TaskGroup, *, after: asyncio.Task[None]) -> None:
-        """Issue groups as the law admits them and the buffer has room for them."""
+        """Issue groups as the law admits them and the buffer has room for them, until cancelled."""
         await asyncio.wait([after])  # groups come into the buffer in slot order
         while True:
-            while not self._done and not self.law.may_issue():
+            while not self.law.may_issue():
                 self._admission_changed.clear()
                 with self.timeline.wait("issue", "staleness bound"):
                     await self._admission_changed.wait()
-            if self._done:
-                return
             slot = self.law.issue()
             self.outstanding.add(slot)
             self.journal.issued(slot)
@@ -319,8 +316,8 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------ training and weights
 
-    async def _train(self, stages: asyncio.TaskGroup, *, after: asyncio.Task[None]) -> None:
-        """Train step by step; publishing a version overlaps with the update that follows it."""
+    async def _train(self, stages: asyncio.TaskGroup, *, after: asyncio.Task[None], issue: asyncio.Task[None]) -> None:
+        """Train step by step; publishing a version overlaps with the update that follows it. Ends ``issue``."""
         await asyncio.wait([after])  # batches that are taken again name groups that must have their places
         publication: asyncio.Task[None] | None = None
         clock, pace = asyncio.get_running_loop().time, CheckpointPace(self.plan.checkpoint_every)
@@ -350,8 +347,7 @@ class Driver:
                 self._evaluate_beside(stages, step, after=publication)
         if publication is not None:
             await publication
-        self._done = True
-        self._admission_changed.set()
+        issue.cancel()  # it waits for a version, or for a place that nothing makes free any more
 
     async def _select(self, step: int) -> Sequence[SelectedGroup]:
         """The next batch; one without a token that is young enough is given up for groups sampled from now on."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
+from asyncrl.data import DataProtoFuture
+from asyncrl.errors import EnvironmentFailure, RolloutsLostError
 from asyncrl.interfaces import CountedTasks, EnvironmentFactory
 from asyncrl.pipeline.group_stages import numbers_of
 from asyncrl.pipeline.reference import Score
@@ -14,6 +16,8 @@ from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.prompts import derive_seed, prompt_rows
 
 __all__ = ["EvaluationResult", "evaluate", "part_means"]
+
+_Result = TypeVar("_Result")
 
 _ROWS_PER_CALL = 32
 """Small enough that several replicas share the tasks, large enough that a call costs nothing beside them."""
@@ -28,7 +32,8 @@ class EvaluationResult:
         success: share of tasks whose reward reached the success reward, 0..1.
         reward_mean: mean reward.
         tokens_mean: sampled tokens per task.
-        tasks: how many.
+        tasks: how many were answered; all shares and means are over these.
+        failed: how many were not: their environment failed, or replicas died under them.
         reward_parts: mean of each part of the rewards, over the rows that have it.
     """
 
@@ -37,6 +42,7 @@ class EvaluationResult:
     reward_mean: float
     tokens_mean: float
     tasks: int
+    failed: int = 0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -65,26 +71,43 @@ async def evaluate(
 ) -> EvaluationResult:
     """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool; no task twice.
 
-    Their rewards are the environment's, or those that ``score`` gives.
+    Their rewards are the environment's, or those that ``score`` gives. A task that fails is left out, and counted.
+
+    Raises:
+        EnvironmentFailure: no task was answered; why the first one was not.
+        RolloutsLostError: likewise.
     """
     if split == "held_out" and isinstance(environments, CountedTasks):
         tasks = min(tasks, environments.held_out_rows)
     version = pool.weight_version
-    calls = []
-    for first in range(0, tasks, _ROWS_PER_CALL):
-        numbers = range(first, min(first + _ROWS_PER_CALL, tasks))
+    failures: list[EnvironmentFailure | RolloutsLostError] = []
+
+    async def answers(numbers: range) -> list[DataProtoFuture]:
         rows = prompt_rows(
             [environments.task(number, split=split) for number in numbers],
-            slot=first,
+            slot=version * tasks + numbers.start,  # no other's: the evaluation of an earlier version may still run
             seeds=[derive_seed(seed, "eval", number) for number in numbers],
             purpose="eval",
         )
-        calls.append(pool.rollout(rows))
-    answered = await asyncio.gather(*calls)
+        try:
+            return [await pool.rollout(rows)]
+        except (EnvironmentFailure, RolloutsLostError) as failure:
+            if len(numbers) == 1:
+                failures.append(failure)
+                return []
+        # One row fails its whole call: the others may be answered without it.
+        alone = await _all(answers(range(number, number + 1)) for number in numbers)
+        return [rows for found in alone for rows in found]
+
+    starts = range(0, tasks, _ROWS_PER_CALL)
+    calls = await _all(answers(range(first, min(first + _ROWS_PER_CALL, tasks))) for first in starts)
+    answered = [rows for found in calls for rows in found]
+    if failures and not answered:
+        raise failures[0]
     summaries = [(await rows.header()).meta_info["summary"] for rows in answered]
     rewards = [reward for summary in summaries for reward in summary["rewards"]]
     if score is not None:
-        scored = await asyncio.gather(*(numbers_of(score(rows), "scores") for rows in answered))
+        scored = await _all(numbers_of(score(rows), "scores") for rows in answered)
         rewards = [reward for part in scored for reward in part]
     tokens = sum(summary["tokens"] for summary in summaries)
     return EvaluationResult(
@@ -93,5 +116,16 @@ async def evaluate(
         reward_mean=sum(rewards) / len(rewards),
         tokens_mean=tokens / len(rewards),
         tasks=len(rewards),
+        failed=len(failures),
         reward_parts=part_means(summary["reward_parts"] for summary in summaries),
     )
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """What they return, in their order; the first that fails cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(call) for call in calls]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group.exceptions[0].__cause__
+    return [task.result() for task in tasks]

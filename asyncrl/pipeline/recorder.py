@@ -81,12 +81,15 @@ class Recorder:
             "eval/reward_mean": result.reward_mean,
             "eval/tokens_mean": result.tokens_mean,
             "eval/tasks": float(result.tasks),
+            "eval/failed": float(result.failed),
             **{f"eval/reward/{name}": value for name, value in result.reward_parts.items()},
         }
         self._log(metrics, step=step, version=result.weight_version)
         self._progress.update(success=result.success)
+        failed = f", {result.failed} more failed" if result.failed else ""
         self._progress.note(
-            f"held-out success {result.success:.3f} on {result.tasks} tasks (weight version {result.weight_version})"
+            f"held-out success {result.success:.3f} on {result.tasks} tasks{failed} "
+            f"(weight version {result.weight_version})"
         )
 
     def sampled(self, trajectory: dict[str, Any], *, step: int, slot: int) -> None:

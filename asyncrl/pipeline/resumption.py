@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncrl.errors import ConfigError
 from asyncrl.ledger import LedgerBase, LedgerPosition, Recovered
 from asyncrl.pipeline.accounts import TokenAccounts, TokenBalance
 from asyncrl.pipeline.checkpoint import DriverState
 from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.staleness import AdmissionLaw, StalenessPolicy
 
-__all__ = ["admission_law", "driver_state", "ledger_base", "resumed_accounts", "still_outstanding"]
+__all__ = [
+    "admission_law",
+    "check_batches",
+    "driver_state",
+    "ledger_base",
+    "resumed_accounts",
+    "still_outstanding",
+]
 
 STEP_REASONS = frozenset({"masked"})
 """Reasons under which tokens are given up by a step itself: the checkpoint has counted those, the ledger all others."""
@@ -59,6 +67,22 @@ def ledger_base(resumed: DriverState) -> LedgerBase:
         },
         position=resumed.ledger,
     )
+
+
+def check_batches(found: Recovered, *, steps: int, groups_per_step: int) -> None:
+    """Whether the batches that are taken again are as large as those to come: the admission law knows one size.
+
+    Raises:
+        ConfigError: one has another size.
+    """
+    sizes = {step: len(batch) for step, batch in sorted(found.batches.items()) if step <= steps}
+    for step, size in sizes.items():
+        if size != groups_per_step:
+            raise ConfigError(
+                f"groups_per_step is {groups_per_step}, but step {step} is done again with its recorded {size} groups",
+                path="trainer.groups_per_step",
+                remedy=f"{size} until step {max(sizes)} is in a checkpoint (--steps {max(sizes)} ends with one)",
+            )
 
 
 def still_outstanding(

@@ -41,6 +41,7 @@ from asyncrl.pipeline.recorder import Recorder
 from asyncrl.pipeline.reference import make_penalty, make_reference
 from asyncrl.pipeline.resumption import (
     admission_law,
+    check_batches,
     driver_state,
     ledger_base,
     resumed_accounts,
@@ -138,6 +139,7 @@ class TrainingRun:
         found = self._journal.recovered
         for note in found.notes:
             self._progress.note(note)
+        check_batches(found, steps=self._config.steps, groups_per_step=self._config.trainer.groups_per_step)
         history = None
         if resumed is not None:
             history = resumed.history

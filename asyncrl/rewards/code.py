@@ -163,9 +163,18 @@ def _tests(given: Any) -> list[dict[str, Any]]:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Arguments of a call: a list, or as some files have it a text with one JSON value per line."""
+    """Arguments of a call: a list, or as some files have it a text with one JSON value per line.
+
+    Raises:
+        RewardError: the text is something else: the row is wrong, not the answer.
+    """
     if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
+        try:
+            return [json.loads(line) for line in given.splitlines() if line.strip()]
+        except (ValueError, RecursionError) as error:
+            raise RewardError(
+                f"a text in inputs beside fn_name needs one JSON value per line; got {repr(given)[:200]}", how="value"
+            ) from error
     return given if isinstance(given, list) else [given]
 
 

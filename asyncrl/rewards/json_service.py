@@ -28,7 +28,7 @@ class JSONService:
 
     Args:
         url: where to. Redirects are not followed: they might carry the key elsewhere.
-        deadline_s: for one answer, all tries together.
+        deadline_s: for one answer, all tries together; waiting for one of the ``concurrency`` places does not count.
         concurrency: requests at once.
         key_variable: environment variable that holds a bearer token; empty for none.
 
@@ -62,7 +62,7 @@ class JSONService:
         """
         last = "it did not answer"
         try:
-            async with asyncio.timeout(self._deadline_s), self._places:
+            async with self._places, asyncio.timeout(self._deadline_s):
                 delay_s = _FIRST_DELAY_S
                 while True:
                     answered, last = await self._try(body)

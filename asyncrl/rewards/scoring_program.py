@@ -22,7 +22,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import math
 import os
 import pickle
 import queue
@@ -99,7 +98,7 @@ def as_value(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return as_number(value)
     if "score" not in value:
-        return {"not_a_number": f"a table without 'score': {repr(value)[:_REPR_CHARACTERS]}"}
+        return {"not_a_number": f"a table without 'score': {_shown(value)}"}
     score = as_number(value["score"])
     if "not_a_number" in score:
         return {"not_a_number": f"as 'score' {score['not_a_number']}"}
@@ -112,14 +111,21 @@ def as_number(value: Any) -> dict[str, Any]:
 
     Booleans count as 0 and 1; scalars of numpy and torch as what they hold (that is the vendors' edge of ``Any``).
     """
-    shown = repr(value)[:_REPR_CHARACTERS]
+    shown = _shown(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, int | float):
         return {"not_a_number": f"{shown} of type {type(value).__name__}"}
-    if math.isnan(value) or abs(value) > _LARGEST_FLOAT32:
+    if not abs(value) <= _LARGEST_FLOAT32:  # nan compares as false; an int may be too large for a float
         return {"not_a_number": f"{shown}, which is no finite float32"}
     return {"value": float(value)}
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_REPR_CHARACTERS]
+    except Exception:  # noqa: BLE001  # a user's repr raises what it likes, and an int of 5,000 digits has none
+        return f"some {type(value).__name__}"
 
 
 def _read(connection: socket.socket, requests: queue.SimpleQueue[Any]) -> None:

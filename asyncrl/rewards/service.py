@@ -35,8 +35,9 @@ class HTTPRule:
 
     Args:
         url: where to.
-        deadline_s: for one answer, all tries together. Connections that fail and status 408, 425, 429 and 5xx are
-            tried again; any other refusal ends the run, since it would be refused for ever.
+        deadline_s: for one answer, all tries together, from when it is sent: waiting for one of the ``concurrency``
+            places does not count. Connections that fail and status 408, 425, 429 and 5xx are tried again; any other
+            refusal ends the run, since it would be refused for ever.
         concurrency: requests at once.
         api_key_env: environment variable that holds a bearer token.
     """

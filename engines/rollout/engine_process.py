@@ -238,8 +238,8 @@ async def _serve_all(path: Path, launch: Launch) -> None:
                 await host.converse(frames)
             else:
                 frames.send(Failed(-1, "InvalidDataError", f"expected a Hello of protocol {PROTOCOL}, without Launch"))
-        except CodecError as error:
-            _log.warning("a driver was hung up on: %s", error)
+        except* CodecError as errors:  # a conversation has tasks, and fails as a group of them
+            _log.warning("a driver was hung up on: %s", errors.exceptions[0])
         finally:
             await frames.close()
 

@@ -107,8 +107,7 @@ class SGLangEngine:
         self._held: dict[str, SGLangRequest] = {}
         self._numbers = count()
         self._state: Literal["running", "draining", "paused"] = "running"
-        self._open = asyncio.Event()
-        self._open.set()
+        self._committing = False
         self._changed = asyncio.Event()
         self._starting = asyncio.Lock()
         self._updating = asyncio.Lock()
@@ -154,7 +153,6 @@ class SGLangEngine:
         self._closed = True
         for held in self._held.values():
             held.fail(EngineClosedError("the engine is closed"))
-        self._open.set()
         self._tell()
         if self._sglang is not None:
             await self._sglang.close()
@@ -167,7 +165,7 @@ class SGLangEngine:
         return self._sglang
 
     def _tell(self) -> None:
-        """Wake whoever waits for requests to end, or for a pause to."""
+        """Wake whoever waits for requests to end, for a pause to, or for SGLang to be free."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -224,9 +222,7 @@ class SGLangEngine:
         """Take over what SGLang samples for a request, until it ends."""
         row = held.row
         try:
-            await self._open.wait()
-            if self._fenced:
-                raise EngineError(self._fenced)
+            await self._let_in(held)
             asked = held.ask(next(self._numbers), salt=str(self._version), options=self._options)
             async with aclosing(self._serving().manager.generate_request(asked, None)) as pieces:
                 async for piece in pieces:
@@ -245,6 +241,16 @@ class SGLangEngine:
             self._count_busy()
             self._tell()
 
+    async def _let_in(self, held: SGLangRequest) -> None:
+        """Wait until SGLang may be asked for it."""
+        while self._committing or not (self._state == "running" or (self._drains() and held.drains)):
+            self._serving()
+            if self._fenced:
+                break
+            await self._changed.wait()
+        if self._fenced:
+            raise EngineError(self._fenced)
+
     async def abort(self, request_id: str) -> bool:
         manager = self._serving().manager
         held = self._held.get(request_id)
@@ -253,6 +259,7 @@ class SGLangEngine:
         if held.asked_as is None or self._state == "paused":  # SGLang has nothing to say about it now
             held.end_here()
         else:
+            held.aborted = True
             manager.abort_request(held.asked_as)
         self._tell()
         return True
@@ -262,43 +269,53 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop decoding; when this returns no step is running.
 
-        ``drain`` waits until the requests that have begun have finished; :meth:`resume`, another pause or
+        ``drain`` waits until the requests that have come by now have finished; :meth:`resume`, another pause or
         :meth:`close` meanwhile end the wait.
         """
         sglang = self._serving()
-        self._open.clear()
-        if self._state != "paused":
-            self._state = "draining"
-            self._tell()
-            begun = [held for held in self._held.values() if held.asked_as is not None]
-            if mode == "abort":
-                for held in list(self._held.values()):
-                    await self.abort(held.row.request_id)
-            while mode != "keep" and self._drains() and any(not held.row.ended for held in begun):
-                await self._changed.wait()
-                self._serving()
-            if not self._drains():
-                return
-        elif mode == "abort":
+        if mode == "drain" or (mode == "abort" and self._state == "running"):
+            await self._drain(sglang)
+        if mode == "abort":
             for held in list(self._held.values()):
-                held.end_here()
+                await self.abort(held.row.request_id)
+        while mode != "keep" and self._drains() and self._draining():
+            await self._changed.wait()
+            self._serving()
         async with self._ordering:
+            if mode != "keep" and not self._drains():
+                return
             self._state = "paused"
             self._count_busy()
             await sglang.freeze("in_place")
             await sglang.heard()
         self._tell()
 
+    async def _drain(self, sglang: SGLangControl) -> None:
+        """Go on with what has come, and with nothing that comes from now on."""
+        async with self._ordering:
+            if self._drains():
+                return
+            if self._state == "paused" and not self._fenced:
+                await sglang.thaw()
+            for held in self._held.values():
+                held.drains = True
+            self._state = "draining"
+            self._count_busy()
+        self._tell()
+
     def _drains(self) -> bool:
         return self._state == "draining"
+
+    def _draining(self) -> bool:
+        """Whether a drain has something to wait for."""
+        return any(held.drains and not held.row.ended for held in self._held.values())
 
     async def resume(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            self._state = "running"
             if not self._fenced:
                 await sglang.thaw()
-                self._open.set()
+            self._state = "running"
             self._count_busy()
         self._tell()
 
@@ -349,30 +366,39 @@ class SGLangEngine:
             if staged is None:
                 raise WeightError(f"cannot commit weight version {version}: none is prepared")
             named = staged.staged(version)
-            self._open.clear()
+            self._committing = True
             try:
-                await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
-                await sglang.load(named, version=version, flush=kv_cache == "recompute")
-            except BaseException as error:
-                self._fence(f"version {version} was loaded only in part: {error or type(error).__name__}")
-                raise
-            self._fenced = ""
-            self._version = version
-            staged.committed(version)
-            for held in self._held.values():
-                if held.asked_as is not None and not held.row.versions and not held.row.ended:
-                    held.begin(self._read(held))  # it has sampled nothing: under the new weights, then
-            if self._state != "paused":
-                await sglang.thaw()
-            if self._state == "running":
-                self._open.set()
+                try:
+                    await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
+                    await sglang.load(named, version=version, flush=kv_cache == "recompute")
+                except BaseException as error:
+                    self._fence(f"version {version} was loaded only in part: {error or type(error).__name__}")
+                    raise
+                self._fenced = ""
+                self._version = version
+                staged.committed(version)
+                self._begin_again()
+                if self._state != "paused":
+                    await sglang.thaw()
+            finally:
+                self._committing = False
+                self._tell()
+
+    def _begin_again(self) -> None:
+        """Requests that have sampled nothing, under the new weights; those that are being aborted end."""
+        for held in self._held.values():
+            if held.asked_as is not None and not held.row.versions and not held.row.ended:
+                if held.aborted:
+                    held.end_here()
+                else:
+                    held.begin(self._read(held))
 
     def _fence(self, reason: str) -> None:
         """Nobody knows what weights there are: nothing is generated until a commit succeeds."""
         self._fenced = reason
         for held in self._held.values():
             held.fail(EngineError(reason))
-        self._open.set()
+        self._tell()
 
     # ----------------------------------------------------------------------------------------------- observation
 

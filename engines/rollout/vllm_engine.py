@@ -20,7 +20,6 @@ environment, by :mod:`engines.rollout.engine_process`; RemoteEngine is its face 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from typing import Any
@@ -47,6 +46,7 @@ from asyncrl.owned_folder import OwnedFolder
 from asyncrl.weights.manifest import WeightManifest
 from asyncrl.weights.transport import TransportSpec
 from engines.rollout.vllm_adapter.gate import Gate
+from engines.rollout.vllm_adapter.orders import carry_out
 from engines.rollout.vllm_adapter.request import VLLMRequest, check_request
 from engines.rollout.vllm_adapter.starting import StartedLLM, VLLMSettings, start
 from engines.rollout.vllm_adapter.updates import GONE, WeightUpdates
@@ -121,7 +121,6 @@ class VLLMEngine:
         self._updating = asyncio.Lock()
         self._ordering = asyncio.Lock()
         self._submitting = asyncio.Lock()
-        self._stopped = False
         self._closed = False
         self._broken = ""
         self._tokens_generated = self._prompt_tokens = self._finished = self._aborted = 0
@@ -360,16 +359,20 @@ class VLLMEngine:
         self._admit()
 
     async def _stop(self, started: StartedLLM) -> None:
-        async with self._ordering:
-            if not self._stopped and self._gate.state == "paused":
-                await started.llm.pause_generation(mode="keep", clear_cache=False)
-                self._stopped = True
+        async def stop() -> None:
+            async with self._ordering:
+                if self._gate.state == "paused":
+                    await started.llm.pause_generation(mode="keep", clear_cache=False)
+
+        await carry_out(stop(), ended=started.llm.output_handler)
 
     async def _go(self, started: StartedLLM) -> None:
-        async with self._ordering:
-            if self._stopped and self._gate.state != "paused":
-                await started.llm.resume_generation()
-                self._stopped = False
+        async def go() -> None:
+            async with self._ordering:
+                if self._gate.state != "paused":
+                    await started.llm.resume_generation()
+
+        await carry_out(go(), ended=started.llm.output_handler)
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -400,14 +403,8 @@ class VLLMEngine:
         that serves nothing any more.
         """
         started = self._running()
-        committing = asyncio.ensure_future(self._commit(started, version, recompute=kv_cache == "recompute"))
-        try:
-            await asyncio.shield(committing)
-        except asyncio.CancelledError:
-            while not committing.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([committing])
-            raise
+        commit = self._commit(started, version, recompute=kv_cache == "recompute")
+        await carry_out(commit, ended=started.llm.output_handler)
 
     async def _commit(self, started: StartedLLM, version: int, *, recompute: bool) -> None:
         llm, clock, updates = started.llm, asyncio.get_running_loop().time, self._updates
@@ -419,12 +416,11 @@ class VLLMEngine:
             try:
                 async with self._submitting:
                     begin = clock()
-                    if recompute or not self._stopped:
-                        await llm.pause_generation(mode="keep", clear_cache=recompute)
+                    await llm.pause_generation(mode="keep", clear_cache=recompute)
                     await updates.load(version)
                     self._version = version
                     await self._begin_again(started)
-                    if not self._stopped:
+                    if self._gate.state != "paused":
                         await llm.resume_generation()
                     self.commit_pause_s = clock() - begin
             except Exception as error:

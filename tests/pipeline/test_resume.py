@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.pipeline.checkpoint import Checkpoints, check
 from asyncrl.pipeline.driver import Driver
 from asyncrl.pipeline.journal import Journal
@@ -253,3 +253,24 @@ def test_killed_at_random_moments_every_prompt_is_trained_on_once(tmp_path: Path
     if max_staleness == 0:
         assert hurt["batches"] == told["calm"]["batches"]
         assert told["equal_weights"]
+
+
+def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch):
+    """Step 3 comes after the last checkpoint, and its batch of 2 stands in the ledger."""
+
+    def config(groups: int, steps: int = 5) -> Config:
+        return small_config(
+            steps=steps, checkpoint={"every": 2}, eval={"tasks": 0}, trainer={"groups_per_step": groups}
+        )
+
+    with monkeypatch.context() as patch:
+        stop_before(patch, 4)
+        with pytest.raises(Stopped):
+            train(config(2))
+    run = only_run(config(2))
+    for groups in (1, 3):
+        with pytest.raises(ConfigError, match=r"groups_per_step is .*step 3 .* 2 groups") as told:
+            train(config(groups), resume=run)
+        assert told.value.path == "trainer.groups_per_step"
+    assert train(config(2, steps=3), resume=run)["weight_version"] == 3
+    assert train(config(1), resume=run)["weight_version"] == 5  # nothing is taken again any more

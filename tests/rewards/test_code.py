@@ -68,6 +68,14 @@ async def test_a_row_without_tests_is_wrong_not_the_answer(tests: Any):
         await judge("print(1)", tests)
 
 
+@pytest.mark.parametrize("arguments", ["hello", "1\n{", "[" * 100_000, "1" * 5000])
+async def test_arguments_that_are_no_json_are_wrong_not_the_answer(arguments: str):
+    tests = {"fn_name": "f", "inputs": [arguments], "outputs": ["hello"]}
+    with pytest.raises(RewardError, match="one JSON value per line") as told:
+        await judge("def f(x): return x", tests)
+    assert (told.value.how, len(str(told.value)) < 400) == ("value", True)
+
+
 async def test_a_machine_that_cannot_isolate_may_be_refused(monkeypatch: pytest.MonkeyPatch):
     async def bare(*_: Any, **__: Any) -> sandbox.ProgramEnd:
         nothing = sandbox.Isolation(user=False, network=False, processes=False, files=False)

@@ -59,6 +59,8 @@ async def test_a_function_may_take_less_and_options_more(function):
         ("return 'much'", RewardError, "'much' of type str"),
         ("return {'value': 1}", RewardError, "a table without 'score'"),
         ("return {'score': float('nan')}", RewardError, "nan, which is no finite float32"),
+        ("return 10**400", RewardError, "10000.*, which is no finite float32"),
+        ("return 10**5000", RewardError, "int, which is no finite float32"),
         ("import time; time.sleep(60)", EnvironmentDeadlineError, "took longer than its deadline"),
         ("import os; os._exit(3)", EnvironmentFailure, "ended with exit code 3"),
     ],
@@ -67,6 +69,12 @@ async def test_no_failure_is_a_score(function, body: str, error: type[Exception]
     rule = FunctionRule(function(f"def compute_score(**given):\n    {body}\n"), deadline_s=0.3)
     with pytest.raises(error, match=told):
         await verdict(rule)
+
+
+@pytest.mark.parametrize("value", ["10**400", "{'score': 10**5000}", "-(10**400)"])
+async def test_a_number_past_every_float_is_none_on_the_event_loop_either(function, value: str):
+    with pytest.raises(RewardError, match="which is no finite float32"):
+        await verdict(FunctionRule(function(f"async def compute_score(**given):\n    return {value}\n")))
 
 
 class Fixed:

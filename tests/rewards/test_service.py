@@ -123,6 +123,25 @@ async def test_no_failure_is_a_score(reply: Any, error: type[Exception], told: s
             await verdict(HTTPRule(url=url, deadline_s=0.25))
 
 
+async def test_waiting_for_a_place_takes_nothing_off_the_deadline():
+    async def slowly(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.2)
+        return web.json_response(1)
+
+    app = web.Application()
+    app.router.add_post("/", slowly)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    rule = HTTPRule(url=f"http://127.0.0.1:{runner.addresses[0][1]}/", deadline_s=1.0, concurrency=1)
+    try:
+        verdicts = await asyncio.gather(*(rule.judge(ANSWER) for _ in range(8)))
+    finally:
+        await rule.close()
+        await runner.cleanup()
+    assert [each.score for each in verdicts] == [1.0] * 8
+
+
 async def test_a_service_that_is_not_there_costs_the_rollout():
     async with serving(Service(1)) as url:
         pass

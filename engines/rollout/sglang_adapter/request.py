@@ -30,7 +30,9 @@ class SGLangRequest:
     Attributes:
         row: what was sampled so far.
         reader: of the row.
-        asked_as: SGLang's name for it; None while it waits for a pause to end.
+        asked_as: SGLang's name for it; None while it waits to be asked for.
+        drains: it had come when a drain was ordered, which lets it finish.
+        aborted: SGLang was told to end it.
     """
 
     def __init__(self, row: Row, *, vocabulary: int) -> None:
@@ -39,6 +41,8 @@ class SGLangRequest:
         cut = sampling.top_p < 1.0 or 0 < sampling.top_k < vocabulary
         self.reader = Reader(row)
         self.asked_as: str | None = None
+        self.drains = False
+        self.aborted = False
         self._truncated = sampling.temperature > 0 and cut
         self._filling: asyncio.Task[None] | None = None
 

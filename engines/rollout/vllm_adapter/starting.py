@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import ConfigError, EngineError
 from engines.rollout.embedded.grammar import Grammars
 from engines.rollout.vllm_adapter.checkpoint import CheckpointLayout
 from engines.rollout.vllm_adapter.first_act import FirstAct
@@ -36,6 +36,17 @@ class VLLMSettings:
     prefix_caching: bool
     compile: bool | None
     arguments: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name, value in self.arguments.items():
+            if name.startswith("data_parallel") and (name, value) != ("data_parallel_size", 1):
+                remedy = "leave it out and run several replicas (rollout.replicas)"
+                raise ConfigError(
+                    f"vLLM's argument {name}={value!r} is about several engines in one, which an update of the weights "
+                    f"would not reach together: {remedy}",
+                    path=f"arguments.{name}",
+                    remedy=remedy,
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -334,6 +334,39 @@ async def _greeted(address: Path, greeting: Any) -> Any:
     return answer
 
 
+async def test_a_driver_whose_bytes_are_no_message_is_hung_up_on(
+    tmp_path: Path, request_of: RequestOf, collect: Collect
+) -> None:
+    """Before its Hello and after it; the engine serves on."""
+    address = tmp_path / "engine.sock"
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "engines.rollout.engine_process", "--listen", str(address)),
+        *("--engine", TELLTALE, "model"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert server.stderr is not None
+    try:
+        while b"serves at" not in await server.stderr.readline():
+            pass
+        for greeted in (False, True):
+            reader, writer = await asyncio.open_unix_connection(str(address))
+            frames = engine_protocol.Frames(reader, writer, receives=engine_protocol.EngineMessage)
+            if greeted:
+                frames.send(engine_protocol.Hello(protocol=engine_protocol.PROTOCOL, launch=None))
+                assert isinstance(await frames.receive(), engine_protocol.Welcome)
+            writer.write(b"\xff\xff\xff\xff garbage")
+            assert await frames.receive() is None
+            await frames.close()
+        async with hosting(address=str(address)) as again:
+            assert (await collect(again, request_of("a", [1], 3))).token_ids == (0, 0, 0)
+    finally:
+        server.terminate()
+        assert await server.wait() == 0
+    said = (await server.stderr.read()).decode()
+    assert said.count("a driver was hung up on: a frame") == 2, said
+    assert "Traceback" not in said
+
+
 async def test_a_message_that_is_too_large_is_not_sent(request_of: RequestOf, monkeypatch: Any) -> None:
     async with hosting(engine=TELLTALE) as engine:
         monkeypatch.setattr(engine_protocol, "MAX_FRAME_BYTES", 100)

@@ -310,6 +310,33 @@ async def test_pauses(served: Served, request_of: RequestOf, collect: Collect) -
     assert (await collect(engine, request_of("at last", [1], 3))).finish_reason == "length"
 
 
+async def test_a_drain_lets_what_has_come_finish(
+    served: Served, folder_of: FolderOf, request_of: RequestOf, collect: Collect
+) -> None:
+    """What a pause had frozen, what waits for a place, and what a commit begins again meanwhile."""
+    engine = served.engine
+    version = await served.prepare(tensors_of(load(folder_of(seed=1))))
+    kept = asyncio.ensure_future(collect(engine, request_of("kept", [1, 2, 3], 120)))
+    await served.reaches(8)
+    await engine.pause("keep")
+    crowd = [asyncio.ensure_future(collect(engine, request_of(f"drain {n}", [n + 1], 60))) for n in range(24)]
+    while (await engine.refresh()).waiting < 24:
+        await asyncio.sleep(0)
+    draining = asyncio.ensure_future(engine.pause("drain"))
+    await served.reaches(40)  # twelve at a time: half of them are queued in SGLang
+    later = asyncio.ensure_future(collect(engine, request_of("later", [9], 5)))
+    await engine.commit_weights(version)
+    async with asyncio.timeout(WAIT_S):
+        await draining
+        drained: list[Generation] = await asyncio.gather(kept, *crowd)
+    assert [(len(one.token_ids), one.finish_reason) for one in drained] == [(120, "length"), *[(60, "length")] * 24]
+    assert sum({*one.weight_versions} == {version} for one in drained) >= 12
+    assert (await engine.refresh()).paused
+    assert not later.done()
+    await engine.resume()
+    assert (await later).finish_reason == "length"
+
+
 async def test_weights_that_do_not_fit_leave_the_old_ones(
     served: Served, folder_of: FolderOf, request_of: RequestOf, collect: Collect, plain_log_probs: Any
 ) -> None:

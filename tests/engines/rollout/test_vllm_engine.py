@@ -257,6 +257,27 @@ async def test_pause_keep_and_drain(served: Served, collect: Collect, request_of
     assert "no token within" in (await engine.health(1e-6)).error
 
 
+async def test_an_order_is_followed_though_its_caller_has_left(served: Served, request_of: RequestOf) -> None:
+    engine = served.engine
+    (task,) = await first_chunks(engine, [request_of("kept", [1], 200)])
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.01):  # vLLM takes 20 ms to answer
+            await engine.pause("keep")
+    await engine.resume()
+    await engine.pause("keep")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await engine.resume()
+    await engine.pause("keep")
+    before = (await engine.refresh()).tokens_generated
+    version = await served.prepare()
+    assert (await engine.refresh()).tokens_generated == before
+    await engine.commit_weights(version)
+    await engine.resume()
+    async with asyncio.timeout(20):
+        assert len((await task).token_ids) == 200
+
+
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 async def test_both_sides_of_the_cut_are_exact(
@@ -264,9 +285,14 @@ async def test_both_sides_of_the_cut_are_exact(
 ) -> None:
     engine = served.engine
     old = engine.weight_version
-    requests = [request_of(f"{kv_cache}{i}", [3 * i + 1, 7, 9], 230, seed=i) for i in range(5)]
-    tasks = await first_chunks(engine, requests)
-    await engine.pause("keep")  # they are under way still, however long these weights take to come
+    while True:
+        requests = [request_of(f"{kv_cache}{i}", [3 * i + 1, 7, 9], 230, seed=i) for i in range(5)]
+        tasks = await first_chunks(engine, requests)
+        await engine.pause("keep")  # they are under way still, however long these weights take to come
+        if not any(task.done() for task in tasks):
+            break
+        await engine.resume()  # this process was kept waiting for all of their 230 tokens
+        await asyncio.gather(*tasks)
     version = await served.prepare()
     assert engine.weight_version == old
     assert not any(task.done() for task in tasks)

@@ -1,0 +1,118 @@
+"""Pauses of the vLLM engine that are cancelled half-way. vLLM's two orders are played here: they take effect at once
+and are answered when the test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import EngineError
+from engines.rollout.vllm_engine import VLLMEngine
+
+
+class FakeLLM:
+    """AsyncLLM, as far as pauses and updates ask it."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.ordered = asyncio.Event()
+        self.output_handler: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await self._order(stopped=True)
+
+    async def resume_generation(self) -> None:
+        await self._order(stopped=False)
+
+    async def abort(self, request_ids: list[str], *, internal: bool) -> None:
+        assert (request_ids, internal) == ([], True)
+
+    async def _order(self, *, stopped: bool) -> None:
+        self.stopped = stopped
+        self.ordered.set()
+        await self.answers.wait()
+
+
+class FakeUpdates:
+    """Notes whether vLLM stood still when weights were loaded."""
+
+    def __init__(self, llm: FakeLLM) -> None:
+        self.llm = llm
+        self.loaded_while_stopped: list[bool] = []
+
+    def check(self, version: int) -> None:
+        pass
+
+    async def load(self, version: int) -> None:
+        self.loaded_while_stopped.append(self.llm.stopped)
+
+
+def made() -> tuple[VLLMEngine, FakeLLM, FakeUpdates]:
+    engine, llm = VLLMEngine("model"), FakeLLM()
+    updates = FakeUpdates(llm)
+    parts: Any = (SimpleNamespace(llm=llm), updates)
+    engine._started, engine._updates = parts
+    return engine, llm, updates
+
+
+async def cancelled_before_the_answer(llm: FakeLLM, order: Awaitable[None]) -> None:
+    llm.ordered.clear()
+    llm.answers.clear()
+    calling = asyncio.ensure_future(order)
+    await llm.ordered.wait()
+    for _ in range(3):
+        calling.cancel()
+        await asyncio.sleep(0)
+    llm.answers.set()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+
+
+async def test_after_a_cancelled_resume_a_pause_stops_and_a_commit_loads_into_a_stopped_model() -> None:
+    engine, llm, updates = made()
+    await engine.pause("keep")
+    await cancelled_before_the_answer(llm, engine.resume())
+    await engine.pause("keep")
+    assert llm.stopped
+    await engine.commit_weights(1)
+    assert updates.loaded_while_stopped == [True]
+    assert llm.stopped, "paused it was, and stays"
+
+
+async def test_after_a_cancelled_pause_a_resume_goes_on() -> None:
+    engine, llm, _ = made()
+    await cancelled_before_the_answer(llm, engine.pause("keep"))
+    assert llm.stopped
+    await engine.resume()
+    assert not llm.stopped
+
+
+async def test_a_commit_stops_vllm_whatever_is_known_of_it() -> None:
+    engine, llm, updates = made()
+    await engine.pause("keep")
+    llm.stopped = False
+    await engine.commit_weights(1)
+    await engine.resume()
+    await engine.commit_weights(2)
+    assert updates.loaded_while_stopped == [True, True]
+    assert not llm.stopped
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_an_order_that_vllm_does_not_live_to_answer_ends(cancelled: bool) -> None:
+    engine, llm, _ = made()
+    llm.answers.clear()
+    pausing = asyncio.ensure_future(engine.pause("keep"))
+    await llm.ordered.wait()
+    llm.output_handler.set_result(None)
+    if cancelled:
+        pausing.cancel()
+    with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
+        await asyncio.wait_for(pausing, 5)

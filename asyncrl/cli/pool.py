@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, InfrastructureError
 
 from .output import show
 
@@ -40,8 +41,15 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", default="", metavar="RESOURCE", help="of add: a custom resource of Ray nodes")
     parser.add_argument("--mode", choices=("keep", "abort", "drain"), default="keep", help="of pause (keep)")
     parser.add_argument("--version-number", type=int, metavar="V", help="of the weights to swap in (the next)")
-    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between looks of top (1)")
+    parser.add_argument("--every", type=_seconds, default=1.0, metavar="S", help="seconds between looks of top (1)")
     parser.add_argument("--json", action="store_true", help="print the server's answer as JSON")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)
+    return seconds
 
 
 def pool_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -61,13 +69,14 @@ def control_key(file: Path | None) -> str:
     """The first key of a file, or ASYNCRL_CONTROL_KEY; empty if there is none."""
     import os
 
-    if file is None:
-        return os.environ.get("ASYNCRL_CONTROL_KEY", "")
-    try:
-        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: {error}", path="control-key-file") from error
-    return next((line.rpartition(" = ")[2].strip() for line in lines if line), "")
+    from asyncrl.serve.keys import read_keys
+
+    key = os.environ.get("ASYNCRL_CONTROL_KEY", "").strip()
+    if file is not None:
+        key = next(iter(read_keys(file, option="control-key-file").values()))
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError("the control key has characters that no key has", path="control-key-file")
+    return key
 
 
 async def _ask(client: ControlClient, namespace: argparse.Namespace) -> None:
@@ -123,7 +132,13 @@ async def _top(client: ControlClient, *, every_s: float) -> None:
 
 
 def _table(report: dict[str, Any]) -> str:
-    """Any: JSON of a PoolReport."""
+    """Any: JSON of a PoolReport.
+
+    Raises:
+        InfrastructureError: it is something else.
+    """
+    if not isinstance(report, dict) or "pool" not in report:
+        raise InfrastructureError("who answers there is no control plane of asyncrl serve")
     pool = report["pool"]
     rows = [("replica", "state", "version", "requests", "tokens", "restarts", "reason")]
     for replica in pool["replicas"]:

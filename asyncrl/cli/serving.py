@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import signal
 import sys
 import tomllib
@@ -180,6 +181,9 @@ def _tell(line: str) -> None:
 def _banner(model: str, served: ServedModel, options: ServingOptions) -> str:
     binding, name = options.binding, served.face.names[0]
     keys = "none needed on this machine" if binding.users is None else f"{len(binding.users)} known"
+    pool = f"--port {served.url.rpartition(':')[2]}"
+    if binding.control_socket is not None:
+        pool = f"--control {shlex.quote(str(served.control_socket))}"
     lines = [
         f"serving {model} as {name!r}, weight version {served.pool.weight_version}",
         f"  OpenAI      {served.url}/v1",
@@ -187,7 +191,7 @@ def _banner(model: str, served: ServedModel, options: ServingOptions) -> str:
         f"  tokens      {served.url}/generate",
         f"  everything  {served.url}/openapi.json",
         f"  keys        {keys}",
-        f"  control     {served.control_socket}  (asyncrl pool ps --port {served.url.rpartition(':')[2]})",
+        f"  control     {served.control_socket}  (asyncrl pool ps {pool})",
     ]
     if served.control_url:
         lines.append(f"              {served.control_url}")

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asyncrl.errors import DeadlineError
+from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.telemetry.timeline import Timeline
 
 __all__ = ["Doing", "RunStatus", "Waiting", "Watch", "read_status"]
@@ -179,12 +179,16 @@ def read_status(path: Path) -> RunStatus:
 
     Raises:
         OSError: there is none.
+        ConfigError: it is something else.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
-    record["waits"] = tuple(Waiting(**wait) for wait in record["waits"])
-    record["work"] = tuple(Doing(**work) for work in record["work"])
-    record["causes"] = tuple(record["causes"])
-    return RunStatus(**record)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["waits"] = tuple(Waiting(**wait) for wait in record["waits"])
+        record["work"] = tuple(Doing(**work) for work in record["work"])
+        record["causes"] = tuple(record["causes"])
+        return RunStatus(**record)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no status of a run: {error!r}", path="run") from error
 
 
 def _time(time_s: float) -> str:

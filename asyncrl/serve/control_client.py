@@ -40,7 +40,8 @@ class ControlClient:
         connector: aiohttp.BaseConnector | None = None
         if not self._address.startswith("http://"):
             connector = aiohttp.UnixConnector(path=self._address)
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # a swap or a drain takes as long as it takes
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -59,8 +60,11 @@ class ControlClient:
             async with self._session.request(method, base + path, json=body) as answer:
                 content = msgspec.json.decode(await answer.read())
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-            raise InfrastructureError(f"the server at {self._address} does not answer: {error}") from error
+            raise InfrastructureError(
+                f"the server at {self._address} does not answer: {error or type(error).__name__}"
+            ) from error
         if answer.status >= 400:
-            told = content.get("error", {}) if isinstance(content, dict) else {}
-            raise InfrastructureError(f"{told.get('message', 'it refused')} (status {answer.status})")
+            told = content.get("error") if isinstance(content, dict) else None
+            message = told.get("message", "it refused") if isinstance(told, dict) else told or "it refused"
+            raise InfrastructureError(f"{message} (status {answer.status})")
         return content

@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["KeyRing"]
+__all__ = ["KeyRing", "read_keys"]
 
 _SHORTEST_KEY = 16
 _LONGEST_KEY = 512
+
+
+_COMMENT = re.compile(r"(?:^|\s)#")
+_HOLDER_OR_KEY = re.compile(r"[^=\s]+=+[^=\s]")
 
 
 class KeyRing:
@@ -44,29 +49,12 @@ class KeyRing:
 
     @classmethod
     def from_file(cls, path: Path) -> KeyRing:
-        """One key a line, either alone or as ``holder = key``; ``#`` begins a comment.
+        """The keys of a file; see :func:`read_keys`.
 
         Raises:
-            ConfigError: the file cannot be read, has no key, or names a holder twice.
+            ConfigError: likewise, or a key is too short or too long.
         """
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}", path="api-key-file", remedy="give a text file of keys") from error
-        keys: dict[str, str] = {}
-        for number, line in enumerate(lines, 1):
-            text = line.partition("#")[0].strip()
-            if not text:
-                continue
-            holder, equals, key = text.partition(" = ")
-            if not equals:
-                holder, key = f"key-{number}", text
-            if holder.strip() in keys:
-                raise ConfigError(f"{path}:{number}: {holder.strip()!r} has a key already", path="api-key-file")
-            keys[holder.strip()] = key.strip()
-        if not keys:
-            raise ConfigError(f"{path}: no key in it", path="api-key-file", remedy="write one key a line")
-        return cls(keys)
+        return cls(read_keys(path))
 
     @classmethod
     def from_environment(cls, name: str) -> KeyRing | None:
@@ -82,6 +70,39 @@ class KeyRing:
             if hmac.compare_digest(digest, known):
                 found = holder
         return found
+
+
+def read_keys(path: Path, *, option: str = "api-key-file") -> dict[str, str]:
+    """One key a line, either alone or as ``holder = key``; ``#`` after white space begins a comment.
+
+    Raises:
+        ConfigError: the file cannot be read, has no key, names a holder twice, or has a line ``holder=key``, which could
+            be a key as a whole.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}", path=option, remedy="give a text file of keys") from error
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        text = _COMMENT.split(line, maxsplit=1)[0].strip()
+        if not text:
+            continue
+        holder, equals, key = text.partition(" = ")
+        if not equals:
+            if _HOLDER_OR_KEY.match(text):
+                raise ConfigError(
+                    f"{path}:{number}: a key with = in the middle",
+                    path=option,
+                    remedy="write holder = key, with spaces",
+                )
+            holder, key = f"key-{number}", text
+        if holder.strip() in keys:
+            raise ConfigError(f"{path}:{number}: {holder.strip()!r} has a key already", path=option)
+        keys[holder.strip()] = key.strip()
+    if not keys:
+        raise ConfigError(f"{path}: no key in it", path=option, remedy="write one key a line")
+    return keys
 
 
 def _digest(key: str) -> bytes:

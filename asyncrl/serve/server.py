@@ -87,6 +87,9 @@ class Binding:
                 path="control-port",
                 remedy="give --control-key-file FILE, or leave the port out: a Unix socket serves this machine",
             )
+        for option, port in (("port", self.port), ("control-port", self.control_port)):
+            if port is not None and not 0 <= port <= 65_535:
+                raise ConfigError(f"{port} is no port", path=option, remedy="0 (any) to 65535")
         for origin in self.origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -306,7 +309,9 @@ def _bound_unix(path: Path) -> socket.socket:
         path.chmod(0o600)
     except OSError as error:
         listening.close()
-        raise ConfigError(f"{path}: {error.strerror}", path="control-socket", remedy="give another path") from error
+        raise ConfigError(
+            f"{path}: {error.strerror or error}", path="control-socket", remedy="give another path"
+        ) from error
     listening.setblocking(False)
     return listening
 

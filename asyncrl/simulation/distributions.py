@@ -38,6 +38,8 @@ class Distribution:
                 f"{self} is no distribution",
                 remedy="constant(value), uniform(low, high), exponential(mean) or lognormal(mu, sigma)",
             )
+        if not math.isfinite(self.mean):
+            raise ConfigError(f"{self} has no finite mean", remedy="smaller numbers: lognormal takes logarithms")
         if self.quantile(0.0) < 0 or self.quantile(0.5) < self.quantile(0.25):
             raise ConfigError(f"{self} has negative values", remedy="durations and lengths are positive")
 
@@ -68,7 +70,10 @@ class Distribution:
             return sum(self.parameters) / 2
         if self.kind == "lognormal":
             mu, sigma = self.parameters
-            return math.exp(mu + sigma * sigma / 2)
+            try:
+                return math.exp(mu + sigma * sigma / 2)
+            except OverflowError:
+                return math.inf
         return self.parameters[0]
 
     def sample(self, dice: random.Random) -> float:

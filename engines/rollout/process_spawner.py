@@ -381,7 +381,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ready = Ready(str(error), expected=True)
         gc.collect()
         gc.freeze()  # a collection would write to pages that are shared
-        _answer(control, ready)
+        try:
+            _answer(control, ready)
+        except (BrokenPipeError, ConnectionResetError):  # whoever wanted processes has left
+            return 0
         descriptor = _spawn(control)
     if descriptor is not None:
         asyncio.run(serve_parent(descriptor))

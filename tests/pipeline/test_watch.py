@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.errors import DeadlineError
+from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.pipeline.watch import Watch, read_status
 from asyncrl.simulation import run_virtually
 from asyncrl.telemetry.timeline import Timeline
@@ -82,6 +82,14 @@ def test_the_status_tells_waits_work_and_causes(tmp_path: Path):
         "rollout: group 41, for 6.0 s",
         CAUSE,
     ]
+
+
+@pytest.mark.parametrize("damaged", ["", "{}", "[]", '{"waits": 5}'])
+def test_a_damaged_status_is_refused(tmp_path: Path, damaged: str):
+    path = tmp_path / "status.json"
+    path.write_text(damaged)
+    with pytest.raises(ConfigError, match="no status of a run"):
+        read_status(path)
 
 
 def test_why_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

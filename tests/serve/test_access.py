@@ -141,6 +141,16 @@ def test_keys_are_read_and_never_shown(tmp_path, monkeypatch):
         with pytest.raises(ConfigError) as told:
             KeyRing.from_file(file)
         assert USER_KEY not in str(told.value)
+    file.write_text(f"{USER_KEY}#more\nalice={OPERATOR_KEY}\n")
+    with pytest.raises(ConfigError, match="keys:2: a key with = in the middle"):
+        KeyRing.from_file(file)
+    file.write_text(f"{USER_KEY}#more\n{OPERATOR_KEY}==\t# base64\n")
+    ring = KeyRing.from_file(file)
+    assert [ring.holder_of(key) for key in (f"{USER_KEY}#more", USER_KEY, f"{OPERATOR_KEY}==")] == [
+        "key-1",
+        None,
+        "key-2",
+    ]
     monkeypatch.setenv("ASYNCRL_TEST_KEY", USER_KEY)
     assert KeyRing.from_environment("ASYNCRL_TEST_KEY").holder_of(USER_KEY) == "environment"
     assert KeyRing.from_environment("ASYNCRL_NO_KEY") is None

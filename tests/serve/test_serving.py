@@ -7,9 +7,11 @@ import contextlib
 import os
 import signal
 import sys
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 import asyncrl
 from asyncrl.cli.main import main
@@ -79,6 +81,12 @@ def test_an_open_door_ends_the_command_with_2(capsys):
     assert "did you mean 'transformers'" in capsys.readouterr().err
     assert main(["serve", "somewhere", "--engine-option", "x"]) == 2
     assert main(["serve", "somewhere", "--control-port", "9"]) == 2
+    assert main(["serve", "somewhere", "--port", "99999"]) == 2
+    assert main(["serve", "somewhere", "--port", "-1"]) == 2
+    assert "-1 is no port" in capsys.readouterr().err
+    for every in ("-1", "nan", "often"):
+        with pytest.raises(SystemExit):
+            main(["pool", "top", "--every", every])
     assert main(["pool", "drain"]) == 2
     assert main(["pool", "ps", "--control", "/nowhere.sock"]) == 2
     assert "no server has its control plane" in capsys.readouterr().err
@@ -109,6 +117,39 @@ async def test_the_pool_command_asks_the_control_plane(serve, capsys):
             assert "tiny" in _table(await control.ask("GET", "/pool"))
             with pytest.raises(InfrastructureError, match="405"):
                 await control.ask("DELETE", "/pause")
+
+
+async def test_the_pool_command_knows_a_stranger(aiohttp_server_of, capsys, monkeypatch):
+    for answer, status, told in (
+        ({"hello": 1}, 200, "no control plane"),
+        ({"error": "not found"}, 404, "not found (status 404)"),
+        (["x"], 500, "it refused (status 500)"),
+    ):
+        url = await aiohttp_server_of(answer, status)
+        assert await asyncio.to_thread(main, ["pool", "ps", "--control", url]) == 1
+        assert told in capsys.readouterr().err
+    monkeypatch.setenv("ASYNCRL_CONTROL_KEY", "abc\ndef-secret")
+    assert await asyncio.to_thread(main, ["pool", "ps", "--control", url]) == 2
+    assert "secret" not in capsys.readouterr().err
+
+
+@pytest.fixture
+async def aiohttp_server_of():
+    """``await aiohttp_server_of(answer, status)``: the address of a server that gives this JSON to all."""
+    async with AsyncExitStack() as stack:
+
+        async def start(answer, status):
+            runner = web.ServerRunner(web.Server(lambda _: reply(answer, status)))
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+        async def reply(answer, status):
+            return web.json_response(answer, status=status)
+
+        yield start
 
 
 @pytest.mark.slow

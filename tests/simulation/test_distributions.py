@@ -24,7 +24,8 @@ def test_mean_and_excess_are_those_of_the_samples(text: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "lognormal(1)", "gauss(1, 2)", "lognormal(1, 2", "-3", "uniform(5, 1)", "nan", "1, 2"]
+    "text",
+    ["", "lognormal(1)", "gauss(1, 2)", "lognormal(1, 2", "-3", "uniform(5, 1)", "nan", "1, 2", "lognormal(1e9, 1)"],
 )
 def test_what_is_no_distribution_of_positive_numbers_is_refused(text: str):
     with pytest.raises(ConfigError):

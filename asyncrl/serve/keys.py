@@ -76,7 +76,7 @@ def read_keys(path: Path, *, option: str = "api-key-file") -> dict[str, str]:
     """One key a line, either alone or as ``holder = key``; ``#`` after white space begins a comment.
 
     Raises:
-        ConfigError: the file cannot be read, has no key, names a holder twice, or has a line ``holder=key``, which could
+        ConfigError: the file cannot be read, has no key, names a holder twice, or has a line ``holder=key``, which may
             be a key as a whole.
     """
     try:

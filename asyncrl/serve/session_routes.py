@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -13,9 +12,10 @@ from msgspec import Meta, Struct
 from asyncrl.cancellation import to_its_end
 from asyncrl.errors import BufferClosedError, DeadlineError
 from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory
-from asyncrl.serve.call import Call, Face
+from asyncrl.serve.call import Call
+from asyncrl.serve.capture import GroupedSink
 from asyncrl.serve.failure import Refusal
-from asyncrl.serve.sessions import Session
+from asyncrl.serve.sessions import Session, Sessions
 
 __all__ = [
     "DroppedSession",
@@ -138,10 +138,8 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise Refusal(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:
         raise Refusal(409, f"nothing was sampled in session {session.name!r}")
-    trajectories = session.trajectories(reward=body.reward, info=body.info)
-    group = f"{call.holder}/{body.group}" if body.group else ""
-    # half of it would be a session that is handed on twice
-    kept = await to_its_end(_hand_on(face, session, trajectories, group=group, size=body.group_size))
+    # Half of it would be a session that is handed on twice.
+    trajectories, kept = await to_its_end(_hand_on(face.sessions, face.capture, session, body))
     sampled = sum(each.sampled_tokens for each in trajectories)
     face.meters.captured_trajectories += len(trajectories)
     face.meters.captured_tokens += sampled
@@ -150,11 +148,15 @@ async def reward_session(call: Call) -> web.StreamResponse:
     )
 
 
-async def _hand_on(face: Face, session: Session, trajectories: Sequence[Trajectory], *, group: str, size: int) -> str:
-    assert face.capture is not None
-    with face.sessions.closing(session):
+async def _hand_on(
+    sessions: Sessions, sink: GroupedSink, session: Session, asked: RewardRequest
+) -> tuple[list[Trajectory], str]:
+    """The trajectories, and where they are kept."""
+    group = f"{session.holder}/{asked.group}" if asked.group else ""
+    with sessions.closing(session):
+        trajectories = session.trajectories(reward=asked.reward, info=asked.info)
         try:
-            return await face.capture.put(trajectories, group=group, size=size)
+            return trajectories, await sink.put(trajectories, group=group, size=asked.group_size)
         except DeadlineError as error:
             raise Refusal(503, "the replay buffer is full; the session is still here", retry_after_s=30) from error
         except OSError as error:

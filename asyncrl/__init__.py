@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.data import DataProto as DataProto
     from asyncrl.data import DataProtoFuture as DataProtoFuture
-    from asyncrl.pipeline.recording import Recording as Recording
     from asyncrl.serve.serving import serve as serve
     from asyncrl.single_controller import ClassWithInitArgs as ClassWithInitArgs
     from asyncrl.single_controller import Dispatch as Dispatch
@@ -20,6 +19,13 @@ if TYPE_CHECKING:
     from asyncrl.single_controller import Worker as Worker
     from asyncrl.single_controller import WorkerGroup as WorkerGroup
     from asyncrl.single_controller import register as register
+    from asyncrl.tasks.handle import Run as Run
+    from asyncrl.tasks.handle import attach as attach
+    from asyncrl.tasks.handle import evaluate as evaluate
+    from asyncrl.tasks.handle import generate as generate
+    from asyncrl.tasks.handle import sft as sft
+    from asyncrl.tasks.handle import train as train
+    from asyncrl.tasks.rerun import Recording as Recording
 
 __version__ = "0.1.0"
 
@@ -29,11 +35,17 @@ _HOMES = {
     "ClassWithInitArgs": "asyncrl.single_controller",
     "Dispatch": "asyncrl.single_controller",
     "Execute": "asyncrl.single_controller",
-    "Recording": "asyncrl.pipeline.recording",
+    "Recording": "asyncrl.tasks.rerun",
     "ResourcePool": "asyncrl.single_controller",
+    "Run": "asyncrl.tasks.handle",
     "Worker": "asyncrl.single_controller",
     "WorkerGroup": "asyncrl.single_controller",
+    "attach": "asyncrl.tasks.handle",
+    "evaluate": "asyncrl.tasks.handle",
+    "generate": "asyncrl.tasks.handle",
     "register": "asyncrl.single_controller",
+    "sft": "asyncrl.tasks.handle",
+    "train": "asyncrl.tasks.handle",
 }
 
 __all__ = [
@@ -44,11 +56,17 @@ __all__ = [
     "Execute",
     "Recording",
     "ResourcePool",
+    "Run",
     "Worker",
     "WorkerGroup",
     "__version__",
+    "attach",
+    "evaluate",
+    "generate",
     "register",
     "serve",
+    "sft",
+    "train",
 ]
 
 

@@ -3,13 +3,13 @@
     AsyncRLError
     ├── ConfigError                 a configuration value that cannot be used
     ├── InvalidDataError            rows, columns or bytes that break a rule
+    │   ├── ContextLengthError      a prompt that leaves no room to generate
     │   ├── SchemaError             columns, shapes or dtypes do not fit together
     │   └── CodecError              bytes that are not what they claim to be
     ├── InfrastructureError         a process, machine, transport or engine failed; safe to retry elsewhere
     │   ├── WorkerDiedError         the process behind a rank is gone
     │   ├── GroupClosedError        the worker group was shut down
-    │   ├── ResourceError           the cluster cannot give what was asked for
-    │   │   └── OverloadedError     ... at the moment: says when to ask again
+    │   ├── ResourceError           the cluster lacks requested resources
     │   ├── EngineError             a rollout or training engine failed
     │   │   ├── EngineClosedError   ... because it was closed
     │   │   └── RequestAbortedError ... because this request was aborted
@@ -17,7 +17,7 @@
     │   ├── WeightError             weights could not be published or pulled
     │   │   ├── WeightMismatchError     ... they differ from their manifest
     │   │   └── WeightVersionError      ... their version does not follow the one held
-    │   ├── BufferClosedError       the replay buffer takes and gives nothing any more
+    │   ├── BufferClosedError       the replay buffer is closed
     │   └── DeadlineError           a wait passed its deadline (also a TimeoutError)
     ├── EnvironmentFailure          an environment or one of its tools failed; never a reward
     │   └── EnvironmentDeadlineError    ... by taking too long
@@ -26,63 +26,33 @@
     │   └── RewardError             ... inside a reward function
     ├── DispatchError               a call that cannot be split over the ranks of a group
     ├── CheckpointError             a checkpoint is missing, damaged or of another run
+    ├── InvariantError              a rule that a run checks of itself does not hold: a defect of asyncrl or of a part
+    │   └── TokenBalanceError           ... tokens were lost or counted twice
     ├── LedgerError                 a run's ledger cannot be written or is of another kind
-    └── RecordingError              a recorded run lacks what was asked of it
+    ├── RecordingError              a recorded run lacks what was requested
+    └── RunStoppedError             the run was stopped before its last step; it can be resumed
 
-Where several ranks of a call fail, each for itself, they are one :class:`RankErrors`: an ExceptionGroup that is also of
-the nearest class that all of them are of, so that an ``except`` that catches each of them catches it.
+Where several ranks of a call fail independently, their errors become one :class:`RankErrors`: an ExceptionGroup that is
+also an instance of the nearest class common to all of them, so that an ``except`` that catches each of them catches it.
 
-The branches answer "whose fault": infrastructure is retried, an environment's failure costs its rollout, user code
-and bad data end the run with their name. Every class takes its message first and everything else by keyword with a
-default, which is what makes it survive pickling with its attributes.
+The branches separate causes: infrastructure is retried, an environment's failure costs its rollout, user code and bad
+data end the run under their own names. Every class takes its message first and everything else by keyword with a
+default, so that it survives pickling with its attributes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
-
-__all__ = [
-    "AsyncRLError",
-    "BufferClosedError",
-    "CheckpointError",
-    "CodecError",
-    "ConfigError",
-    "DeadlineError",
-    "DispatchError",
-    "EngineClosedError",
-    "EngineError",
-    "EnvironmentDeadlineError",
-    "EnvironmentFailure",
-    "GroupClosedError",
-    "InfrastructureError",
-    "InvalidDataError",
-    "OverloadedError",
-    "RecordingError",
-    "RequestAbortedError",
-    "ResourceError",
-    "RewardError",
-    "RolloutsLostError",
-    "SchemaError",
-    "UserCodeError",
-    "WeightError",
-    "WeightMismatchError",
-    "WeightVersionError",
-    "WorkerDiedError",
-    "WorkerError",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where in a worker group an error comes from.
+    """The worker that an error comes from.
 
     Attributes:
-        group: name of the worker group.
-        rank: which of its workers.
-        method: method that was called.
         node: machine and process of the worker.
         arguments: what the rank was called with: shapes of batches and arrays, other values shortened.
         remote_traceback: formatted traceback of the worker's process.
@@ -99,14 +69,13 @@ class Origin:
 class AsyncRLError(Exception):
     """Root of the tree: ``except AsyncRLError`` catches what asyncrl raises on purpose and nothing else.
 
-    Attributes:
-        origin: the worker it comes from; None if it was raised here.
+    ``origin`` is the worker that it comes from; None if it was raised in this process.
     """
 
     origin: Origin | None = None
 
-    def on_its_way(self, note: str) -> Self:
-        """The same error with a note more, for the next future on its way: each tells its own way."""
+    def copy_with_note(self, note: str) -> Self:
+        """Return a copy with one more note, for the next future that fails with it; the original keeps its notes."""
         again = copy.copy(self)
         again.__notes__ = [*getattr(self, "__notes__", ()), note]
         return again
@@ -130,6 +99,10 @@ class InvalidDataError(AsyncRLError, ValueError):
     """Rows, columns or bytes that break a rule."""
 
 
+class ContextLengthError(InvalidDataError):
+    """A prompt that leaves no room to generate in the model's context."""
+
+
 class SchemaError(InvalidDataError):
     """Columns, shapes or dtypes that do not fit together."""
 
@@ -139,18 +112,14 @@ class CodecError(InvalidDataError):
 
 
 class InfrastructureError(AsyncRLError):
-    """A process, machine, transport or engine failed. The work can be done again elsewhere."""
+    """A process, machine, transport or engine failed. The work can be repeated elsewhere."""
 
 
 class WorkerDiedError(InfrastructureError):
     """The process behind a rank is gone.
 
-    Attributes:
-        group: name of the worker group.
-        rank: rank whose process died.
-        method: call that was waiting for it, if any.
-        cause: what is known of the death (exit code, signal, out of memory).
-        node: machine the process was on.
+    ``method`` is the call that waited for it, if any; ``cause`` the reason, as far as it is known (exit code, signal,
+    out of memory); ``node`` the machine of the process.
     """
 
     def __init__(
@@ -164,50 +133,28 @@ class WorkerDiedError(InfrastructureError):
         self.node = node
 
 
-class GroupClosedError(InfrastructureError):
-    """The worker group was shut down: before the call, or while it was going on."""
+class GroupClosedError(InfrastructureError): ...
 
 
 class ResourceError(InfrastructureError):
-    """The cluster cannot give what was asked for. The message shows both."""
+    """The cluster lacks requested resources. The message shows both."""
 
 
-class OverloadedError(ResourceError):
-    """A bounded queue is full: nothing was begun, and asking again later may succeed.
-
-    Attributes:
-        retry_after_s: when to ask again, from the rate at which work has been finished.
-        tenant: whose queue is full; empty if it is everybody's.
-    """
-
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, tenant: str = "") -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-        self.tenant = tenant
+class EngineError(InfrastructureError): ...
 
 
-class EngineError(InfrastructureError):
-    """A rollout or training engine failed."""
-
-
-class EngineClosedError(EngineError):
-    """The engine was closed; it takes no more requests."""
+class EngineClosedError(EngineError): ...
 
 
 class RequestAbortedError(EngineError):
-    """This request was aborted.
-
-    Attributes:
-        tokens_generated: tokens that had been sampled by then; whoever counts tokens must count these as dropped.
-    """
+    """This request was aborted. ``tokens_generated`` had been sampled by then, and count as dropped."""
 
     def __init__(self, message: str, *, tokens_generated: int = 0) -> None:
         super().__init__(message)
         self.tokens_generated = tokens_generated
 
 
-class WeightError(InfrastructureError):
-    """Weights could not be published or pulled."""
+class WeightError(InfrastructureError): ...
 
 
 class WeightMismatchError(WeightError):
@@ -215,20 +162,15 @@ class WeightMismatchError(WeightError):
 
 
 class WeightVersionError(WeightError):
-    """A weight version that does not follow the one held. Versions only grow."""
+    """A weight version that does not follow the one held. Versions only increase."""
 
 
 class BufferClosedError(InfrastructureError):
-    """The replay buffer is closed: it takes and gives nothing any more."""
+    """The replay buffer is closed: it accepts and returns no groups any more."""
 
 
 class DeadlineError(InfrastructureError, TimeoutError):
-    """A wait passed its deadline.
-
-    Attributes:
-        waiting_for: what the wait was for, in words.
-        timeout_s: how long it lasted.
-    """
+    """A wait for ``waiting_for`` passed its deadline of ``timeout_s``."""
 
     def __init__(self, message: str, *, waiting_for: str = "", timeout_s: float = 0.0) -> None:
         super().__init__(message)
@@ -237,26 +179,28 @@ class DeadlineError(InfrastructureError, TimeoutError):
 
 
 class RolloutsLostError(InfrastructureError):
-    """Every replica that was given these rollouts died or failed, the last one with nothing else to do.
+    """Every replica that ran these rollouts died or failed, the last one while it had no other work.
 
-    They may be the reason, so their prompt is given up; many in a row are not.
+    They may be the reason, so their prompt is dropped; many such losses in a row have another one.
     """
 
 
 class EnvironmentFailure(AsyncRLError):
-    """An environment or one of its tools failed. The rollout is dropped and counted; it is never given a reward.
+    """An environment or one of its tools failed. The rollout is dropped and counted; it never gets a reward.
 
-    Attributes:
-        tokens_generated: tokens sampled for the rollout before the failure.
+    ``tokens_generated`` had been sampled for the rollout before the failure; ``causes`` are those of all attempts, with
+    their counts (:class:`asyncrl.foreign.Failures`).
     """
 
-    def __init__(self, message: str, *, tokens_generated: int = 0) -> None:
+    def __init__(
+        self, message: str, *, tokens_generated: int = 0, causes: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         super().__init__(message)
         self.tokens_generated = tokens_generated
+        self.causes = causes or {}
 
 
-class EnvironmentDeadlineError(EnvironmentFailure):
-    """An environment took longer than its deadline."""
+class EnvironmentDeadlineError(EnvironmentFailure): ...
 
 
 class UserCodeError(AsyncRLError):
@@ -264,16 +208,7 @@ class UserCodeError(AsyncRLError):
 
 
 class WorkerError(UserCodeError):
-    """A worker method raised.
-
-    Attributes:
-        group: name of the worker group.
-        rank: rank that raised first.
-        method: method that was called.
-        remote_traceback: formatted traceback of the worker's process.
-        node: machine and process of the worker.
-        arguments: what the rank was called with, as shapes and short values.
-    """
+    """A worker method raised. Attributes are those of :class:`Origin`; ``rank`` is the one that raised first."""
 
     def __init__(
         self,
@@ -298,9 +233,8 @@ class WorkerError(UserCodeError):
 class RewardError(UserCodeError):
     """A reward function raised, returned something that is no number, passed its deadline or ended its process.
 
-    Attributes:
-        how: ``raised``, ``value`` (no number), ``deadline`` or ``died`` (its process exited, or one after the other was
-            killed); empty where it is neither.
+    ``how`` is ``raised``, ``value`` (no number), ``deadline`` or ``died`` (its process exited, or one after the other
+    was killed); empty for any other reason.
     """
 
     def __init__(self, message: str, *, how: str = "") -> None:
@@ -312,32 +246,38 @@ class DispatchError(AsyncRLError, ValueError):
     """A call that cannot be split over the ranks of its group."""
 
 
-class CheckpointError(AsyncRLError):
-    """A checkpoint is missing, damaged, or belongs to another run."""
+class CheckpointError(AsyncRLError): ...
 
 
-class LedgerError(AsyncRLError):
-    """The ledger of a run cannot be opened, written or read."""
+class InvariantError(AsyncRLError):
+    """A rule that a run checks of itself does not hold: a defect of asyncrl, of an engine or of another part."""
+
+
+class TokenBalanceError(InvariantError):
+    """A run's tokens do not add up: generated = trained + dropped + in flight."""
+
+
+class LedgerError(AsyncRLError): ...
 
 
 class RecordingError(AsyncRLError):
-    """A recorded run lacks what was asked of it. The message has everything that is missing.
-
-    Attributes:
-        lacks: what is missing, one sentence each.
-    """
+    """A recorded run lacks what was requested. ``lacks`` and the message have a sentence for each lack."""
 
     def __init__(self, message: str, *, lacks: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.lacks = lacks
 
 
-class RankErrors(ExceptionGroup[Exception], AsyncRLError):
-    """Several ranks of one call failed, each for itself; ``exceptions`` has their errors by rank.
+class RunStoppedError(AsyncRLError):
+    """The run was stopped before its last step; it can be resumed."""
 
-    Made by :meth:`of`, as a subclass that is also of the nearest class of this module that all members are of: two
-    ranks that raise SchemaErrors make a group that ``except SchemaError`` catches, and ``except* SchemaError`` takes
-    apart. Attributes (``rank``, ``method``, ``remote_traceback``, ...) are those of the first member.
+
+class RankErrors(ExceptionGroup[Exception], AsyncRLError):
+    """Several ranks of one call failed independently; ``exceptions`` has their errors by rank.
+
+    :meth:`of` makes it as a subclass that also derives from the nearest class of this module common to all members: two
+    ranks that raise SchemaErrors make a group that ``except SchemaError`` catches, and ``except* SchemaError`` splits.
+    Attributes (``rank``, ``method``, ``remote_traceback``, ...) are those of the first member.
     """
 
     def __new__(cls, message: str, errors: Sequence[Exception]) -> RankErrors:  # noqa: PYI034  derive gives another class
@@ -352,43 +292,42 @@ class RankErrors(ExceptionGroup[Exception], AsyncRLError):
 
     @staticmethod
     def of(errors: Sequence[BaseException], *, call: str, ranks: int) -> BaseException:
-        """What a call failed with, from the errors of its ranks, by rank.
+        """Return the error that a call fails with, from the errors of its ranks, by rank.
 
-        One error is itself. Where processes died, they explain what the other ranks saw of it, which becomes notes.
-        Where no group could be caught as its members are, the first error has the others as notes.
+        A single error is returned as it is. Where processes died, their errors explain those of the other ranks, which
+        become notes. Where the members have no common class to catch them by, the first error has the others as notes.
         """
         died: list[BaseException] = [error for error in errors if isinstance(error, WorkerDiedError)]
         reasons = died or list(errors)
-        failure, told = reasons[0], reasons[:1]
+        failure, included = reasons[0], reasons[:1]
         members = [error for error in reasons if isinstance(error, Exception)]
         if len(members) == len(reasons) > 1 and (group := _group_class(_nearest(members))) is not None:
-            first_line = (str(failure).splitlines() or [""])[0]
-            failure, told = (
-                group(f"{len(members)} of {ranks} ranks failed in {call}; first: {first_line}", members),
-                reasons,
-            )
+            failure = group(f"{len(members)} of {ranks} ranks failed in {call}; first: {_first_line(failure)}", members)
+            included = reasons
         for error in errors:
-            if all(error is not each for each in told):
-                failure.add_note(f"also {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            if all(error is not each for each in included):
+                failure.add_note(f"also {type(error).__name__}: {_first_line(error)}")
         return failure
 
     def derive(self, excs: Sequence[Exception], /) -> ExceptionGroup[Exception]:  # type: ignore[override]
-        """The same for some of the members; ``except*`` asks."""
         group = _group_class(_nearest(excs)) or ExceptionGroup
         return group(self.message, excs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.message, list(self.exceptions), {**vars(self)})
+        return _unpickled, (self.message, list(self.exceptions), {**vars(self)})
 
 
-def _again(message: str, errors: list[Exception], attributes: dict[str, Any]) -> ExceptionGroup[Exception]:
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _unpickled(message: str, errors: list[Exception], attributes: dict[str, Any]) -> ExceptionGroup[Exception]:
     group = (_group_class(_nearest(errors)) or RankErrors)(message, errors)
     group.__dict__.update(attributes)
     return group
 
 
 def _nearest(errors: Sequence[BaseException]) -> type[BaseException]:
-    """The nearest class of the first error that all errors are of."""
     return next(each for each in type(errors[0]).__mro__ if all(isinstance(error, each) for error in errors))
 
 
@@ -396,7 +335,6 @@ _group_classes: dict[type[BaseException], type[RankErrors] | None] = {AsyncRLErr
 
 
 def _group_class(common: type[BaseException]) -> type[RankErrors] | None:
-    """The class of groups that ``except common`` catches; None if there can be none."""
     if issubclass(common, RankErrors):
         return common
     if not issubclass(common, AsyncRLError):

@@ -4,13 +4,13 @@
 
 The server runs in a process of its own with its default limits, over a pool of replicas that echo, with a tokenizer.
 
-* refusals: the time from the last byte of a request that asks for too much to the first line of its refusal, at most;
-* the good client: one request after the other. Its 99th percentile while one hostile client sends ten such requests a
-  second, or while 2,000 connections send their heads a byte at a time, over the same alone. Windows alone and windows
-  beside take turns, and each ratio is of neighbours in time, because the machine does other things too. Hostile clients
-  are processes of their own: in this one, the good client would wait for what they do. Of the worst of them, a body
-  without an end, is told what it takes of the processors, and what it costs the good client of a bare aiohttp handler
-  that reads no byte of such a body, answers 413 and hangs up;
+* refusals: the longest time from the last byte of a request beyond the limits to the first line of its refusal;
+* the well-behaved client: one request after the other. Its 99th percentile while one hostile client sends ten such
+  requests a second, or while 2,000 connections send their heads a byte at a time, over the same without them. Windows
+  with and without them alternate, and each ratio is of neighbouring windows, because the machine does other things too.
+  Hostile clients are processes of their own, so that the well-behaved client does not wait for their work. For the
+  worst of them, an endless body, the figures have its processor time, and its cost to the well-behaved client of a bare
+  aiohttp handler that reads no byte of such a body, answers 413 and closes the connection;
 * streams: requests damaged in one to four places, and bytes that are no request, from a seed. After them the server
   answers, holds no connection and no request, and has not grown.
 """
@@ -100,7 +100,7 @@ async def chunked_ms(port: int) -> float:
             await writer.drain()
             await asyncio.sleep(0)
     except ConnectionError:
-        pass  # hung up on, with the answer on its way
+        pass  # disconnected, with the answer on its way
     with contextlib.suppress(ConnectionError):  # the answer is lost where what was being sent is not taken any more
         line = await asyncio.wait_for(answer, 30)
         assert line.split()[1] in (b"411", b"413"), line  # of the server, of the bare handler
@@ -268,7 +268,7 @@ async def streams(server: Child, count: int) -> list[Figure]:
     assert (await connection.ask(GOOD)).startswith(b"HTTP/1.1 200")
     after = 1e3 * (time.perf_counter() - begin)
     connection.close()
-    for _ in range(100):  # connections that were hung up on are noticed within a moment
+    for _ in range(100):  # closed connections are noticed within a moment
         held = server.connections()
         if held == 0:
             break

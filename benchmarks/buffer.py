@@ -4,12 +4,12 @@
 
 Groups of 8 rows finish in random order within a window, as rollouts do; a trainer selects batches and releases them.
 The floor is a bare asyncio.Queue that passes the same groups from the same producers to the same consumer, without
-order, places, staleness or books. Buffer and floor take turns; figures are medians over the rounds. The two sizes show
-what growth costs: a buffer of 16 times as many groups.
+order, capacity, staleness or statistics. Buffer and floor alternate; figures are medians over the rounds. The two
+sizes show what growth costs: a buffer of 16 times as many groups.
 
 Then every policy in turn, with all groups ready: a batch is selected and released, as many are admitted and put. Its
-floor is the same loop on a dictionary. Nothing waits there, so it is told in processor time, which other programs leave
-alone.
+floor is the same loop on a dictionary. Nothing waits there, so it is measured in processor time, which does not depend
+on other programs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Outcome:
 def summaries(count: int) -> list[GroupSummary]:
     return [
         GroupSummary(
-            slot=slot,
+            group_id=group_id,
             rows=ROWS_PER_GROUP,
             oldest_version=0,
             tokens=800,
@@ -53,14 +53,14 @@ def summaries(count: int) -> list[GroupSummary]:
             rewards=(0.0,) * ROWS_PER_GROUP,
             lengths=(100,) * ROWS_PER_GROUP,
         )
-        for slot in range(count)
+        for group_id in range(count)
     ]
 
 
 def finishing_order(count: int, window: int) -> list[int]:
-    """Slots in the order in which they finish: each at most half a window away from its turn."""
+    """Return groups in the order in which they finish: each at most half a window away from its place."""
     dice = random.Random(0)
-    return sorted(range(count), key=lambda slot: slot + dice.random() * window / 2)
+    return sorted(range(count), key=lambda group_id: group_id + dice.random() * window / 2)
 
 
 def p99_us(durations: list[float]) -> float:
@@ -76,23 +76,23 @@ async def through_buffer(groups: list[GroupSummary], order: list[int], *, capaci
 
     async def admit() -> None:
         for group in groups:
-            await buffer.admit(group.slot)
-            admitted.put_nowait(group.slot)
+            await buffer.admit(group.group_id)
+            admitted.put_nowait(group.group_id)
 
     async def produce() -> None:
         seen = -1
-        for slot in order:
-            while seen < slot:
+        for group_id in order:
+            while seen < group_id:
                 seen = await admitted.get()
             started = time.perf_counter()
-            buffer.put(groups[slot], rows)
+            buffer.put(groups[group_id], rows)
             puts.append(time.perf_counter() - started)
 
     async def train() -> None:
         for _ in range(len(groups) // batch):
             selected = await buffer.select(batch, weight_version=0)
             started = time.perf_counter()
-            buffer.release([group.summary.slot for group in selected])
+            buffer.release([group.summary.group_id for group in selected])
             releases.append(time.perf_counter() - started)
 
     admitted: asyncio.Queue[int] = asyncio.Queue()
@@ -112,8 +112,8 @@ async def through_queue(groups: list[GroupSummary], order: list[int], *, capacit
     rows = DataProto()
 
     async def produce() -> None:
-        for slot in order:
-            await queue.put((groups[slot], rows))
+        for group_id in order:
+            await queue.put((groups[group_id], rows))
 
     async def train() -> None:
         for _ in range(len(groups) // batch):
@@ -134,7 +134,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "freshest": {"selection": "freshest"},
     "uniform": {"selection": "uniform"},
     "prioritized by advantage": {"selection": "prioritized", "priority": "advantage"},
-    "prioritized by age": {"selection": "prioritized", "priority": "age", "exponent": 0.5},
+    "prioritized by staleness": {"selection": "prioritized", "priority": "staleness", "exponent": 0.5},
     "uniform of a reservoir": {"selection": "uniform", "eviction": "reservoir", "keep_groups": 192},
     "fifo_ready by quota": {"selection": "fifo_ready", "quotas": {"a": 0.75, "b": 0.25}},
     "uniform, used twice": {"selection": "uniform", "max_uses": 2},
@@ -159,9 +159,9 @@ async def with_policy(options: dict[str, Any], *, batch: int, selects: int) -> P
     groups = [
         replace(
             group,
-            oldest_version=group.slot // batch,
+            oldest_version=group.group_id // batch,
             rewards=tuple(dice.random() for _ in range(ROWS_PER_GROUP)),
-            environment="b" if group.slot % 4 == 0 else "a",
+            environment="b" if group.group_id % 4 == 0 else "a",
         )
         for group in summaries(capacity + 2 * batch * selects)
     ]
@@ -169,33 +169,33 @@ async def with_policy(options: dict[str, Any], *, batch: int, selects: int) -> P
     taken: list[float] = []
     releases: list[float] = []
     used = 0
-    slot = 0
+    group_id = 0
     begun = time.process_time()
     for _ in range(selects):
         counts = buffer.statistics()
         room = capacity - counts.pending - counts.ready - counts.selected
         for _ in range(room):
-            await buffer.admit(slot)
+            await buffer.admit(group_id)
             started = time.process_time()
-            buffer.put(groups[slot], rows)
+            buffer.put(groups[group_id], rows)
             puts.append(time.process_time() - started)
-            slot += 1
+            group_id += 1
         started = time.process_time()
-        selected = await buffer.select(batch, weight_version=slot // batch)
+        selected = await buffer.select(batch, weight_version=group_id // batch)
         taken.append(time.process_time() - started)
         started = time.process_time()
-        buffer.release([group.summary.slot for group in selected])
+        buffer.release([group.summary.group_id for group in selected])
         releases.append(time.process_time() - started)
         used += len(selected)
     elapsed = time.process_time() - begun
     # A row counts once when it is put and once when it is selected; the floor does the same with a dictionary.
     held: dict[int, GroupSummary] = {}
     begun = time.process_time()
-    for number in range(slot):
-        held[groups[number].slot] = groups[number]
-    for number in range(min(used, slot)):
+    for number in range(group_id):
+        held[groups[number].group_id] = groups[number]
+    for number in range(min(used, group_id)):
         held.pop(number)
-    floor = slot * ROWS_PER_GROUP / (time.process_time() - begun)
+    floor = group_id * ROWS_PER_GROUP / (time.process_time() - begun)
     return PolicyOutcome(used * ROWS_PER_GROUP / elapsed, floor, p99_us(puts), p99_us(taken), p99_us(releases))
 
 

@@ -1,26 +1,29 @@
-"""Random SIGKILLs of every kind of process in real runs on Ray, resumed each time: what became of every prompt.
+"""Random SIGKILLs of every kind of process in real runs on Ray: each run is resumed, and its prompts are counted.
 
     python benchmarks/chaos.py --kills 300 [--seed 0] [--json] [--kinds driver,trainer,...] [--folder .] [--keep]
 
 Runs of a tiny model (two rollout replicas, a trainer of one or two ranks, a reward worker with a scoring process, the
-buffer in a process of its own in two of three) on a Ray of this program's own. The driver is a child process; where
-it is killed, or names what was killed and ends, it is resumed. Kills come at random moments, some while the one before
-is being recovered from.
+buffer in a process of its own in two of three) on a Ray of this program's own. The driver is a child process; if it is
+killed, or ends with an error that names the killed process, it is resumed. Kills come at random moments, some during
+the recovery from the one before.
 
-When a run is through, its ledger is held against what must be:
+Environments and trainer ranks note what they did in files of their own (``witnesses.py``); nothing that the run wrote
+for itself is used to judge it. After a run the rows of the updates that its last weights come from are held against the
+episodes:
 
-    lost                 issued - consumed - dropped - failed for good - live, holes in the numbers, places of batches
-                         that nothing filled
-    duplicated           prompts consumed more than once, places of batches filled twice
-    fabricated_rewards   rows trained on whose reward is not what their text earns, by whoever's word, or without text
+    lost                 rows that a step should have had, two groups of four
+    duplicated           rows of a group that another step has trained on, or more of a group than it has
+    invented             rows that no episode of their prompt ended with, or with another reward than their text earns
 
-Seconds to recover: from a kill to the next training step that reached the ledger. Each kill must leave a witness in
-what the run says of itself: the driver's log, its error, or the ledger's own record of a resumed life. One that left
-none makes this program fail, and so does anything lost, duplicated or fabricated.
+Then its ledger must have the same batches, and account for the numbers that no step has.
 
-After every run a line on stderr says what was found so far. At SIGTERM, SIGINT or SIGHUP nothing is killed any more:
-the run under way goes on to its end, is held against what must be, and the figures of the kills done by then are
-printed. At a second signal that run is given up, and its kills are not counted.
+Seconds to recover: from a kill to the next training step that reached the ledger. Each kill must be recorded by the
+run: in the driver's log, its error, or the ledger's record of a resumed process. This program fails if a kill is not
+recorded, or if anything is lost, duplicated or invented.
+
+After every run a line on stderr reports the errors so far. At SIGTERM, SIGINT or SIGHUP nothing more is killed: the
+current run continues to its end and is checked, and the figures of the kills until then are printed. At a second signal
+that run is given up, and its kills are not counted.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ KINDS = ("driver", "rollout", "trainer", "reward", "scoring", "buffer")
 """Kinds of process that are killed; ``scoring`` is the process below the reward worker in which the function runs."""
 STEPS, GROUPS, ROWS = 24, 2, 4
 DEATHS = "(?:died|dead|lost|killed|gone|exited|ended|signal)"
-"""One of these words stands in a sentence that tells of a death."""
+"""A log line that reports a death has one of these words."""
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask for the end."""
 HANG_S = 240.0
@@ -79,7 +82,7 @@ class Kill:
     """Where the run's logs ended then."""
     lives: int
     teller: int = 0
-    """Worker whose own log tells of it."""
+    """Worker whose log records it."""
     recovered_s: float | None = None
     witness: str = ""
 
@@ -101,13 +104,13 @@ class Campaign:
     """The end is asked for again: the run under way is not waited for."""
     kills: list[Kill] = field(default_factory=list)
     given_up: int = 0
-    """Kills of a run that was given up, which nobody held against anything."""
+    """Kills of a run that was given up, and whose ledger was not checked."""
     resumes: int = 0
     restarts: int = 0
     runs: int = 0
     lost: int = 0
     duplicated: int = 0
-    fabricated: int = 0
+    invented: int = 0
     problems: list[str] = field(default_factory=list)
     endings: Counter[str] = field(default_factory=Counter)
 
@@ -175,7 +178,7 @@ def processes() -> dict[int, tuple[int, str]]:
 def a_cluster(folder: Path) -> Iterator[tuple[str, int]]:
     """A Ray of this program's own: its address, and its raylet's process."""
     program = (
-        "import sys; from pathlib import Path; from asyncrl.single_controller.ray_cluster import RayCluster\n"
+        "import sys; from pathlib import Path; from asyncrl.single_controller.ray.cluster import RayCluster\n"
         "with RayCluster(num_cpus=16, log_folder=Path(sys.argv[1])):\n"
         "    import ray; print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()\n"
     )
@@ -233,10 +236,12 @@ def config_of(campaign: Campaign, folder: Path, number: int) -> str:
                 "source": "scratch",
                 "options": {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "max_position": 128},
             },
-            "env": {"name": "digits_world:DigitsFactory"},
-            "rollout": {"replicas": 2, "num_cpus": 0.1, "max_new_tokens": 6, "max_tokens": 96},
+            "env": {"name": "witnesses:NotedFactory", "options": {"folder": str(folder / "notes")}},
+            "rollout": {"replicas": 2, "num_cpus": 0.1, "max_new_tokens": 6, "max_seq_len": 96},
             "reward": {"source": "function", "options": {"function": "digits_world:text_score"}},
             "trainer": {
+                "engine": "witnesses:NotingEngine",
+                "options": {"folder": str(folder / "notes")},
                 "groups_per_step": GROUPS,
                 "group_size": ROWS,
                 "world_size": 1 + number % 2,
@@ -245,7 +250,7 @@ def config_of(campaign: Campaign, folder: Path, number: int) -> str:
             },
             "buffer": {"kind": "remote" if has_buffer_worker(number) else "replay"},
             "eval": {"tasks": 0},
-            "checkpoint": {"every": 2, "keep": 2},
+            "checkpoint": {"every": 2, "keep_last": 2},
             "telemetry": {"progress": "plain"},
         }
     ).to_toml()
@@ -261,7 +266,7 @@ class HurtRun:
     def __init__(self, campaign: Campaign, number: int) -> None:
         self.campaign = campaign
         self.folder = campaign.folder / f"run-{number}"
-        self.folder.mkdir()
+        (self.folder / "notes").mkdir(parents=True)
         self.file = self.folder / "run.toml"
         self.file.write_text(config_of(campaign, self.folder, number))
         self.output = self.folder / "output.txt"
@@ -312,7 +317,7 @@ class HurtRun:
         return {log: text for log in logs if (text := _text(log) or _text(log.parent / "old" / log.name))}
 
     def look(self) -> int:
-        """Read on in the ledger; the newest step that was trained. Tells kills that they were recovered from."""
+        """Read on in the ledger; return the newest step that was trained. Marks kills as recovered from."""
         run = self.path
         ledger = None if run is None else run / "ledger.sqlite"
         if ledger is None or not ledger.is_file():
@@ -401,7 +406,7 @@ class HurtRun:
         return True
 
     def _witnessed(self, kill: Kill) -> bool:
-        """Whether the run has told of a kill, in its log, its error, or the lives in its ledger."""
+        """Whether the run has recorded a kill, in its log, its error, or the processes in its ledger."""
         if not kill.witness:
             if kill.kind == "driver":
                 kill.witness = f"life {kill.lives + 1} began" if self.lives > kill.lives else ""
@@ -419,8 +424,8 @@ class HurtRun:
         return " | ".join("".join(self.said().values()).strip().splitlines()[-6:])
 
     def audit(self) -> None:
-        """Hold the finished run's ledger against what must be."""
-        from digits_world import worth
+        """Hold what the finished run trained on against its episodes, and its ledger against both."""
+        from witnesses import audit
 
         campaign, run = self.campaign, self.path
         campaign.runs += 1
@@ -434,27 +439,23 @@ class HurtRun:
         if run is None or not (run / "summary.json").is_file():
             campaign.problems.append(f"{self.folder.name}: no summary")
             return
+        found = audit(self.folder / "notes", steps=STEPS, groups=GROUPS, rows=ROWS)
+        campaign.lost += found.lost
+        campaign.duplicated += found.duplicated
+        campaign.invented += found.invented
         with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
-            states = dict(ledger.execute("SELECT state, count(*) FROM prompts GROUP BY state"))
-            slots = [slot for (slot,) in ledger.execute("SELECT slot FROM prompts ORDER BY slot")]
-            batches = ledger.execute("SELECT step, position, slot, use FROM batches").fetchall()
+            states = dict(ledger.execute("SELECT group_id, state FROM groups"))
+            batches = ledger.execute("SELECT step, group_id FROM batches ORDER BY step, group_id").fetchall()
             (lives,) = ledger.execute("SELECT count(*) + 1 FROM events WHERE kind = 'resumed'").fetchone()
-            rewards = dict(ledger.execute("SELECT slot, body FROM events WHERE kind = 'rewarded' ORDER BY sequence"))
-            rows = ledger.execute(
-                "SELECT slot, row, tokens, turns FROM rows WHERE state IN ('consumed', 'committed')"
-            ).fetchall()
-        consumed = states.get("consumed", 0) + states.get("committed", 0)
-        over = sum(states.get(state, 0) for state in ("dropped", "given_up"))
-        live = sum(states.get(state, 0) for state in ("issued", "dispatched", "completed"))
-        places = {(step, position) for step, position, _slot, _use in batches}
-        campaign.lost += len(slots) - consumed - over - live
-        campaign.lost += max(slots, default=-1) + 1 - len(slots) + STEPS * GROUPS - len(places)
-        campaign.duplicated += sum(use > 0 for *_, use in batches) + len(batches) - len(places)
-        campaign.lost += consumed * ROWS - len(rows)
-        for slot, row, tokens, turns in rows:
-            text = json.loads(turns)[-1][3]["content"]
-            told = json.loads(rewards[slot])["rewards"][row] if slot in rewards else float("nan")
-            campaign.fabricated += not tokens or not abs(told - worth(text)) < 1e-6
+        trained = [(step, group_id) for step, group_ids in sorted(found.batches.items()) for group_id in group_ids]
+        if batches != trained:
+            campaign.problems.append(f"{self.folder.name}: the ledger has other batches than the trainer noted")
+        used = {group_id for _step, group_id in trained}
+        holes = set(range(max(used, default=-1) + 1)) - used
+        if unknown := {group_id for group_id in holes if states.get(group_id) not in ("dropped", "failed")}:
+            campaign.problems.append(
+                f"{self.folder.name}: groups {sorted(unknown)} were neither trained on nor dropped"
+            )
         summary = json.loads((run / "summary.json").read_text())
         tokens = summary["tokens"]
         missing = tokens["generated"] - tokens["trained"] - sum(tokens["dropped"].values()) - tokens["in_flight"]
@@ -512,12 +513,12 @@ def main() -> None:
             tell(
                 f"run {campaign.runs}: {len(run.kills)} kills, {run.lives} lives; so far {len(campaign.kills)} of "
                 f"{campaign.wanted} kills, {campaign.resumes} resumes, {campaign.lost} lost, {campaign.duplicated} "
-                f"duplicated, {campaign.fabricated} fabricated, {time.perf_counter() - begun:.0f} s"
+                f"duplicated, {campaign.invented} invented, {time.perf_counter() - begun:.0f} s"
             )
         report(campaign, elapsed_s=time.perf_counter() - begun, options=options)
     if not options.keep and not campaign.problems:
         shutil.rmtree(folder)
-    bad = campaign.problems or campaign.lost or campaign.duplicated or campaign.fabricated
+    bad = campaign.problems or campaign.lost or campaign.duplicated or campaign.invented
     sys.exit(1 if bad else 0)
 
 
@@ -531,7 +532,6 @@ def preload() -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     import asyncrl.cli.commands
-    import asyncrl.pipeline.run
     import asyncrl.single_controller.ray  # noqa: F401
 
 
@@ -546,7 +546,7 @@ def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace)
         figure("runs", campaign.runs, ""),
         figure("lost", campaign.lost, "prompts", goal="0", holds=campaign.lost == 0),
         figure("duplicated", campaign.duplicated, "prompts", goal="0", holds=campaign.duplicated == 0),
-        figure("fabricated_rewards", campaign.fabricated, "rows", goal="0", holds=campaign.fabricated == 0),
+        figure("invented", campaign.invented, "rows", goal="0", holds=campaign.invented == 0),
         figure("witnesses", sum(bool(kill.witness) for kill in kills), "kills"),
         figure("recovery p50", round(cuts[49], 2) if cuts else -1, "s"),
         figure("recovery p99", round(cuts[98], 2) if cuts else -1, "s"),

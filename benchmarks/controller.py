@@ -3,7 +3,7 @@
     python benchmarks/controller.py [--json] [--rounds 60] [--only one_to_all,dp_tiny]
 
 Two groups of four workers, and as many bare Ray actors that do the same with numpy arrays. Floor and value of a figure
-take turns, in the same process; both are medians. Figures without a floor have a goal of their own.
+alternate, in the same process; both are medians. Figures without a floor have a goal.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Fetched:
     """Adds up the bytes of the blocks that this process fetches from now on."""
 
     def __init__(self) -> None:
-        from asyncrl.single_controller.ray_message import HereBlock
-        from asyncrl.single_controller.ray_store import RayBlock
+        from asyncrl.single_controller.call import HeldValue
+        from asyncrl.single_controller.ray.messages import RayValue
 
         self.size_bytes = 0
-        get_all, here_all, fetch_all = RayBlock.get_all, HereBlock.get_all, RayBlock.fetch_all
+        get_all, here_all, fetch_all = RayValue.get_all, HeldValue.get_all, RayValue.fetch_all
 
         def counted(found: list[DataProto]) -> list[DataProto]:
             self.size_bytes += sum(each.size_bytes for each in found)
@@ -73,9 +73,9 @@ class Fetched:
         async def fetch(blocks: Sequence[Any]) -> list[DataProto]:
             return counted(await fetch_all(blocks))
 
-        RayBlock.get_all = lambda blocks: counted(get_all(blocks))  # type: ignore[method-assign]
-        RayBlock.fetch_all = fetch  # type: ignore[method-assign]
-        HereBlock.get_all = lambda blocks: counted(here_all(blocks))  # type: ignore[method-assign]
+        RayValue.get_all = lambda blocks: counted(get_all(blocks))  # type: ignore[method-assign]
+        RayValue.fetch_all = fetch  # type: ignore[method-assign]
+        HeldValue.get_all = lambda blocks: counted(here_all(blocks))  # type: ignore[method-assign]
 
 
 class Light(Worker):

@@ -1,18 +1,18 @@
-"""A run that dies where something reaches the disk, and is resumed: the same weights, at every such point.
+"""Crash points: a run dies at any point where something reaches the disk, is resumed, and must reach the same weights.
 
     python benchmarks/crash_points.py --points 500 [--json] [--jobs 2] [--seed 0] [--world model|run] [--only 17]
 
-The points are told by the production code's own file operations (asyncrl/durable.py) and by the ledger's connection to
-SQLite: before and after each write, fsync, rename, removal, insert and commit of ledger and checkpoints. A run that
-nobody hurts counts them; `--points` of them are taken, evenly spread. At each one a process of its own runs from the
-beginning and dies there by os._exit; every other time the machine dies with it, and what had not been brought to the
-disk is cut off or zeroed at random. One in three dies again, at a random point of its recovery. Then the run is resumed
-to its end, and must have trained on the same prompts in the same order, to the same weights. Each death leaves a
-witness (the operation it struck); one without is told and fails.
+The points are before and after each write, fsync, rename, removal, insert and commit of ledger and checkpoints: the
+file operations of the production code (asyncrl/io.py) and the ledger's connection to SQLite report them. An undisturbed
+run counts them; `--points` of them are chosen, evenly spread. At each one a process of its own runs from the beginning
+and dies there by os._exit; every other time a crash of the machine is simulated: data that were not synced are cut off
+or zeroed at random. One in three dies again, at a random point of its recovery. Then the run is resumed to its end, and
+must have trained on the same prompts in the same order, to the same weights. Each death leaves a record (the operation
+before it); a death without one is reported, and fails the program.
 
 `model` is the production driver, law, buffer, ledger, checkpoints and resumption between a policy whose tokens depend
-on its weights and a trainer whose weights depend on every token: one prompt lost, repeated or out of turn changes all
-that follows. `run` is a whole `asyncrl train` of a tiny transformer on the local backend (seconds a point).
+on its weights and a trainer whose weights depend on every token: one prompt lost, repeated or out of order changes all
+weights that follow. `run` is a whole `asyncrl train` of a tiny transformer on the local backend (seconds a point).
 """
 
 from __future__ import annotations
@@ -44,29 +44,23 @@ import torch
 from asyncrl.algorithms import AdvantageEstimator
 from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.durable import DurableFiles
 from asyncrl.errors import CheckpointError
-from asyncrl.pipeline import training_run
-from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, read_driver_state
-from asyncrl.pipeline.driver import Driver
-from asyncrl.pipeline.journal import Journal
-from asyncrl.pipeline.resumption import (
-    admission_law,
-    driver_state,
-    ledger_base,
-    resumed_accounts,
-    still_outstanding,
-)
-from asyncrl.pipeline.run import train
-from asyncrl.pipeline.staleness import POLICIES
-from asyncrl.pipeline.training_plan import TrainingPlan
-from asyncrl.rollout.record import encode_rows
-from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
+from asyncrl.io import DurableFiles
+from asyncrl.rollout.trajectory import Trajectory, Turn, encode_rows, trajectories_to_batch
+from asyncrl.staleness import POLICIES
+from asyncrl.tasks.run import train
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.testing import EchoFactory
-from asyncrl.weights.manifest import WeightManifest
+from asyncrl.trainer import run as training_run
+from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state
+from asyncrl.trainer.driver import Driver, TrainingPlan
+from asyncrl.trainer.group import GroupStages
+from asyncrl.trainer.learner import Advantages, Learner
+from asyncrl.trainer.recovery import driver_state, ledger_base, starting_point
+from asyncrl.weights import WeightManifest
 from buffers.ledger import SQLiteLedger
 from buffers.replay import AsyncReplayBuffer
+from engines.training.fsdp_engine import FSDPEngine
 
 STEPS, GROUPS, ROWS, CHECKPOINT_EVERY = 12, 2, 2, 2
 DIED = 99
@@ -114,7 +108,8 @@ class Points:
     def _tear(self, dice: random.Random) -> None:
         """Anything may be left of what no fsync has answered for: cut, or of the right size and full of zeros."""
         for path in sorted(self._folder.rglob("*")):
-            if path.is_file() and (path.name.endswith("-wal") or path.parent.name.startswith(".step-")):
+            unfinished = any(part.startswith(".step-") for part in path.relative_to(self._folder).parts[:-1])
+            if path.is_file() and (path.name.endswith("-wal") or unfinished):
                 size, durable = path.stat().st_size, self._durable.get(path, 0)
                 durable = 0 if durable > size else durable  # a log that was begun anew
                 if size > durable:
@@ -165,10 +160,10 @@ class Policy:
         self.weight_version = version
 
     async def rollout(self, prompts: DataProto, **_: Any) -> DataProtoFuture:
-        slot = int(prompts.batch["slot"][0])
+        group_id = int(prompts.batch["group_id"][0])
         group = []
         for row in range(len(prompts)):
-            digest = hashlib.sha256(b"%s/%d/%d" % (self.weights, slot, row)).digest()
+            digest = hashlib.sha256(b"%s/%d/%d" % (self.weights, group_id, row)).digest()
             group.append(
                 Trajectory(
                     task=prompts.non_tensor_batch["task"][row],
@@ -181,7 +176,7 @@ class Policy:
                     finish_reason="done",
                 )
             )
-        batch = trajectories_to_batch(group, slot=slot)
+        batch = trajectories_to_batch(group, group_id=group_id)
         batch.meta_info |= {"wasted_tokens": 0, "record": encode_rows(group)}
         return DataProtoFuture.of(batch)
 
@@ -212,7 +207,7 @@ class Policy:
 class Silent:
     def stepped(self, record: Any) -> None: ...
     def evaluated(self, result: Any, *, step: int) -> None: ...
-    def sampled(self, trajectory: Any, *, step: int, slot: int) -> None: ...
+    def sampled(self, trajectory: Any, *, step: int, group_id: int) -> None: ...
 
 
 async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) -> dict[str, Any]:
@@ -238,16 +233,23 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
         connect=points.connect,
         files=files,
     )
-    journal = Journal(ledger)
-    found = journal.recovered
     # What the death of a process leaves is whole; that of the machine takes what was to outlive only a process. (After
-    # two deaths there may be rows of weights that a step made which nobody takes again: they are sampled anew.)
-    damage = [note for note in found.notes if "cannot be made again" not in note]
+    # two deaths there may be rows of weights of a step that is not repeated: they are sampled again.)
+    found = ledger.recovered
+    notes = found.notes if found is not None else ()
+    damage = [note for note in notes if "cannot be made again" not in note]
     if damage and not (torn and fsync == "checkpoint"):
         raise AssertionError(f"damage that cannot be: {damage}")
-    done = resumed.step if resumed is not None else 0
-    held, again = still_outstanding(resumed, found, total_groups=(STEPS - done) * GROUPS)
-    tokens = sum(group.summary.tokens for group in found.groups.values())
+    recorded = sum(group.summary.tokens for group in found.groups.values()) if found is not None else 0
+    start = starting_point(
+        resumed,
+        ledger,
+        steps=STEPS,
+        groups_per_step=GROUPS,
+        max_staleness=0,
+        policy=POLICIES["wait"],
+        generated=(resumed.trained if resumed is not None else 0) + recorded,
+    )
 
     async def save(driver: Driver, step: int) -> None:
         position = await ledger.durable()
@@ -256,30 +258,29 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
         await checkpoints.save(policy, state, step=step)
 
     driver = Driver(
-        plan=TrainingPlan(
-            steps=STEPS,
-            groups_per_step=GROUPS,
+        plan=TrainingPlan(steps=STEPS, groups_per_step=GROUPS, group_size=ROWS, checkpoint_every=CHECKPOINT_EVERY),
+        law=start.law,
+        groups=start.groups,
+        reused=start.reused,
+        stages=GroupStages(
             group_size=ROWS,
-            advantage=AdvantageEstimator("centred", lambda rewards: rewards - rewards.mean(), {}),
             seed=0,
-            eval_tasks=0,
-            checkpoint_every=CHECKPOINT_EVERY,
-            sample_trajectories=0,
+            pool=policy,
+            environments=EchoFactory(),
+            buffer=AsyncReplayBuffer(capacity=max(GROUPS, start.places), max_staleness=0),
+            journal=start.journal,
+            timeline=Timeline(),
+            version=lambda: start.law.version,
         ),
-        trainer=policy,
-        pool=policy,
-        buffer=AsyncReplayBuffer(capacity=max(GROUPS, len(held) + len(again)), max_staleness=0),
-        law=admission_law(
-            resumed, steps=STEPS, groups_per_step=GROUPS, max_staleness=0, policy=POLICIES["wait"], found=found
+        learner=Learner(
+            trainer=policy,
+            advantages=Advantages(
+                estimator=AdvantageEstimator("centred", lambda rewards: rewards - rewards.mean(), {})
+            ),
+            policy=POLICIES["wait"],
+            max_staleness=0,
         ),
-        environments=EchoFactory(),
-        timeline=Timeline(),
         observer=Silent(),
-        accounts=resumed_accounts(
-            resumed, found=found, generated=(resumed.trained if resumed is not None else 0) + tokens
-        ),
-        journal=journal,
-        outstanding={*held, *again},
         save_checkpoint=save,
     )
     if resumed is None:
@@ -293,6 +294,10 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
 
 
 # --------------------------------------------------------------------------------------------------- a run as it is
+
+
+class CountedEngine(FSDPEngine):
+    """The training engine that a run makes by name; the points of its folders are counted. One process has one run."""
 
 
 class CountedLedger(SQLiteLedger):
@@ -318,11 +323,11 @@ def run_config(runs: Path) -> Config:
                 "options": {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "max_position": 128},
             },
             "env": {"name": "digits_world:DigitsFactory"},
-            "rollout": {"max_new_tokens": 6, "max_tokens": 96, "options": {"max_running_requests": 1}},
-            "trainer": {"groups_per_step": 2, "group_size": 4, "lr": 1e-2},
+            "rollout": {"max_new_tokens": 6, "max_seq_len": 96, "options": {"max_running_requests": 1}},
+            "trainer": {"engine": "crash_points:CountedEngine", "groups_per_step": 2, "group_size": 4, "lr": 1e-2},
             "eval": {"tasks": 0},
             "ledger": {"kind": "crash_points:CountedLedger"},
-            "checkpoint": {"every": 2, "keep": 2},
+            "checkpoint": {"every": 2, "keep_last": 2},
             "telemetry": {"progress": "none"},
         }
     )
@@ -332,6 +337,7 @@ def run_life(folder: Path, points: Points) -> dict[str, Any]:
     """From the newest checkpoint of the run in ``folder``, or a run of its own, to the last step."""
     import crash_points  # this file, as the configuration names it
 
+    crash_points.CountedEngine.files = DurableFiles(points)
     crash_points.CountedLedger.points = points
     training_run.Checkpoints = functools.partial(Checkpoints, files=DurableFiles(points))  # type: ignore[misc, assignment]
     config = run_config(folder)
@@ -349,9 +355,11 @@ def run_life(folder: Path, points: Points) -> dict[str, Any]:
 
 
 def trained_in(ledger: Path) -> list[list[int]]:
-    """Step, position and slot of everything that was trained on."""
+    """Step, position and group_id of everything that was trained on."""
     with closing(sqlite3.connect(ledger)) as told:
-        return [list(line) for line in told.execute("SELECT step, position, slot FROM batches ORDER BY step, position")]
+        return [
+            list(line) for line in told.execute("SELECT step, position, group_id FROM batches ORDER BY step, position")
+        ]
 
 
 # ------------------------------------------------------------------------------------------------------------- lives

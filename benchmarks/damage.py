@@ -1,12 +1,12 @@
-"""Cuts and flipped bits in every file of ledgers and checkpoints: found out each time, and the last good state used.
+"""Cuts and flipped bits in every file of ledgers and checkpoints: each is detected, and the last good state is used.
 
     python benchmarks/damage.py --damages 5000 [--json] [--seed 0] [--jobs 2]
 
-Half of the damage strikes a ledger as a killed process leaves it (tables, write-ahead log, witness), half the newest of
-two checkpoints (trainer's files, model, driver's state, manifest). A third are cuts, the rest single bits. A struck
-ledger is resumed: what it gives back must be what was written, its prompts must add up, and either the damage is told
-or nothing at all is missing (a bit that means nothing, such as one of a page that is not in use). A struck checkpoint
-must be refused, whatever was struck, and the one before it must be what a run goes on from.
+Half of the damage is to a ledger as a killed process leaves it (tables, write-ahead log, witness), half to the newest
+of two checkpoints (trainer's files, model, driver's state, manifest). A third are cuts, the rest single bits. A run
+with a damaged ledger is resumed: the recovered groups must be those that were written, their counts must add up, and
+either the damage is reported or nothing is missing (a bit without meaning, such as one of a page that is not in use). A
+damaged checkpoint must be refused, and the run must resume from the one before it.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.durable import DurableFiles
 from asyncrl.errors import CheckpointError, LedgerError
+from asyncrl.io import DurableFiles, verify_folder
 from asyncrl.ledger import Completed, Consumed, Dispatched, Issued, LedgerBase, TurnsAppended
-from asyncrl.pipeline.checkpoint import Checkpoints, DriverState, check
-from asyncrl.rollout.record import decode_rows, encode_rows
-from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.rollout.trajectory import Trajectory, Turn, decode_rows, encode_rows
 from asyncrl.rollout.turns import TurnRecord, decode_turns, encode_turns, sampled_turns
+from asyncrl.trainer.checkpoint import Checkpoints, DriverState
 from buffers.ledger import SQLiteLedger
 
 PROMPTS = 6
 CHUNK = 50
 
 
-class Hasty(DurableFiles):
-    """Waits for no disk: nothing here outlives this process."""
+class UnsyncedFiles(DurableFiles):
+    """Skips syncs, because nothing here must survive this process."""
 
     def sync(self, path: Path) -> None:
         pass
@@ -52,16 +51,16 @@ class Hasty(DurableFiles):
         path.write_bytes(content)
 
 
-def rows_of(slot: int) -> bytes:
+def rows_of(group_id: int) -> bytes:
     return encode_rows(
         [
             Trajectory(
-                task={"number": slot},
-                token_ids=tuple(range(slot, slot + 40)),
+                task={"number": group_id},
+                token_ids=tuple(range(group_id, group_id + 40)),
                 loss_mask=(False, *[True] * 39),
                 behaviour_log_probs=(0.0, *[-1.5] * 39),
                 weight_versions=(-1, *[0] * 39),
-                reward=slot + row / 8,
+                reward=group_id + row / 8,
                 turns=(Turn(start=1, end=40, finish_reason="stop", message={"role": "assistant", "content": "x"}),),
                 finish_reason="done",
             )
@@ -74,7 +73,7 @@ def turns_of(turn: int) -> list[TurnRecord]:
     """One turn of each row of a prompt under way, the same in every process."""
     return [
         TurnRecord(
-            slot=PROMPTS,
+            group_id=PROMPTS,
             attempt=0,
             row=row,
             turn=turn,
@@ -82,7 +81,7 @@ def turns_of(turn: int) -> list[TurnRecord]:
             chain=0,
             place=turn,
             trial=0,
-            heard=bytes(80),
+            context=bytes(80),
             token_ids=bytes([row, turn, 0, 0] * 30),
             log_probs=bytes([0, 0, row, 191] * 30),
             spans=((0, 30),),
@@ -95,14 +94,14 @@ def turns_of(turn: int) -> list[TurnRecord]:
 def make_ledger(folder: Path) -> dict[str, bytes]:
     """The files of a ledger whose process was killed: six prompts, two of them trained on, and one under way."""
     folder.mkdir()
-    ledger = SQLiteLedger(folder / "ledger.sqlite", threaded=False, files=Hasty())
-    for slot in range(PROMPTS):
-        ledger.append(Issued(slot))
-        ledger.append(Dispatched(slot=slot, attempt=0, version=0))
-        ledger.append(Completed(slot=slot, attempt=0, tokens=156), rows=rows_of(slot))
-    ledger.append(Consumed(slot=0, step=1, position=0), Consumed(slot=1, step=1, position=1))
+    ledger = SQLiteLedger(folder / "ledger.sqlite", threaded=False, files=UnsyncedFiles())
+    for group_id in range(PROMPTS):
+        ledger.append(Issued(group_id))
+        ledger.append(Dispatched(group_id=group_id, attempt=0, version=0))
+        ledger.append(Completed(group_id=group_id, attempt=0, tokens=156), rows=rows_of(group_id))
+    ledger.append(Consumed(group_id=0, step=1, position=0), Consumed(group_id=1, step=1, position=1))
     ledger.append(Issued(PROMPTS))
-    ledger.append(Dispatched(slot=PROMPTS, attempt=0, version=0))
+    ledger.append(Dispatched(group_id=PROMPTS, attempt=0, version=0))
     for turn in (0, 1):
         content = encode_turns(turns_of(turn))
         ledger.append(TurnsAppended(turns=sampled_turns(content)), rows=content)
@@ -127,12 +126,12 @@ class SmallTrainer:
 
 def make_checkpoints(folder: Path) -> dict[str, bytes]:
     """Two checkpoints; the files of the newer one, by their path below it."""
-    checkpoints = Checkpoints(folder, keep=2, files=Hasty())
+    checkpoints = Checkpoints(folder, keep=2, files=UnsyncedFiles())
     folder.mkdir()
     for step in (1, 2):
         state = DriverState(
             step=step,
-            next_slot=4 * step,
+            next_group_id=4 * step,
             outstanding=(4 * step - 1,),
             generated=100,
             trained=80,
@@ -154,7 +153,7 @@ def damaged(original: bytes, dice: random.Random) -> tuple[bytes, str]:
 
 
 def strike_ledger(folder: Path, files: dict[str, bytes], dice: random.Random) -> tuple[str, str]:
-    """One damage to a ledger: ``told`` or ``meaningless``, or what is wrong; and what was done."""
+    """Damage a ledger once; return ``reported`` or ``meaningless``, or what is wrong; and what was done."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, content in files.items():
@@ -163,44 +162,44 @@ def strike_ledger(folder: Path, files: dict[str, bytes], dice: random.Random) ->
     content, what = damaged(files[name], dice)
     (folder / name).write_bytes(content)
     what = f"{name}: {what}"
-    base = LedgerBase(step=0, next_slot=0, consumed=0, outstanding=())
+    base = LedgerBase(step=0, next_group_id=0, consumed=0, outstanding=())
     try:
         with SQLiteLedger(
-            folder / "ledger.sqlite", resume=base, threaded=False, files=Hasty(), fsync="checkpoint"
+            folder / "ledger.sqlite", resume=base, threaded=False, files=UnsyncedFiles(), fsync="checkpoint"
         ) as ledger:
             found, counts = ledger.recovered, ledger.statistics()
     except LedgerError:
-        return "told", what
+        return "reported", what
     assert found is not None
     if counts.unaccounted:
-        return "prompts do not add up", what
-    for slot, group in found.groups.items():
-        if group.rows != decode_rows(rows_of(slot), slot=slot):
-            return f"other rows for prompt {slot}", what
+        return "groups do not add up", what
+    for group_id, group in found.groups.items():
+        if group.rows != decode_rows(rows_of(group_id), group_id=group_id):
+            return f"other rows for group {group_id}", what
     turns = decode_turns(found.turns[PROMPTS].content) if PROMPTS in found.turns else []
     sampled = sorted(turns_of(0) + turns_of(1), key=lambda turn: (turn.row, turn.turn))
     if any(turn not in sampled for turn in turns):
-        return "other turns of the prompt under way", what
+        return "other turns of the running group", what
     if found.notes:
-        return "told", what
+        return "reported", what
     whole = sorted(found.groups) == list(range(PROMPTS)) and dict(found.batches) == {1: (0, 1)} and turns == sampled
-    return "meaningless" if whole else "not told, and something is missing", what
+    return "meaningless" if whole else "not reported, and something is missing", what
 
 
 def strike_checkpoint(folder: Path, files: dict[str, bytes], dice: random.Random) -> tuple[str, str]:
     """One damage to the newest checkpoint, taken back afterwards."""
-    checkpoints = Checkpoints(folder, keep=2, files=Hasty())
+    checkpoints = Checkpoints(folder, keep=2, files=UnsyncedFiles())
     name = dice.choice(sorted(files))
     content, what = damaged(files[name], dice)
     victim = folder / "step-000002" / name
     victim.write_bytes(content)
     try:
-        check(victim.parents[name.count("/")])
+        verify_folder(victim.parents[name.count("/")])
     except CheckpointError:
         used = checkpoints.latest().name
-        outcome = "told" if used == "step-000001" else f"{used} was used"
+        outcome = "reported" if used == "step-000001" else f"{used} was used"
     else:
-        outcome = "not told"
+        outcome = "not reported"
     victim.write_bytes(files[name])
     return outcome, f"{name}: {what}"
 
@@ -228,9 +227,9 @@ def strike(job: tuple[int, int, str]) -> tuple[Counter[str], list[str]]:
                 strike_checkpoint(root / "checkpoints", checkpoint_files, dice),
             )
         outcomes[f"{kind}, {'cut' if 'cut to' in what else 'bit'}: {outcome}"] += 1
-        if outcome not in ("told", "meaningless"):
+        if outcome not in ("reported", "meaningless"):
             wrong.append(f"{kind}: {what}: {outcome} (seed {seed}, number {number})")
-    check(root / "checkpoints" / "step-000002")  # undamaged, it is good
+    verify_folder(root / "checkpoints" / "step-000002")  # undamaged, it is good
     shutil.rmtree(root)
     return outcomes, wrong
 
@@ -259,7 +258,7 @@ def main() -> None:
     figures: list[dict[str, Any]] = [
         figure("damages", outcomes.total(), "damages"),
         figure(
-            "told, or without any meaning",
+            "reported, or without any meaning",
             outcomes.total() - len(wrong),
             "damages",
             goal=f"{outcomes.total()}",

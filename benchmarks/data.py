@@ -2,10 +2,10 @@
 
     python benchmarks/data.py [--json] [--rounds 15]
 
-Every figure stands beside its floor, measured in the same run, the two taking turns; figures are medians over the
-rounds. The floors: Ray's store with bare numpy arrays over the same memory (object_store_64mb); torch on the same
-tensors (unpad, chunk, concat, shuffle), or memcpy of the same bytes (shuffle_64mb_ragged, codec_64mb); a plain file of
-the same bytes, flushed to disk alike (save, load); an import of torch alone.
+Every figure has a floor, measured in the same run, alternating with it; figures are medians over the rounds. The
+floors: Ray's store with bare numpy arrays over the same memory (object_store_64mb); torch on the same tensors (unpad,
+chunk, concat, shuffle), or memcpy of the same bytes (shuffle_64mb_ragged, codec_64mb); a plain file of the same bytes,
+flushed to disk alike (save, load); an import of torch alone.
 """
 
 from __future__ import annotations

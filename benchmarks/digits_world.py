@@ -1,6 +1,6 @@
-"""A world for runs that are hurt on purpose: an untrained model's rewards differ from row to row, and none is zero.
+"""An environment for runs with injected faults: an untrained model's rewards differ from row to row, and none is zero.
 
-What a text earns follows from the text alone, so that a reward that nobody computed shows.
+The reward is a function of the text alone, so that a fabricated reward is detected.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.interfaces import Message, Step, Task, Tool
 
-__all__ = ["PACE", "DigitsFactory", "Pace", "PacedFactory", "text_score", "worth"]
+__all__ = ["PACE", "DigitsFactory", "Pace", "PacedFactory", "UnevenFactory", "text_score", "worth"]
 
 
 def worth(text: str) -> float:
@@ -91,3 +92,50 @@ class PacedFactory(DigitsFactory):
 
     def make(self) -> Digits:
         return PacedDigits()
+
+
+class UnevenDigits(Digits):
+    """Some episodes wait in their second turn until later tasks have begun, and some fail there."""
+
+    def __init__(self, world: UnevenFactory) -> None:
+        super().__init__()
+        self._world = world
+        self._index = 0
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        self._index = task["index"]
+        self._world.began(self._index)
+        return await super().reset(task)
+
+    async def step(self, reply: Message) -> Step:
+        if self._turn == 0:
+            await self._world.uneven(self._index)
+        return await super().step(reply)
+
+
+class UnevenFactory(DigitsFactory):
+    """The same sums, for runs of ``groups`` groups whose rollouts span versions, however fast the machine is.
+
+    Task n waits until the one ``waits[n % len(waits)]`` after it has begun. The episodes of task 6 always fail, two of
+    task 8 fail once. All episodes share one process.
+    """
+
+    def __init__(self, *, groups: int, waits: Sequence[int]) -> None:
+        self._groups, self._waits = groups, waits
+        self._begun: dict[int, asyncio.Event] = {}
+        self._failures = {6: 1_000_000, 8: 2}
+
+    def make(self) -> Digits:
+        return UnevenDigits(self)
+
+    def began(self, index: int) -> None:
+        self._begun.setdefault(index, asyncio.Event()).set()
+
+    async def uneven(self, index: int) -> None:
+        if self._failures.get(index, 0) > 0:
+            self._failures[index] -= 1
+            raise OSError(f"the world of task {index} is broken")
+        awaited = index + self._waits[index % len(self._waits)]
+        if index < awaited < self._groups:
+            with suppress(TimeoutError):  # where a defect keeps the later task from ever beginning
+                await asyncio.wait_for(self._begun.setdefault(awaited, asyncio.Event()).wait(), 3.0)

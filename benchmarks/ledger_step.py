@@ -2,12 +2,12 @@
 
     python benchmarks/ledger_step.py [--rounds 5] [--steps 16] [--json]
 
-The quickstart's model is warmed up once. Then runs of some steps follow one another in turn: without a ledger, with
-it, and with it and a checkpoint every 10 steps; each in a new process, all workers in it, so that its processor time
-is that of the whole system. The floor of a round is its run without a ledger; what is told is the median of rounds.
+The quickstart's model is warmed up once. Then runs of some steps alternate: without a ledger, with it, and with it and
+a checkpoint every 10 steps; each in a new process with all workers in it, so that its processor time is that of the
+whole system. The floor of a round is its run without a ledger; the figures are medians over the rounds.
 
-Beside that difference, which has the noise of two runs in it, stands the processor time spent in the ledger itself:
-turning rows and turns to bytes, deciding events, and the thread that writes.
+That difference has the noise of two runs. So the processor time spent in the ledger itself is a figure, too: encoding
+rows and turns, applying events, and the thread that writes.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Spent:
 
 def settings(folder: Path, steps: int) -> list[str]:
     common = ["--cluster.backend", "local", "--runs", str(folder), "--telemetry.progress", "none"]
-    return [*common, "--steps", str(steps), "--eval.tasks", "0", "--trainer.schedule", "constant"]
+    return [*common, "--steps", str(steps), "--eval.tasks", "0", "--trainer.lr_scheduler_type", "constant"]
 
 
 def warm_up(folder: Path, steps: int) -> str:
     from asyncrl.config import load_config
-    from asyncrl.pipeline.run import sft
+    from asyncrl.tasks.run import sft
 
     return str(sft(load_config(QUICKSTART, [*settings(folder, 1), "--sft.steps", str(steps)]))["model"])
 
@@ -68,9 +68,13 @@ def run(arm: str, folder: Path, model: str, steps: int) -> Spent:
     import torch
 
     from asyncrl.config import load_config
-    from asyncrl.pipeline import recorder, run, training_run
     from asyncrl.rollout import turns, worker
-    from buffers import ledger, ledger_writer
+    from asyncrl.tasks import run
+    from asyncrl.trainer import journal
+    from asyncrl.trainer import report as recorder
+    from asyncrl.trainer import run as training_run
+    from buffers import ledger
+    from buffers import ledger as ledger_writer
 
     torch.set_num_threads(1)
     inside: Counter[str] = Counter()
@@ -90,12 +94,12 @@ def run(arm: str, folder: Path, model: str, steps: int) -> Spent:
         setattr(owner, name, measured)
 
     timed(worker, "encode_rows")
-    timed(turns.RowTurns, "sampled")
+    timed(turns.TurnRecorder, "sampled")
     timed(turns, "encode_turns")
-    timed(training_run.Journal, "turns")
-    timed(training_run.Journal, "completed")
-    timed(training_run.Journal, "consumed")
-    timed(training_run.Journal, "issued")
+    timed(journal.Journal, "turns")
+    timed(journal.Journal, "completed")
+    timed(journal.Journal, "trained")
+    timed(journal.Journal, "issued")
     timed(ledger_writer.LedgerWriter, "_commit_all")
     saves: list[float] = []
     save = training_run.TrainingRun._save
@@ -156,12 +160,12 @@ def main() -> None:
                 order = names[number % 3 :] + names[: number % 3]
                 rounds.append({arm: pool.apply(run, (arm, folder / arm, model, options.steps)) for arm in order})
                 if not options.json:
-                    told = rounds[-1]
+                    last = rounds[-1]
                     print(
                         f"round {number}: "
-                        + ", ".join(f"{arm} {told[arm].wall_s:.3f} s ({told[arm].cpu_s:.3f} s cpu)" for arm in names)
-                        + f"; in the ledger {told['ledger'].ledger_s * 1e3:.1f} ms cpu a step, "
-                        f"a checkpoint {told['checkpoints'].checkpoint_s:.3f} s",
+                        + ", ".join(f"{arm} {last[arm].wall_s:.3f} s ({last[arm].cpu_s:.3f} s cpu)" for arm in names)
+                        + f"; in the ledger {last['ledger'].ledger_s * 1e3:.1f} ms cpu a step, "
+                        f"a checkpoint {last['checkpoints'].checkpoint_s:.3f} s",
                         flush=True,
                     )
     finally:

@@ -1,13 +1,13 @@
-"""Plants small defects in `asyncrl/algorithms`, one at a time, and counts those that its tests notice.
+"""Plants small defects in `asyncrl/algorithms`, one at a time, and counts those that its tests detect.
 
     python benchmarks/mutants.py [--sample 300] [--seed 0] [--jobs 2] [--only policy_losses] [--json]
 
 A mutant is a module with one change: an operator, a comparison or a number replaced, a condition negated, a keyword
-left out, `detach`, a minus or a `raise` taken away, `min` for `max`, and the like. Messages, docstrings and
-annotations are left alone. Each mutant meets all of `tests/algorithms` in a process forked from one that has
-imported torch and pytest, until a test fails. What survives is printed as a line of code and its change: either a
-missing test, or a change that no input can show. A mutant that takes more than ``--timeout-s`` seconds is counted
-apart, and not as killed.
+left out, `detach`, a minus or a `raise` taken away, `min` for `max`, and the like. Messages, docstrings and annotations
+are left alone. Each mutant runs all of `tests/algorithms` in a process forked from one that has imported torch and
+pytest, until a test fails. A mutant that survives is printed as a line of code and its change: either a test is
+missing, or no input can show the change. A mutant that takes more than ``--timeout-s`` seconds is counted apart, and
+not as killed.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The pool of replicas under fire: processes that are really killed, weights that change, and what clients notice.
+"""The pool of replicas under faults: processes are killed, weights change, and errors are counted at the clients.
 
     python benchmarks/pool.py [--json] [--engine scripted|transformers|vllm|sglang] [--python FILE] [--replicas 4]
                               [--seconds 120] [--kill-every 5] [--swaps 2000] [--most-seconds S] [--clients 16]
-                              [--no-spawner]
+                              [--max-committing 1]
 
-The engines' every token is the weight version that made it (``scripted``: asyncrl.testing.TelltaleEngine, one token a
-millisecond; the others: a model of 20,000 parameters whose version v can only say v), so a wrong label shows by
-itself. Requests of 1 to 200 tokens come from ``--clients`` clients without a pause; weights are swapped ``--swaps``
-times, one after another, pauses in between; every ``--kill-every`` seconds a serving replica is sent SIGKILL. The run
-ends when the swaps are done and the seconds have passed; after ``--most-seconds`` no swap is begun any more. vLLM and
-SGLang run under the ``--python`` of their own environment.
+The engines' every token is the weight version that made it (``scripted``: asyncrl.testing.VersionEchoEngine, one token
+a millisecond; the others: a model of 20,000 parameters whose version v samples only token v), so a wrong version is
+visible. Requests of 1 to 200 tokens come from ``--clients`` clients without a pause; weights are swapped ``--swaps``
+times, one after another, pauses in between; every ``--kill-every`` seconds a serving replica is killed with SIGKILL.
+The run ends when the swaps are done and the seconds have passed; after ``--most-seconds`` no swap is begun any more.
+vLLM and SGLang run under the ``--python`` of their own environment.
 
 Tokens are counted by the engines where they are sampled (by vLLM's and SGLang's where they arrive from the process that
-samples), in a file each that outlives them: what they sampled and no client got was sampled twice. A replica that was
-killed has to come back with the version that was current at the kill, or a newer one.
+samples), each in a file that outlives it: tokens that were sampled and that no client received were sampled in vain. A
+replica that was killed has to come back with the version that was current at the kill, or a newer one.
 
 Re-routing is measured from the kill to the first token that a request of the dead replica gets on another. Its floor is
 the mean time between two chunks of one request.
@@ -42,15 +42,14 @@ from typing import Any
 from pool_engines import sampled_tokens  # beside this file
 
 from asyncrl.errors import WeightError
-from asyncrl.interfaces import GenerationRequest, SamplingParams, WeightTransport
-from asyncrl.rollout.attempt import Attempt
-from asyncrl.rollout.pool_options import PoolOptions
-from asyncrl.rollout.replica import Supervision
-from asyncrl.rollout.replica_health import HealthPolicy
+from asyncrl.interfaces import GenerationRequest, SamplingParams
+from asyncrl.rollout.engine_replica import Attempt
+from asyncrl.rollout.health import HealthPolicy
+from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.testing import EmptyTransport
-from asyncrl.weights.transport import TransportSpec
-from engines.rollout.remote_engine import RemoteEngine
+from asyncrl.weights import TransportSpec, WeightTransport
+from engines.rollout.remote.engine import RemoteEngine
 
 VOCABULARY = 67
 COUNTED = {
@@ -153,7 +152,7 @@ class Fire:
             if isinstance(engine, RemoteEngine) and engine.pid is not None:
                 now = time.perf_counter()
                 self.killed |= {each.request_id.partition("~")[0]: (each, now) for each in replica.attempts}
-                self.away[replica.name] = (replica.health.engine, self.pool.weight_version, now)
+                self.away[replica.name] = (replica.health.incarnation, self.pool.weight_version, now)
                 os.kill(engine.pid, signal.SIGKILL)
                 self.kills += 1
 
@@ -254,13 +253,10 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
     options = PoolOptions(
         supervision=Supervision(health=HealthPolicy(restart_s=0.2, max_restart_s=5.0), probe_every_s=2.0),
         weights_s=60.0,
-        max_away=given.max_away,
+        max_committing=given.max_committing,
     )
     held: set[int] = set()
     async with contextlib.AsyncExitStack() as stack:
-        if not given.no_spawner and given.python is None:
-            made["spawner"] = spawner = RemoteEngine.spawner(made["engine"], str(folder))
-            stack.push_async_callback(spawner.close)
         factories = {f"r{n}": lambda: RemoteEngine(str(folder), transport=spec, **made) for n in range(given.replicas)}
         pool = await stack.enter_async_context(ReplicaPool(factories, options=options))
         fire = Fire(pool, random.Random(0))
@@ -286,21 +282,21 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[Figure]:
             fire.running = False
             killing.cancel()
         lasted_s = time.perf_counter() - begin
-        told = pool.statistics()
+        counted = pool.statistics()
     transport.close()
-    return figures(fire, told, lasted_s, sampled=sampled_tokens(folder))
+    return figures(fire, counted, lasted_s, sampled=sampled_tokens(folder))
 
 
-def figures(fire: Fire, told: Any, lasted_s: float, *, sampled: int) -> list[Figure]:
+def figures(fire: Fire, counted: Any, lasted_s: float, *, sampled: int) -> list[Figure]:
     def plain(name: str, value: float, unit: str, goal: str = "", holds: bool = True) -> Figure:
         return Figure(name, value, unit, 0.0, 0.0, goal, holds)
 
     gap_s = statistics.fmean(fire.gaps_s)
     reroute_s = quantile(fire.rerouted_s, 0.99)
     twice = sampled - fire.tokens
-    kills_held = fire.came_back >= fire.kills - len(told.replicas) and not fire.came_back_stale
+    kills_held = fire.came_back >= fire.kills - len(counted.replicas) and not fire.came_back_stale
     return [
-        plain("wrong labels, lost and doubled tokens", fire.wrong, "tokens", "0", fire.wrong == 0),
+        plain("wrong labels, lost and repeated tokens", fire.wrong, "tokens", "0", fire.wrong == 0),
         plain("errors seen by clients", fire.errors.total(), "requests", "0", not fire.errors),
         plain("replicas killed", fire.kills, "kills"),
         plain("came back", fire.came_back, "engines", "all but the last, with the version of the kill", kills_held),
@@ -309,14 +305,14 @@ def figures(fire: Fire, told: Any, lasted_s: float, *, sampled: int) -> list[Fig
         plain("came back with older weights", fire.came_back_stale, "engines", "0", not fire.came_back_stale),
         plain("tokens sampled that no client got", twice, "tokens"),
         plain("of all", twice / max(sampled, 1), "", "<= 0.01, and none missing", 0 <= twice <= 0.01 * sampled),
-        plain("requests moved", told.migrations, "requests"),
+        plain("requests moved", counted.migrations, "requests"),
         plain("re-routing, median", quantile(fire.rerouted_s, 0.5), "s"),
         Figure("re-routing, p99", reroute_s, "s", gap_s, reroute_s / gap_s, "<= 2 s", not reroute_s > 2.0),
         plain("weight swaps", len(fire.swaps_s) - fire.missed_swaps, "swaps"),
         plain("swap, median", statistics.median(fire.swaps_s or [0.0]), "s"),
         plain("pauses", fire.pauses.total(), "pauses"),
         plain("requests", fire.requests, "requests"),
-        plain("tokens", fire.tokens, "tokens", "as many as the pool counted", fire.tokens == told.tokens),
+        plain("tokens", fire.tokens, "tokens", "as many as the pool counted", fire.tokens == counted.tokens),
         plain("tokens per second", fire.tokens / lasted_s, "1/s"),
     ]
 
@@ -332,8 +328,7 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=2000)
     parser.add_argument("--most-seconds", type=float, default=float("inf"), help="begin no swap after so many")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--max-away", type=int, default=1)
-    parser.add_argument("--no-spawner", action="store_true", help="every process imports everything by itself")
+    parser.add_argument("--max-committing", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measured = asyncio.run(measure(given, Path(folder)))

@@ -9,12 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from asyncrl.testing import TelltaleEngine
-from asyncrl.weights.transport import TransportSpec
-from engines.rollout.embedded.generation import Counters
-from engines.rollout.sglang_engine import SGLangEngine
-from engines.rollout.transformers_engine import TransformersEngine
-from engines.rollout.vllm_engine import VLLMEngine
+from asyncrl.testing import VersionEchoEngine
+from asyncrl.weights import TransportSpec
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.rollout.transformers.engine import TransformersEngine
+from engines.rollout.transformers.generation import Counters
+from engines.rollout.vllm.engine import VLLMEngine
 
 __all__ = ["CountedSGLang", "CountedTelltale", "CountedTransformers", "CountedVLLM", "sampled_tokens"]
 
@@ -40,7 +40,7 @@ def sampled_tokens(folder: Path) -> int:
 
 
 class TalliedCounters(Counters):
-    """The engine's own counters, whose tokens are told to a tally in the thread that samples them."""
+    """The engine's own counters, which write the tokens to a tally in the thread that samples them."""
 
     def __init__(self, tally: Tally) -> None:
         object.__setattr__(self, "_tally", tally)
@@ -87,17 +87,13 @@ class CountedSGLang(SGLangEngine):
             self._tally.write(value)
 
 
-class CountedTelltale(TelltaleEngine):
-    @staticmethod
-    def import_for_fork(model_path: str) -> None:
-        """Nothing but this file is needed."""
-
+class CountedTelltale(VersionEchoEngine):
     def __init__(self, model_path: str = "", *, count_in: str, **options: Any) -> None:
         super().__init__(model_path, **options)
         self._tally = Tally(count_in)
-        self._told = 0
+        self._sampled = 0
 
     def token(self, scripted: int) -> int:
-        self._told += 1
-        self._tally.write(self._told)
+        self._sampled += 1
+        self._tally.write(self._sampled)
         return super().token(scripted)

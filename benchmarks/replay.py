@@ -2,11 +2,12 @@
 
     python benchmarks/replay.py --runs 100 [--jobs 2] [--seed 0] [--json]
 
-Each run is a tiny model in a world whose steps take about as long as an update, however busy the machine is, so that
-rollouts, updates and publications overlap; its seed draws staleness bound and policy, loss, minibatches, a reference, a
-reward function, LoRA, and whether it is stopped on the way and resumed. Each step of the replay is held to the
-fingerprint that the run recorded of its weights. One whose weights never changed counts as one that failed. In place of
-one that overlaps by less than 60 % another is recorded; it must be replayed all the same.
+Each run is a tiny model in an environment whose steps take about as long as an update, however busy the machine is, so
+that rollouts, updates and publications overlap; its seed draws staleness bound and policy, loss, num_mini_batches, a
+reference, a reward function, LoRA, and whether it is stopped on the way and resumed. Each step of the replay is
+compared with the fingerprint of the weights that the run recorded. A run whose weights never changed counts as failed.
+A run that overlaps by less than 60 % does not count, and another is recorded in its place; it must be replayed all the
+same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LEAST_OVERLAP = 0.6
 STEPS = 24
 STOPPED_AT = 4
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))  # worlds:length_score
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "trainer"))  # worlds:length_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,12 @@ def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool, float]:
             {"loss": "dapo"},
             {"loss": "gspo"},
             {"loss": "cispo"},
-            {"loss": "dapo", "kl_coefficient": 0.1},
-            {"loss": "dapo", "kl_coefficient": 0.1, "kl_placement": "reward"},
+            {"loss": "dapo", "kl_coef": 0.1},
+            {"loss": "dapo", "kl_coef": 0.1, "kl_placement": "reward"},
         ]
     )
     trainer: dict[str, Any] = {"groups_per_step": 4, "group_size": 4, "lr": 3e-3, "epochs": 4}
-    trainer |= dice.choice([{}, {"minibatches": 2, "epochs": 2}, {"lora": {"rank": 4, "alpha": 8}, "lr": 1e-2}])
+    trainer |= dice.choice([{}, {"num_mini_batches": 2, "epochs": 2}, {"lora": {"rank": 4, "alpha": 8}, "lr": 1e-2}])
     reward = dice.choice([{}, {}, {"source": "function", "options": {"function": "worlds:length_score"}}])
     tables: dict[str, Any] = {
         "name": "recorded",
@@ -75,7 +76,7 @@ def config_of(seed: int, runs: Path) -> tuple[dict[str, Any], bool, float]:
             "options": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 2, "max_position": 128},
         },
         "env": {"name": "digits_world:PacedFactory"},
-        "rollout": {"max_new_tokens": 12, "max_tokens": 96},
+        "rollout": {"max_new_tokens": 12, "max_seq_len": 96},
         "trainer": trainer,
         "algorithm": algorithm,
         "staleness": {"policy": dice.choice(["mask", "mask", "wait", "drop", "correct"])},
@@ -94,9 +95,9 @@ def measure(seed: int) -> Outcome:
     from digits_world import PACE
 
     from asyncrl.config import Config
-    from asyncrl.pipeline.driver import Driver
-    from asyncrl.pipeline.recording import Recording
-    from asyncrl.pipeline.run import train
+    from asyncrl.tasks.rerun import Recording
+    from asyncrl.tasks.run import train
+    from asyncrl.trainer.driver import Driver
 
     torch.set_num_threads(1)
 
@@ -137,7 +138,7 @@ def measure(seed: int) -> Outcome:
             replayed = recording.replay(runs=folder)
         ages = summary["staleness"]["histogram"]
         law = f"{config.staleness_policy.name} {config.max_staleness}"
-        parts = [law, config.algorithm.loss, config.algorithm.kl_placement if config.algorithm.kl_coefficient else ""]
+        parts = [law, config.algorithm.loss, config.algorithm.kl_placement if config.algorithm.kl_coef else ""]
         parts += ["lora" if config.trainer.lora else "", "rewarded" if tables["reward"] else "", "resumed" * hurt]
         return Outcome(
             seed=seed,

@@ -4,11 +4,11 @@
 
 Requests come as 1, 8, 32 and 64 at a time, with equal and with log-normal lengths. The floor is transformers' batched
 `generate` (left-padded, sampling at temperature 1, every row until the longest is done), which neither streams nor
-gives log-probs nor stops a row of its own length; both are counted in the tokens that were asked for. Floor and engine
-take turns; figures are medians over the rounds.
+gives log-probs nor stops a row of its own length; both are counted in the requested tokens. Floor and engine alternate;
+figures are medians over the rounds.
 
-Two more figures: what a step costs on top of the bare forward pass, and how long a weight update holds decoding up,
-beside a plain copy of the weights.
+Two more figures: the cost of a step beyond the bare forward pass, and how long a weight update stops decoding, compared
+with a plain copy of the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from asyncrl.interfaces import GenerationRequest, SamplingParams
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,22 +145,13 @@ def median_s(call: Callable[[], object], rounds: int) -> float:
 
 async def step_cost(engine: TransformersEngine, model: Any, load: Workload, rounds: int, name: str) -> Figure:
     """Wall time per step with all rows running, beside the model's forward pass over a cache of the same length."""
-    from engines.rollout.embedded.slot_cache import CacheGeometry, SlotCache
+    from transformers.cache_utils import DynamicCache
 
     rows, tokens = len(load.requests), load.requests[0][1]
     middle = len(load.requests[0][0]) + tokens // 2
-    config = model.config
-    geometry = CacheGeometry(
-        layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_tokens=middle,
-    )
-    cache = SlotCache(geometry)
-    cache.reserve(slots=rows, tokens=middle)
-    cache.read_slots(slice(0, rows), index=torch.arange(rows) * cache.capacity + middle - 1, tokens=middle)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(rows, middle - 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
 
     def forward() -> None:
         with torch.inference_mode():
@@ -171,6 +162,7 @@ async def step_cost(engine: TransformersEngine, model: Any, load: Workload, roun
                 past_key_values=cache,
                 use_cache=True,
             )
+            cache.crop(-1)
 
     def bare() -> float:
         return median_s(forward, 20)

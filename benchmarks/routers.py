@@ -1,17 +1,17 @@
-"""The pool beside generic routers, in front of the same replicas, in the same run.
+"""The pool compared with generic routers, in front of the same replicas, in the same run.
 
     python benchmarks/routers.py [--json] [--rounds 7] [--requests 1500] [--seconds 20] [--environment FOLDER]
 
-Replicas are processes that speak OpenAI's /v1/completions over HTTP and make a token of each number: the n-th token of
-a context says n. In front of them, each on its own port: the pool (``asyncrl.serve`` over engines that ask the
-replicas), and ``smg`` and ``vllm-router`` from the package index, in an environment that this program makes for them
-(kept in ``--environment``), because their Python halves bring packages that asyncrl does not need.
+Replicas are processes that serve OpenAI's /v1/completions over HTTP, and the n-th token of a context is n. In front of
+them, each on its own port: the pool (``asyncrl.serve`` over engines that call the replicas), and ``smg`` and
+``vllm-router`` from the package index, in an environment that this program makes for them (kept in ``--environment``),
+because their Python halves bring packages that asyncrl does not need.
 
-* throughput and 99th percentile: 32 connections that ask for 16 tokens at once. Rounds are short and all take turns;
-  the floor is one replica asked directly.
+* throughput and 99th percentile: 32 connections that request 16 tokens at once. Rounds are short and alternate; the
+  floor is one replica called directly.
 * kill: streams of 200 tokens, one every 5 ms, from 24 clients, while a replica is killed every four seconds and comes
-  back two seconds later. A stream that ends early, says a wrong token or is refused is an error that its client sees.
-  Tokens made are counted by the replicas; what was made beyond what clients received was made for nothing.
+  back two seconds later. A stream that ends early, has a wrong token or is refused is an error at its client. Replicas
+  count the tokens that they sample; those that no client received were sampled in vain.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from asyncrl.interfaces import (
     GenerationChunk,
     GenerationRequest,
     KVCachePolicy,
-    PauseMode,
     RolloutEngineStatistics,
 )
 
@@ -75,16 +74,16 @@ async def replica(port: int, counter: Path) -> None:
         struct.pack_into("q", made, 0, struct.unpack_from("q", made, 0)[0] + tokens)
 
     async def complete(request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        prompt = asked["prompt"]
-        begin, tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt), asked["max_tokens"]
-        if not asked.get("stream"):
+        body = await request.json()
+        prompt = body["prompt"]
+        begin, tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt), body["max_tokens"]
+        if not body.get("stream"):
             count(tokens)
             text = "".join(f" {begin + number}" for number in range(tokens))
             choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
             usage = {"prompt_tokens": begin, "completion_tokens": tokens, "total_tokens": begin + tokens}
-            told = {"id": "c", "object": "text_completion", "created": 1, "model": "echo"}
-            return web.json_response({**told, "choices": [choice], "usage": usage})
+            answer = {"id": "c", "object": "text_completion", "created": 1, "model": "echo"}
+            return web.json_response({**answer, "choices": [choice], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for number in range(tokens):
@@ -92,8 +91,8 @@ async def replica(port: int, counter: Path) -> None:
             count(1)
             reason = "length" if number + 1 == tokens else None
             choice = {"index": 0, "text": f" {begin + number}", "finish_reason": reason, "logprobs": None}
-            told = {"id": "c", "object": "text_completion", "created": 1, "model": "echo", "choices": [choice]}
-            await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+            answer = {"id": "c", "object": "text_completion", "created": 1, "model": "echo", "choices": [choice]}
+            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -113,6 +112,7 @@ async def replica(port: int, counter: Path) -> None:
 class HttpReplica:
     """A rollout engine that asks such a worker. Its tokens are the numbers, modulo the vocabulary of bytes."""
 
+    pulls_weights = False
     weight_version = 0
 
     def __init__(self, url: str) -> None:
@@ -138,8 +138,8 @@ class HttpReplica:
         try:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
                 if not stream:
-                    told = await answer.json()
-                    yield self._chunk(told["choices"][0])
+                    content = await answer.json()
+                    yield self._chunk(content["choices"][0])
                     return
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
@@ -161,7 +161,7 @@ class HttpReplica:
     async def abort(self, request_id: str) -> bool:
         return False
 
-    async def pause(self, mode: PauseMode = "keep") -> None: ...
+    async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
 
@@ -188,36 +188,29 @@ class HttpReplica:
 
 async def pool_server(urls: list[str]) -> None:
     """``asyncrl.serve`` over engines that ask the replicas; says its port."""
-    from asyncrl.garbage import settle_memory
-    from asyncrl.rollout.pool_options import PoolOptions
-    from asyncrl.rollout.replica import Supervision
+    from asyncrl.rollout.replica import PoolOptions, Supervision
     from asyncrl.rollout.replica_pool import ReplicaPool
-    from asyncrl.serve.admission import Admission
-    from asyncrl.serve.call import Face
+    from asyncrl.runtime import freeze_gc
+    from asyncrl.serve.call import ServerState
     from asyncrl.serve.limits import Limits
-    from asyncrl.serve.meters import Meters
     from asyncrl.serve.server import Binding, Server
-    from asyncrl.serve.sessions import Sessions
 
     limits = Limits()
     options = PoolOptions(supervision=Supervision(probe_every_s=0.5, start_s=10.0))
     engines: dict[str, Callable[[], HttpReplica]] = {url: lambda url=url: HttpReplica(url) for url in urls}
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(ReplicaPool(engines, options=options))
-        face = Face(
+        state = ServerState(
             pool=pool,
             names=("echo",),
             text=scratch_text(),
             limits=limits,
-            admission=Admission(limits),
-            sessions=Sessions(limits, time.monotonic),
-            meters=Meters(time.monotonic),
         )
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        server = Server(face, Binding(port=0, control_socket=Path(folder) / "control.sock"))
+        server = Server(state, Binding(port=0, control_socket=Path(folder) / "control.sock"))
         await server.start()
         stack.push_async_callback(server.close)
-        settle_memory()
+        freeze_gc()
         print(server.url.rpartition(":")[2], flush=True)
         await asyncio.Event().wait()
 
@@ -387,10 +380,10 @@ async def stream_once(session: aiohttp.ClientSession, port: int) -> int:
         async for line in answer.content:
             if not line.startswith(b"data: {"):
                 continue
-            told = json.loads(line[6:])
-            if "error" in told:
-                raise ValueError(told["error"])
-            choice = told["choices"][0]
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ValueError(event["error"])
+            choice = event["choices"][0]
             for number in choice["token_ids"] if choice.get("token_ids") else map(int, choice["text"].split()):
                 if expected is not None and number != expected:
                     raise ValueError(f"{number} instead of {expected}")

@@ -1,30 +1,36 @@
-"""The server itself, over replicas that only echo: what it adds, how much it takes, how many sessions it holds.
+"""The server itself, over replicas that only echo: its overhead, its throughput, and many sessions at once.
 
-    python benchmarks/serve.py [--json] [--rounds 15] [--requests 2000] [--sessions 16000]
+    python benchmarks/serve.py [--json] [--rounds 15] [--requests 2000] [--sessions 16000] [--mixed 1000]
 
 The server runs in a process of its own, the load comes from this one: two cores for both. The floor is a bare aiohttp
-handler that reads JSON, echoes and writes JSON, on uvloop like the server, asked the same in the same run. The load
-generator writes prepared bytes to sockets and reads as far as the length in the answer's head, so that little of the
-second core is its own.
+handler that reads JSON, echoes and writes JSON, on uvloop like the server, with the same requests in the same run. The
+load generator writes prepared bytes to sockets and reads as far as the length in the answer's head, so that little of
+the second core is its own.
 
-What else the machine does changes from one second to the next. So rounds are short, the servers take turns in each of
-them (in the opposite order in every second one), a ratio is that of one round, and what is told is the median of the
-rounds. Processor time is the kernel's count of nanoseconds, of the server's process alone.
+The load of the machine changes from one second to the next. So rounds are short, the servers alternate in each of them
+(in the opposite order in every second one), a ratio is that of one round, and the figure is the median of the rounds.
+Processor time is the kernel's count of nanoseconds, of the server's process alone.
 
-* overhead: median of one request at a time over HTTP, less the median of the same request asked of the replica itself;
+* overhead: median of one request at a time over HTTP, less the median of the same request to the replica itself;
 * throughput, and the processor time of the server's process, which does not depend on what else the machine does:
   token-native requests (128 ids in, 16 out) of 64 connections;
 * sessions: so many connections at once, each a session of its own whose turns take the replica 1 s, with a tool call
-  of `--think` seconds between them. Errors, memory of the server's process, and how late its event loop is.
+  of `--think` seconds between them. Errors, memory of the server's process, and how late its event loop is;
+* memory (`--mixed 1000`): requests of 20 to 8,000 tokens, 64 at a time, to the default engine with a model whose keys
+  and values (16 KiB a token) are nearly all of its memory, and a cache of 512 MiB, less than they want. What the
+  process holds beyond what it held idle, over the keys and values of the tokens that have them (median) and over the
+  cache (at most); and what it holds after all of it, over what it held after 32 short requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
+import random
 import resource
 import signal
 import statistics
@@ -35,7 +41,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import uvloop
 from aiohttp import web
@@ -51,12 +57,13 @@ from asyncrl.interfaces import (
     RolloutEngineStatistics,
     SamplingParams,
 )
-from asyncrl.rollout.pool_status import PoolStatistics, ReplicaStatus
-from asyncrl.weights.manifest import WeightManifest
-from asyncrl.weights.publication import Ended
+from asyncrl.rollout.publication import Ended
+from asyncrl.rollout.replica import PoolStatistics, ReplicaStatus
+from asyncrl.weights import WeightManifest
 
 if TYPE_CHECKING:
-    from asyncrl.serve.model_text import ModelText
+    from asyncrl.serve.text import ModelText
+    from engines.rollout.transformers.engine import TransformersEngine
 
 PROMPT = list(range(1000, 1128))
 NEW_TOKENS = 16
@@ -77,6 +84,7 @@ class Figure:
 class EchoEngine:
     """A rollout engine that answers with the end of its prompt, all at once, after ``turn_s``."""
 
+    pulls_weights: ClassVar[bool] = False
     weight_version = 0
 
     def __init__(self, turn_s: float = 0.0) -> None:
@@ -107,7 +115,7 @@ class EchoEngine:
     async def abort(self, request_id: str) -> bool:
         return False
 
-    async def pause(self, mode: PauseMode = "keep") -> None: ...
+    async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
 
@@ -136,7 +144,7 @@ class EchoEngine:
 
 
 class EchoPool:
-    """The least that can be served: one replica, asked directly, so that what is measured is the server."""
+    """The least that can be served: one replica, called directly, so that what is measured is the server."""
 
     weight_version = 0
     needed_versions: frozenset[int] = frozenset()
@@ -171,7 +179,7 @@ class EchoPool:
     def statistics(self) -> PoolStatistics:
         counters = dict.fromkeys(("running", "waiting", "accepted", "finished", "aborted", "failed", "left"), 0)
         return PoolStatistics(
-            weight_version=0, paused=False, refused=0, migrations=0, tokens=0, restarts=0, replicas=(), **counters
+            weight_version=0, paused=False, migrations=0, tokens=0, restarts=0, replicas=(), **counters
         )
 
 
@@ -183,50 +191,42 @@ async def serve_ours(stack: AsyncExitStack, *, turn_s: float, pooled: bool, guar
 
     ``guarded`` has a tokenizer, and the limits of every server.
     """
-    from asyncrl.garbage import settle_memory
-    from asyncrl.rollout.admission import AdmissionLimits
     from asyncrl.rollout.replica_pool import PoolOptions, ReplicaPool
-    from asyncrl.serve.admission import Admission
-    from asyncrl.serve.call import Face
+    from asyncrl.runtime import freeze_gc
+    from asyncrl.serve.call import ServerState
     from asyncrl.serve.limits import Limits
-    from asyncrl.serve.meters import Meters
-    from asyncrl.serve.served_pool import ServedPool
     from asyncrl.serve.server import Binding, Server
-    from asyncrl.serve.sessions import Sessions
 
     many = 20_000
     limits = Limits(connections=many, concurrent_requests=many, concurrent_requests_per_key=many, idle_timeout_s=600.0)
     if guarded:
         limits = Limits()
-    pool: ServedPool = EchoPool(turn_s)
+    pool: Any = EchoPool(turn_s)  # or a ReplicaPool
     if pooled:
-        options = PoolOptions(admission=AdmissionLimits(max_running=many))
+        options = PoolOptions(max_running=many)
         engines = {name: lambda: EchoEngine(turn_s) for name in ("a", "b")}
         pool = await stack.enter_async_context(ReplicaPool(engines, options=options))
-    face = Face(
+    state = ServerState(
         pool=pool,
         names=("echo",),
         text=scratch_text() if guarded else None,
         limits=limits,
-        admission=Admission(limits),
-        sessions=Sessions(limits, time.monotonic),
-        meters=Meters(time.monotonic),
     )
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    server = Server(face, Binding(port=0, control_socket=Path(folder) / "control.sock"))
+    server = Server(state, Binding(port=0, control_socket=Path(folder) / "control.sock"))
     await server.start()
     stack.push_async_callback(server.close)
-    settle_memory()
+    freeze_gc()
     return int(server.url.rpartition(":")[2])
 
 
 def scratch_text() -> ModelText:
     """The text of a model that was never trained."""
-    from asyncrl.serve.model_text import ModelText
+    from asyncrl.serve.text import ModelText
     from engines.training.scratch import make_scratch_tokenizer
 
-    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    return ModelText(make_scratch_tokenizer([said]))
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    return ModelText(make_scratch_tokenizer([messages]))
 
 
 async def serve_bare(stack: AsyncExitStack, *, closing: bool = False) -> int:
@@ -241,8 +241,8 @@ async def serve_bare(stack: AsyncExitStack, *, closing: bool = False) -> int:
             assert request.transport is not None
             request.transport.close()
             return refusal
-        asked = await request.json()
-        ids = asked["prompt_token_ids"][-asked["max_new_tokens"] :]
+        body = await request.json()
+        ids = body["prompt_token_ids"][-body["max_new_tokens"] :]
         answer = {
             "request_id": "x",
             "token_ids": ids,
@@ -261,6 +261,45 @@ async def serve_bare(stack: AsyncExitStack, *, closing: bool = False) -> int:
     return int(runner.addresses[0][1])
 
 
+KV_CACHE_BYTES = 512 << 20
+KV_BYTES_PER_TOKEN = 2 * 16 * 2 * 64 * 4
+
+
+async def serve_engine(stack: AsyncExitStack) -> tuple[int, TransformersEngine]:
+    """The server, over the default engine."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from asyncrl.rollout.replica_pool import ReplicaPool
+    from asyncrl.serve.call import ServerState
+    from asyncrl.serve.limits import Limits
+    from asyncrl.serve.server import Binding, Server
+    from engines.rollout.transformers.engine import TransformersEngine
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    engine = TransformersEngine(folder, kv_cache_bytes=KV_CACHE_BYTES, prefill_tokens_per_step=512)
+    pool = await stack.enter_async_context(ReplicaPool({"a": lambda: engine}))
+    limits = Limits(concurrent_requests=1000, concurrent_requests_per_key=1000)
+    server = Server(
+        ServerState(pool=pool, names=("wide",), text=None, limits=limits),
+        Binding(port=0, control_socket=Path(folder) / "control.sock"),
+    )
+    await server.start()
+    stack.push_async_callback(server.close)
+    return int(server.url.rpartition(":")[2]), engine
+
+
 async def child(kind: str, turn_s: float) -> None:
     """Serve until SIGTERM; say the port first, memory and the loop's lateness last."""
     lags: list[float] = []
@@ -275,31 +314,49 @@ async def child(kind: str, turn_s: float) -> None:
             lags.append(loop.time() - begin - 0.005)
 
     async with AsyncExitStack() as stack:
-        if kind in ("bare", "closing"):
+        engine = None
+        if kind == "engine":
+            port, engine = await serve_engine(stack)
+        elif kind in ("bare", "closing"):
             port = await serve_bare(stack, closing=kind == "closing")
         else:
             guarded = kind == "guarded"
             port = await serve_ours(stack, turn_s=turn_s, pooled=kind == "pool" or guarded, guarded=guarded)
         watching = asyncio.ensure_future(watch())
         print(port, flush=True)
-        await ended.wait()
+        tokens_held: list[tuple[int, float]] = []
+        preemptions = 0
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 0.05)
+            if engine is not None:
+                preemptions = engine._running().schedule.preemptions
+                tokens_held.append((engine.statistics().kv_cache_tokens, held_mib(os.getpid())))
         watching.cancel()
         lags.sort()
         rss = resource.getrusage(resource.RUSAGE_SELF)
-        told = {
+        report = {
             "rss_mib": rss.ru_maxrss / 1024,
             "cpu_s": rss.ru_utime + rss.ru_stime,
             "lag_p99_ms": 1e3 * lags[int(0.99 * len(lags))],
             "lag_max_ms": 1e3 * lags[-1],
+            "preemptions": preemptions,
+            "held_most_mib": max((held for _, held in tokens_held), default=0.0),
+            "tokens_held": tokens_held[:: 1 + len(tokens_held) // 500],
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
+
+
+def held_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 @dataclass
 class Child:
     port: int
     pid: int
-    told: dict[str, float]
+    report: dict[str, Any]
 
     def cpu_s(self) -> float:
         """Processor time of its process so far, to the nanosecond."""
@@ -308,8 +365,7 @@ class Child:
 
     def rss_mib(self) -> float:
         """Memory that its process holds now."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+        return held_mib(self.pid)
 
     def connections(self) -> int:
         """TCP connections to it that are not closed on both sides."""
@@ -320,7 +376,7 @@ class Child:
 
 @asynccontextmanager
 async def running(kind: str, *, turn_s: float = 0.0) -> AsyncIterator[Child]:
-    """A server in a process of its own; what it told at its end is in ``told`` afterwards."""
+    """A server in a process of its own; what it printed at its end is in ``report`` afterwards."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--child", kind, "--turn", str(turn_s), stdout=asyncio.subprocess.PIPE
     )
@@ -329,7 +385,7 @@ async def running(kind: str, *, turn_s: float = 0.0) -> AsyncIterator[Child]:
         served = Child(int(await process.stdout.readline()), process.pid, {})
         yield served
         process.send_signal(signal.SIGTERM)
-        served.told = json.loads(await asyncio.wait_for(process.stdout.readline(), 120))
+        served.report = json.loads(await asyncio.wait_for(process.stdout.readline(), 120))
         await process.wait()
     finally:
         if process.returncode is None:
@@ -409,7 +465,7 @@ async def latency_ms(port: int, requests: int) -> float:
 
 
 async def direct_ms(requests: int) -> float:
-    """Median of the same request asked of the replica itself."""
+    """Median of the same request to the replica itself."""
     engine, times = EchoEngine(), []
     for number in range(requests):
         begin = time.perf_counter()
@@ -510,8 +566,8 @@ async def sessions(count: int, *, think_s: float) -> list[Figure]:
                     if not answer.startswith(b"HTTP/1.1 200"):
                         errors += 1
                         return
-                    told = json.loads(answer[answer.index(b"\r\n\r\n") + 4 :])
-                    ids = [*ids, *told["token_ids"], 7, 8, 9]
+                    content = json.loads(answer[answer.index(b"\r\n\r\n") + 4 :])
+                    ids = [*ids, *content["token_ids"], 7, 8, 9]
             finally:
                 open_now -= 1
                 connection.close()
@@ -520,15 +576,55 @@ async def sessions(count: int, *, think_s: float) -> list[Figure]:
 
     async with running("pool", turn_s=1.0) as server:
         await asyncio.gather(*(one(number, server.port) for number in range(count)))
-    told = server.told
+    report = server.report
     latencies.sort()
     p99 = latencies[int(0.99 * len(latencies))] - 1.0
     name = f"{count} sessions of 1 s turns, {most_open} open at a time"
     return [
         Figure(f"{name}: errors", errors, "errors", 0, 0, "0", errors == 0),
-        Figure(f"{name}: memory", told["rss_mib"], "MiB", 0, 0, "<= 1536 MiB", told["rss_mib"] <= 1536),
-        Figure(f"{name}: loop late, p99", told["lag_p99_ms"], "ms", 0, 0, "<= 100 ms", told["lag_p99_ms"] <= 100),
+        Figure(f"{name}: memory", report["rss_mib"], "MiB", 0, 0, "<= 1536 MiB", report["rss_mib"] <= 1536),
+        Figure(f"{name}: loop late, p99", report["lag_p99_ms"], "ms", 0, 0, "<= 100 ms", report["lag_p99_ms"] <= 100),
         Figure(f"{name}: turn beyond its second, p99", 1e3 * p99, "ms", 0, 0, "reported", True),
+    ]
+
+
+async def memory(count: int) -> list[Figure]:
+    dice = random.Random(0)
+    few = asyncio.Semaphore(64)
+
+    async def ask(port: int, prompt: int, tokens: int) -> None:
+        async with few:
+            ids = [dice.randrange(512) for _ in range(prompt)]
+            connection = await connect(port)
+            answer = await connection.ask(
+                prepared(json.dumps({"prompt_token_ids": ids, "max_new_tokens": tokens}).encode())
+            )
+            connection.close()
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+
+    def mixed() -> tuple[int, int]:
+        prompt = round(20 * 400 ** dice.betavariate(1.5, 2.5))
+        return prompt, min(dice.randrange(8, 257), 8192 - prompt)
+
+    async with running("engine") as server:
+        await asyncio.gather(*(ask(server.port, 40, 20) for _ in range(32)))
+        await asyncio.sleep(1.0)
+        before = server.rss_mib()
+        await asyncio.gather(*(ask(server.port, *mixed()) for _ in range(count)), ask(server.port, 8000, 20))
+        await asyncio.sleep(1.0)
+        after = server.rss_mib()
+    samples = [(tokens, held - before) for tokens, held in server.report["tokens_held"]]
+    ideal = KV_BYTES_PER_TOKEN / (1 << 20)
+    full = [held / (tokens * ideal) for tokens, held in samples if tokens * ideal > 64]
+    per_token, budget = statistics.median(full), KV_CACHE_BYTES / (1 << 20)
+    most, preempted = server.report["held_most_mib"] - before, server.report["preemptions"]
+    name = f"{count} mixed requests, {preempted} preemptions"
+    return [
+        Figure(f"{name}: kv_bytes_per_token_over_ideal", per_token, "", 1.0, per_token, "<= 1.25", per_token <= 1.25),
+        Figure(f"{name}: kv_over_budget", most, "MiB", budget, most / budget, "<= 1.1", most <= 1.1 * budget),
+        Figure(
+            f"{name}: memory_after_over_before", after, "MiB", before, after / before, "<= 1.1", after <= 1.1 * before
+        ),
     ]
 
 
@@ -536,6 +632,8 @@ async def measure(options: argparse.Namespace) -> list[Figure]:
     figures = await speed(options.rounds, options.requests) if options.rounds else []
     if options.sessions:
         figures += await sessions(options.sessions, think_s=options.think)
+    if options.mixed:
+        figures += await memory(options.mixed)
     return figures
 
 
@@ -555,7 +653,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--sessions", type=int, default=16_000)
     parser.add_argument("--think", type=float, default=14.0)
-    parser.add_argument("--child", choices=("ours", "pool", "bare", "closing", "guarded"), help=argparse.SUPPRESS)
+    parser.add_argument("--mixed", type=int, default=1000)
+    parser.add_argument(
+        "--child", choices=("ours", "pool", "bare", "closing", "guarded", "engine"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--turn", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

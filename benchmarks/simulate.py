@@ -1,17 +1,16 @@
-"""Random schedules and faults through the production loop on a virtual clock: what must hold, held against all of them.
+"""Random schedules and faults through the production loop on a virtual clock; the laws are checked for each of them.
 
     python benchmarks/simulate.py --schedules 100000 [--json] [--seed 0] [--jobs 2]
 
-Each schedule is a small run (asyncrl/simulation/schedules.py) drawn from one number: sizes, policy, durations, order of
+Each schedule is a small run (tests/simulation/schedules.py) drawn from one number: sizes, policy, durations, order of
 simultaneous events, and faults: environments that fail, replicas that die, hang, answer slowly, with garbage or twice,
 weights that do not arrive, a trainer that dies, a disk that is full. The driver, the law, the buffer, the pool, weight
-publication and resumption are those of a real run. What is checked after every step and at the end: issued = trained on
-+ dropped + live, no slot twice, no token older than the bound in the loss, certificates that tell what the trainer was
-really given, the token equation, and that the run comes to its end. One schedule in fifty fetches its batches and lets
-the real mask act on them. One in ten keeps the real ledger, as a file, and a life that follows a fault goes on from it:
-with the groups that were recorded, the batches that were trained on after the checkpoint, and what was given up, some
-of them under a rate of use or an eviction. A schedule that fails is named by its number: `--seed N --schedules 1` runs
-it again.
+publication and resumption are those of a real run. These laws are checked after every step and at the end: issued =
+trained on + dropped + live, no group_id twice, no token older than the bound in the loss, certificates equal to the
+batches that the trainer received, the token equation, and the end of the run. One schedule in fifty fetches its batches
+and applies the real loss mask. One in ten keeps the real ledger, as a file, and a driver process that follows a fault
+resumes it: with the recorded groups, the batches of steps after the checkpoint, and the drops, some of them with a rate
+of use or an eviction. A failing schedule is named by its number: `--seed N --schedules 1` runs it again.
 """
 
 from __future__ import annotations
@@ -22,12 +21,17 @@ import json
 import logging
 import os
 import platform
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 
-from asyncrl.simulation import random_scenario, simulate
+from asyncrl.simulation import simulate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "simulation"))
+from schedules import random_scenario
 
 CHUNK = 200
 FETCH_EVERY = 50
@@ -36,12 +40,12 @@ LIMIT_S = 1e6
 
 @dataclass(slots=True)
 class Tried:
-    """Some schedules: how many, what was broken, what struck, what lives ended by, and the processor time of it."""
+    """Totals of some schedules: violations, faults, failures that ended driver processes, and processor time."""
 
     schedules: int = 0
     ledgers: int = 0
     broken: list[str] = field(default_factory=list)
-    struck: Counter[str] = field(default_factory=Counter)
+    injected: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
     cpu_s: float = 0.0
 
@@ -49,7 +53,7 @@ class Tried:
         self.schedules += other.schedules
         self.ledgers += other.ledgers
         self.broken += other.broken
-        self.struck += other.struck
+        self.injected += other.injected
         self.ended += other.ended
         self.cpu_s += other.cpu_s
 
@@ -64,11 +68,11 @@ def run_chunk(seeds: range) -> Tried:
         tried.ledgers += scenario.ledger
         try:
             result = simulate(scenario, fetch=seed % FETCH_EVERY == 0, limit_s=LIMIT_S)
-        except Exception as error:  # noqa: BLE001  told with its number
+        except Exception as error:  # noqa: BLE001  reported with its number
             tried.broken.append(f"schedule {seed}: {type(error).__name__}: {error}")
             continue
         tried.broken += [f"schedule {seed}: {violation}" for violation in result.violations]
-        tried.struck.update(fault.kind for fault in result.struck)
+        tried.injected.update(fault.kind for fault in result.injected)
         tried.ended.update(why.partition(":")[0] for why in result.ended_by)
     tried.cpu_s = time.process_time() - begun_s
     return tried
@@ -116,18 +120,19 @@ def main() -> None:
         ),
         figure("violations", len(broken), "", goal="0", holds=not broken),
         figure("restarts", total.ended.total(), ""),
-        *(figure(f"faults, {kind}", times, "") for kind, times in sorted(total.struck.items())),
-        *(figure(f"lives ended by {error}", times, "") for error, times in sorted(total.ended.items())),
+        *(figure(f"faults, {kind}", times, "") for kind, times in sorted(total.injected.items())),
+        *(figure(f"processes ended by {error}", times, "") for error, times in sorted(total.ended.items())),
     ]
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "jobs": options.jobs}
     if options.json:
         print(json.dumps({"machine": machine, "figures": figures, "broken": broken[:100]}))
-        return
+        sys.exit(1 if broken else 0)
     for each in figures:
         verdict = (
             "" if each["goal"] is None else f"  goal {each['goal']}: {'holds' if each['holds'] else 'DOES NOT HOLD'}"
         )
         print(f"{each['name']:36s} {each['value']:>10} {each['unit']}{verdict}")
+    sys.exit(1 if broken else 0)
 
 
 def figure(

@@ -1,14 +1,16 @@
-"""What each staleness policy costs: time, old tokens, masked tokens, thrown-away work, and a bias towards the short.
+"""What each staleness policy costs: time, stale tokens, masked tokens, dropped rollouts, and a bias towards short ones.
 
     python benchmarks/staleness.py [--json] [--steps 240] [--jobs 2] [--sigmas 1,0.5] [--laws mask,wait]
 
 A step trains on 64 rollouts and takes one unit of time; a rollout's duration is lognormal(1, sigma) units, its reward
-comes at its end, new weights arrive at once and swap in flight, max_staleness is 4. The loop, the law, the buffer and
-the pool are the production ones on a virtual clock (asyncrl/simulation). Figures are those of the steady state.
+comes at its end, new weights arrive at once and are swapped in flight, max_staleness is 4. The loop, the law, the
+buffer and the pool are the production ones on a virtual clock (asyncrl/simulation). Figures are those of the steady
+state.
 
-The floor of the masked share is derived in docs/staleness.md: with steps of T units, whatever a law does, the tokens
-that are older than 4 T when their rollout ends cannot be trained on, E[(D - 4 T)+] / E[D] of them (`own floor`); a law
-that lets the trainer wait before it takes its batch gains the wait, E[(D - 5 T + 1)+] / E[D] (`least floor`).
+The floor of the masked share is derived in docs/design/staleness.md: with steps of T units, whatever a law does, the
+tokens sampled more than 4 T before the end of their rollout cannot be trained on, E[(D - 4 T)+] / E[D] of them (`own
+floor`); a law that lets the trainer wait before it takes its batch gains the wait, E[(D - 5 T + 1)+] / E[D] (`least
+floor`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,8 @@ import random
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from asyncrl.pipeline.certificate import merge
-from asyncrl.pipeline.staleness import POLICIES, StalenessPolicy
 from asyncrl.simulation import Distribution, Scenario, simulate
+from asyncrl.staleness import POLICIES, StalenessPolicy, merge
 
 BATCH, BOUND, TOKENS_PER_UNIT = 64, 4, 64
 LAWS: dict[str, StalenessPolicy] = {
@@ -81,13 +82,13 @@ def measure(case: Case) -> Outcome:
     certificate = merge(step.certificate for step in steps)
     ages = [age for batch in trained for age in batch.oldest]
     time_per_step = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
-    issued = range(trained[0].slots[0], max(max(batch.slots) for batch in trained))
+    issued = range(trained[0].group_ids[0], max(max(batch.group_ids) for batch in trained))
     return Outcome(
         time_per_step=time_per_step,
         past_bound=sum(age > BOUND for age in ages) / len(ages),
         oldest=max(ages),
         trained_past_bound=max(0, certificate.maximum - BOUND),
-        length_ratio=mean_length(scenario, [slot for batch in trained for slot in batch.slots])
+        length_ratio=mean_length(scenario, [group_id for batch in trained for group_id in batch.group_ids])
         / mean_length(scenario, issued),
         masked=certificate.masked_share,
         waste=certificate.waste,
@@ -96,10 +97,10 @@ def measure(case: Case) -> Outcome:
     )
 
 
-def mean_length(scenario: Scenario, slots: list[int] | range) -> float:
-    """Mean tokens of the rollouts of these slots: known beforehand, whatever became of them."""
-    rows = [(slot, row) for slot in slots for row in range(scenario.group_size)]
-    return sum(scenario.length(scenario.dice(slot, row)) for slot, row in rows) / len(rows)
+def mean_length(scenario: Scenario, group_ids: list[int] | range) -> float:
+    """Mean tokens of the rollouts of these group_ids: known beforehand, whatever became of them."""
+    rows = [(group_id, row) for group_id in group_ids for row in range(scenario.group_size)]
+    return sum(scenario.length(scenario.dice(group_id, row)) for group_id, row in rows) / len(rows)
 
 
 def too_old(case: Case, window: float) -> float:

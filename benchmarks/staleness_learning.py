@@ -3,12 +3,13 @@
     python benchmarks/staleness_learning.py [--json] [--seeds 10] [--steps 50] [--jobs 2] [--cases sync,decoupled,naive]
     python benchmarks/staleness_learning.py --clip 0.02 --max-staleness 8 --steps 30 --latency-s 0  # narrow region
 
-The calculator's world, hardened: batches of 64 rollouts are trained on four versions after they were issued, in four
-optimizer steps each, with a latency in every step of the environment; tokens that are sampled after new weights came
-are younger. One seed is one process on one core. Success is that of 128 held-out tasks, greedy, by the last weights.
+The calculator environment with harder settings: batches of 64 rollouts are trained on four versions after they were
+issued, in four optimizer steps each, with a latency in every step of the environment; tokens that are sampled after new
+weights arrive are less stale. One seed is one process on one core. Success is that of 128 held-out tasks, greedy, with
+the last weights.
 
 Plain PPO (anchor = "behaviour", no correction) is refused at this staleness; here it runs with allow_unsound = true.
-The floor is what nobody trains: the warm start alone. The peer of each is the synchronous loop with the same numbers.
+The floor is the warm start alone. Each case is compared with the synchronous loop with the same numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def configuration(
     """One run."""
     algorithm = dict(CASES[case]["algorithm"])
     if clip is not None and algorithm["loss"] == "ppo":
-        algorithm["loss_options"] = {"clip_low": clip, "clip_high": clip}
+        algorithm["loss_options"] = {"clip_ratio_low": clip, "clip_ratio_high": clip}
     return {
         "name": f"{case}-{seed}",
         "seed": seed,
@@ -82,8 +83,8 @@ def configuration(
             "options": {"min_operand": 1, "max_operand": 9},
         },
         "sft": {"steps": 400, "batch_size": 32, "lr": 3e-3},
-        "rollout": {"max_new_tokens": 24, "max_tokens": 96, "options": {"max_running_requests": 512}},
-        "trainer": {"groups_per_step": 8, "group_size": 8, "minibatches": 4, "lr": lr, "schedule": "linear"},
+        "rollout": {"max_new_tokens": 24, "max_seq_len": 96, "options": {"max_running_requests": 512}},
+        "trainer": {"groups_per_step": 8, "group_size": 8, "num_mini_batches": 4, "lr": lr, "schedule": "linear"},
         "staleness": {"policy": "wait"},
         "eval": {"tasks": 128},
         "telemetry": {"progress": "none"},
@@ -96,7 +97,7 @@ def run(case: str, seed: int, **settings: Any) -> dict[str, Any]:
     """Train once; what the summary says of it. ``settings`` are those of :func:`configuration`."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from asyncrl.config import Config
-    from asyncrl.pipeline.run import train
+    from asyncrl.tasks.run import train
 
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(case, seed=seed, runs=folder, **settings)

@@ -1,4 +1,4 @@
-"""What a policy update costs on ragged rows, against a plain padded loop of transformers and AdamW, and against TRL.
+"""The cost of a policy update on ragged rows, against a plain padded loop of transformers and AdamW, and against TRL.
 
     python benchmarks/trainer.py [--json] [--model 25m|0.5m|135m] [--rows 32] [--rounds 3] [--threads 1]
     python benchmarks/trainer.py --device cuda --model 135m --rows 256    # bfloat16; prints MFU too
@@ -6,12 +6,12 @@
     python benchmarks/trainer.py --attention                              # ways to attend within packed rows
 
 All train the same rows with the same objective: lengths lognormal with mean 256 (sigma 1), at most 2048, a prompt of 16
-tokens. The plain loop is what one writes: rows in the order they come, padded to the longest of a micro-batch with an
+tokens. The plain loop is the obvious one: rows in the order they come, padded to the longest of a micro-batch with an
 attention mask, logits of every position, log_softmax in float32, gradients accumulated, clipped, AdamW. TRL's
 GRPOTrainer computes its own loss on the same micro-batches (``_compute_loss``, without generation), and AdamW steps.
-All have the same budget of padded tokens a micro-batch. They take turns; figures are medians over the rounds. That loop
-and engine do the same update is checked before anything is measured. With one thread on the CPU the time is the
-process's own CPU time, so that neighbours on the machine do not count; otherwise it is the wall's.
+All have the same budget of padded tokens a micro-batch. They alternate; figures are medians over the rounds. That loop
+and engine make the same update is checked before the measurement. With one thread on the CPU the time is the process's
+own CPU time, so that other programs do not count; otherwise it is wall time.
 
 Peak memory is that of a forward and backward pass from hidden states to log-probs and entropies, 1024 tokens and a
 vocabulary of 151,936, in processes of their own: the highest resident size minus that before.
@@ -170,7 +170,7 @@ class PlainLoop:
 
 
 class Trl:
-    """TRL's trainer in a Python of its own; does one update when told to, and says how long that took."""
+    """TRL's trainer in a Python of its own; makes one update per line on stdin, and prints how long that took."""
 
     def __init__(self, python: str, folder: str, batch: DataProto, cuts: list[slice], *, threads: int) -> None:
         assert batch.batch is not None
@@ -311,7 +311,7 @@ def _at_most(name: str, value: float, unit: str, floor: float, bound: float) -> 
 
 def peak_of_a_pass(way: str) -> int:
     """Bytes that one forward and backward pass adds to this process at most."""
-    from engines.training.token_log_probs import Head, token_log_probs
+    from engines.training.log_probs import Head, token_log_probs
 
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(PEAK_TOKENS, PEAK_HIDDEN, generator=draw).requires_grad_()
@@ -336,7 +336,7 @@ def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the kernel tells no {field}")
+    raise RuntimeError(f"/proc has no {field}")
 
 
 def measure_memory() -> Figure:
@@ -357,7 +357,7 @@ def measure_attention(rounds: int) -> list[Figure]:
     from types import SimpleNamespace
     from typing import Any, cast
 
-    from engines.training.packed_attention import RowsOfStream, packed_attention
+    from engines.training.packed_attention import RowLayout, packed_attention
 
     draw = torch.Generator().manual_seed(0)
     short = torch.randint(24, 61, (96,), generator=draw).tolist()
@@ -383,7 +383,7 @@ def measure_attention(rounds: int) -> list[Figure]:
         def packed(
             shapes: list[tuple[int, int]], layer: Any = layer, leaves: list[Tensor] = leaves
         ) -> tuple[Tensor, ...]:
-            rows = RowsOfStream.of(shapes, device=torch.device("cpu"))
+            rows = RowLayout.of(shapes, device=torch.device("cpu"))
             attended, _ = packed_attention(layer, *leaves, asyncrl_rows=rows)
             return torch.autograd.grad(attended.sum(), leaves)
 

@@ -3,8 +3,8 @@
     python benchmarks/weights.py [--json] [--size-mb 540] [--rounds 7]
 
 The tensors have the shapes of a 135 M-parameter model in float32 (540 MB), or as many of them as fit into --size-mb.
-The floor is one memcpy of every tensor into memory that is already there. Beside it stands a memcpy into fresh memory:
-what the first publications pay, before files are written again. Floors and transport take turns; medians over rounds.
+The floor is one memcpy of every tensor into memory that is mapped already. A memcpy into fresh memory is a second
+floor: the first publications, before files are reused. Floors and transport alternate; medians over rounds.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def sign_of_the_median(rewards: Tensor, groups: Tensor, *, margin: float = 0.0) 
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredDistance(PolicyLoss):
-    """-A log r + pull (log r)^2: no clip, but a spring that grows with the distance from the anchor."""
+    """-A log r + pull (log r)^2: no clip, but a quadratic penalty on the log-ratio to the anchor."""
 
     pull: float = 0.5
 

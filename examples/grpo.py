@@ -3,9 +3,10 @@
     python examples/grpo.py [--steps 40] [--backend local|ray]
 
 A model of 0.1 million random weights first imitates demonstrations that use their calculator only now and then, then
-finds out from rewards alone that it pays to: the mean reward doubles, to about 0.9. Half a minute on two cores.
+learns from rewards alone to use it: the mean reward doubles, to about 0.9. Half a minute on two cores.
 
-Every call on a worker group returns a future at once; futures are joined, cut and handed on before they are there.
+Every call on a worker group returns a future at once; futures are concatenated, sliced and passed on before
+they are done.
 """
 
 import argparse
@@ -20,18 +21,18 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from asyncrl.agents.calculator import CalculatorFactory
-from asyncrl.agents.chat import ChatRenderer
 from asyncrl.algorithms import PolicyObjective, grpo_advantages
 from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.interfaces import SamplingParams
-from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
-from asyncrl.pipeline.warm_start import supervise
-from asyncrl.rollout.prompts import derive_seed, prompt_rows
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.trajectory import derive_seed, prompt_rows
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
 from asyncrl.single_controller import ClassWithInitArgs
 from asyncrl.single_controller.local import LocalWorkerGroup
-from asyncrl.weights.transport import TransportSpec
+from asyncrl.trainer.sft import supervise
+from asyncrl.trainer.workers import TrainerSpec, TrainerWorker
+from asyncrl.weights import TransportSpec
 from engines.training.scratch import make_scratch_model
 
 PROMPTS, ROWS = 8, 8  # per step; the rows of a prompt are each other's baseline
@@ -45,7 +46,7 @@ ROLLOUT = RolloutSpec(
     environment="calculator",
     environment_options=WORLD,
     sampling=SamplingParams(max_new_tokens=24),
-    limits=EpisodeLimits(max_turns=3, max_tokens=64),
+    limits=EpisodeLimits(max_turns=3, max_seq_len=64),
     transport=TRANSPORT,
 )
 
@@ -55,9 +56,9 @@ async def main(*, steps: int = 40, warm_steps: int = 150, backend: str = "local"
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_group: Any = LocalWorkerGroup  # all in this process
-        if backend == "ray":  # a process for each, in the seats of one pool
+        if backend == "ray":  # a process for each, on the bundles of one pool
             from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
-            from asyncrl.single_controller.ray_cluster import RayCluster
+            from asyncrl.single_controller.ray.cluster import RayCluster
 
             stack.enter_context(RayCluster(num_cpus=2, log_folder=folder))
             make_group = partial(RayWorkerGroup, RayResourcePool([1], max_colocate_count=2))
@@ -77,9 +78,11 @@ async def main(*, steps: int = 40, warm_steps: int = 150, backend: str = "local"
         def sample(step: int) -> DataProtoFuture:
             """Ask for the rollouts of a step; nothing is waited for."""
             groups: list[DataProtoFuture] = []
-            for slot in range(step * PROMPTS, (step + 1) * PROMPTS):
-                seeds = [derive_seed(slot, row) for row in range(ROWS)]
-                prompts = prompt_rows([tasks.task(slot, split="train")] * ROWS, slot=slot, seeds=seeds, purpose="train")
+            for group_id in range(step * PROMPTS, (step + 1) * PROMPTS):
+                seeds = [derive_seed(group_id, row) for row in range(ROWS)]
+                prompts = prompt_rows(
+                    [tasks.task(group_id, split="train")] * ROWS, group_id=group_id, seeds=seeds, purpose="train"
+                )
                 groups.append(rollout.rollout(prompts).select(meta_info_keys=[]))
             return DataProtoFuture.concat(groups)
 
@@ -88,9 +91,9 @@ async def main(*, steps: int = 40, warm_steps: int = 150, backend: str = "local"
         for step in range(1, steps + 1):
             began = time.monotonic()
             upcoming = sample(step + 1) if step < steps else batch  # sampled while the trainer works
-            seen = (await batch.select(["rewards", "slot"], [])).to_tensordict()  # the tokens stay where they are
+            seen = (await batch.select(["rewards", "group_id"], [])).to_tensordict()  # the tokens stay where they are
             waited = time.monotonic() - began
-            advantages = DataProto.from_dict({"advantages": grpo_advantages(seen["rewards"], seen["slot"])})
+            advantages = DataProto.from_dict({"advantages": grpo_advantages(seen["rewards"], seen["group_id"])})
             (metrics,) = await trainer.update(batch.union(advantages))
             (manifest,) = await trainer.publish(step)
             await rollout.prepare_weights(manifest)  # the engine goes on decoding under the old weights

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from asyncrl.agents.calculator import CalculatorFactory
-from asyncrl.agents.chat import ChatRenderer
 from asyncrl.algorithms import NoCorrection, PolicyObjective, PreferenceObjective, answer_log_probs, preference_pairs
 from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.interfaces import SamplingParams
-from asyncrl.pipeline.trainer_worker import TrainerSpec, TrainerWorker
-from asyncrl.pipeline.warm_start import supervise
-from asyncrl.rollout.prompts import derive_seed, prompt_rows
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.trajectory import derive_seed, prompt_rows
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, register
 from asyncrl.single_controller.local import LocalWorkerGroup
-from asyncrl.weights.transport import TransportSpec
+from asyncrl.trainer.sft import supervise
+from asyncrl.trainer.workers import TrainerSpec, TrainerWorker
+from asyncrl.weights import TransportSpec
 from engines.training.scratch import make_scratch_model
 
 PROMPTS, ROWS = 8, 8  # per step; of each prompt, right answers are paired with wrong ones
@@ -41,10 +41,10 @@ ROLLOUT = RolloutSpec(
     environment="calculator",
     environment_options=WORLD,
     sampling=SamplingParams(max_new_tokens=24),
-    limits=EpisodeLimits(max_turns=3, max_tokens=64),
+    limits=EpisodeLimits(max_turns=3, max_seq_len=64),
     transport=TRANSPORT,
 )
-OBJECTIVE = PolicyObjective(correction=NoCorrection(), aggregation="fixed_length", fixed_length=1)  # sums over tokens
+OBJECTIVE = PolicyObjective(correction=NoCorrection(), loss_agg_mode="fixed_length", fixed_length=1)  # sums over tokens
 
 
 class PreferenceTrainer(TrainerWorker):
@@ -71,9 +71,9 @@ async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local"
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_group: Any = LocalWorkerGroup  # all in this process
-        if backend == "ray":  # a process for each, in the seats of one pool
+        if backend == "ray":  # a process for each, on the bundles of one pool
             from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
-            from asyncrl.single_controller.ray_cluster import RayCluster
+            from asyncrl.single_controller.ray.cluster import RayCluster
 
             stack.enter_context(RayCluster(num_cpus=3, log_folder=folder))
             make_group = partial(RayWorkerGroup, RayResourcePool([1], max_colocate_count=3))
@@ -92,14 +92,16 @@ async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local"
         version, shares = 0, list[float]()
         for step in range(1, steps + 1):
             groups: list[DataProtoFuture] = []
-            for slot in range(step * PROMPTS, (step + 1) * PROMPTS):
-                seeds = [derive_seed(slot, row) for row in range(ROWS)]
-                prompts = prompt_rows([tasks.task(slot, split="train")] * ROWS, slot=slot, seeds=seeds, purpose="train")
+            for group_id in range(step * PROMPTS, (step + 1) * PROMPTS):
+                seeds = [derive_seed(group_id, row) for row in range(ROWS)]
+                prompts = prompt_rows(
+                    [tasks.task(group_id, split="train")] * ROWS, group_id=group_id, seeds=seeds, purpose="train"
+                )
                 groups.append(rollout.rollout(prompts).select(meta_info_keys=[]))
             batch = DataProtoFuture.concat(groups)
-            seen = (await batch.select(["rewards", "slot"], [])).to_tensordict()  # the tokens stay where they are
+            seen = (await batch.select(["rewards", "group_id"], [])).to_tensordict()  # the tokens stay where they are
             shares.append(float(seen["rewards"].mean()))
-            compared = preference_pairs(seen["rewards"], seen["slot"])
+            compared = preference_pairs(seen["rewards"], seen["group_id"])
             print(f"step {step:2}  right {shares[-1]:.3f}  pairs {len(compared) // 2:2}")
             if len(compared) == 0:
                 continue

@@ -3,8 +3,9 @@
     python examples/ppo_with_reward_model.py [--steps 30]
 
 A model of 0.1 million random weights imitates demonstrations that mostly stop early. A second one, begun from the
-first, learns from 1,200 comparisons that computing to the end is better. Then PPO follows what *that* one likes. What
-it prints, the share of right answers to 128 held-out questions, nobody trains on: in one run 0.148 before, 0.648 after.
+first, learns from 1,200 comparisons that computing to the end is better. Then PPO maximises its
+score. The printed share of right answers to 128 held-out questions is not trained on: in one run 0.148 before,
+0.648 after.
 
 Every stage is also a command: asyncrl sft FILE.toml, asyncrl train-reward-model FILE.toml, asyncrl train FILE.toml.
 """
@@ -18,9 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.calculator import CalculatorFactory
 from asyncrl.config import Config, RewardTrainingConfig
-from asyncrl.pipeline.run import sft, train, train_reward_model
+from asyncrl.envs.calculator import CalculatorFactory
+from asyncrl.tasks.run import sft, train, train_reward_model
 
 DIGITS: dict[str, Any] = {"min_operand": 1, "max_operand": 9}
 LOCAL: dict[str, Any] = {"backend": "local"}
@@ -74,7 +75,7 @@ def main(*, steps: int = 30, warm_steps: int = 200, comparisons: int = 1200) -> 
             "cluster": LOCAL,
             "telemetry": QUIET,
             "env": world,
-            "rollout": {"max_new_tokens": 24, "max_tokens": 96, "options": {"max_running_requests": 64}},
+            "rollout": {"max_new_tokens": 24, "max_seq_len": 96, "options": {"max_running_requests": 64}},
         }
         start = sft(
             Config.from_mapping(
@@ -105,9 +106,9 @@ def main(*, steps: int = 30, warm_steps: int = 200, comparisons: int = 1200) -> 
                 {
                     **policy,
                     "model": {"path": start["model"]},
-                    "algorithm": {"advantage": "gae", "loss": "ppo", "whiten": True, "kl_coefficient": 0.05},
+                    "algorithm": {"advantage": "gae", "loss": "ppo", "whiten_advantages": True, "kl_coef": 0.05},
                     "trainer": {"groups_per_step": 64, "group_size": 1, "lr": 5e-4},
-                    "critic": {"path": judge["model"], "lr": 3e-3, "minibatches": 2},
+                    "critic": {"path": judge["model"], "lr": 3e-3, "num_mini_batches": 2},
                     "reward": {"source": "model", "options": {"path": judge["model"]}},
                     "eval": {"tasks": 128, "reward": "environment"},
                 }

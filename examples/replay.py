@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl import DataProto, Recording
 from asyncrl.config import Config
-from asyncrl.pipeline.run import train
+from asyncrl.tasks.run import train
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
 
@@ -32,7 +32,7 @@ def config_of(runs: Path, *, steps: int, warm_steps: int) -> Config:
             },
             "env": {"name": "calculator", "max_turns": 4, "options": {"max_operand": 49}},
             "sft": {"steps": warm_steps, "batch_size": 16, "lr": 3e-3},
-            "rollout": {"max_new_tokens": 16, "max_tokens": 64},
+            "rollout": {"max_new_tokens": 16, "max_seq_len": 64},
             "trainer": {"groups_per_step": 4, "group_size": 4, "lr": 1e-3},
             "staleness": {"policy": "correct"},
             "eval": {"tasks": 0},

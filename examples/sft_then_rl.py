@@ -6,7 +6,8 @@
 imitates them, then learns by asynchronous GRPO. One run gave 0.250 right answers before and 0.969 after. The same with
 files of one's own, in any form that docs/data.md names:
 
-    asyncrl sft FILE.toml --sft.data conversations.parquet && asyncrl train FILE.toml --model.path RUN/...
+    asyncrl sft FILE.toml --sft.data conversations.parquet
+    asyncrl train FILE.toml --sft.steps 0 --model.source none --model.path RUN/checkpoints/warm_start
 """
 
 import argparse
@@ -15,9 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.calculator import CalculatorFactory
 from asyncrl.config import Config
-from asyncrl.pipeline.run import sft, train
+from asyncrl.envs.calculator import CalculatorFactory
+from asyncrl.tasks.run import sft, train
 
 WORLD: dict[str, Any] = {"min_operand": 1, "max_operand": 9}
 SIZE = {"hidden_size": 64, "layers": 2, "intermediate_size": 192, "vocab_size": 320, "max_position": 128}
@@ -44,7 +45,7 @@ def main(*, steps: int = 40, warm_steps: int = 200) -> tuple[float, float]:
             "cluster": {"backend": "local"},
             "telemetry": {"progress": "none"},
             "env": {"name": "calculator", "max_turns": 4, "options": WORLD},
-            "rollout": {"max_new_tokens": 24, "max_tokens": 96, "options": {"max_running_requests": 64}},
+            "rollout": {"max_new_tokens": 24, "max_seq_len": 96, "options": {"max_running_requests": 64}},
             "trainer": {"groups_per_step": 8, "group_size": 8, "lr": 5e-4},
             "eval": {"tasks": 128},
         }

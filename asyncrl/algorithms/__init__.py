@@ -17,30 +17,29 @@ from asyncrl.algorithms.advantages import (
     remax_advantages,
     rloo_advantages,
 )
-from asyncrl.algorithms.aggregation import Aggregation, token_weights
-from asyncrl.algorithms.anchor import Anchor, anchor_log_probs
+from asyncrl.algorithms.aggregation import Aggregation, TokenLosses, token_weights
 from asyncrl.algorithms.corrections import (
     Correction,
+    FunctionCorrection,
     IcePop,
     MaskedImportance,
     NoCorrection,
     Rejection,
     TruncatedImportance,
 )
-from asyncrl.algorithms.kl import KLEstimator, kl_estimate, probability_ratio
-from asyncrl.algorithms.kl_reward import (
+from asyncrl.algorithms.kl import (
     AdaptiveKL,
     FixedKL,
     KLController,
+    KLEstimator,
+    kl_estimate,
     penalised_rewards,
     penalised_token_rewards,
+    probability_ratio,
     row_divergences,
 )
-from asyncrl.algorithms.kto import AnswerLosses, KTOObjective
 from asyncrl.algorithms.log_probs import log_probs_and_entropy
-from asyncrl.algorithms.policy import PolicyObjective
-from asyncrl.algorithms.policy_loss import PolicyLoss
-from asyncrl.algorithms.policy_losses import (
+from asyncrl.algorithms.losses import (
     CISPO,
     DAPO,
     GMPO,
@@ -50,13 +49,20 @@ from asyncrl.algorithms.policy_losses import (
     SAPO,
     TOPR,
     ClipCov,
+    FunctionLoss,
     KLCov,
+    PolicyLoss,
+    PolicyTokens,
 )
-from asyncrl.algorithms.policy_tokens import PolicyTokens
-from asyncrl.algorithms.preference import PairLosses, PreferenceObjective, answer_log_probs, preference_pairs
-from asyncrl.algorithms.reward_model import ComparisonLosses, bradley_terry_losses
-from asyncrl.algorithms.supervised import supervised_token_losses
-from asyncrl.algorithms.token_losses import TokenLosses
+from asyncrl.algorithms.objective import Anchor, PolicyObjective, anchor_log_probs
+from asyncrl.algorithms.preference import (
+    KTOObjective,
+    PreferenceObjective,
+    answer_log_probs,
+    bradley_terry_losses,
+    preference_pairs,
+    supervised_token_losses,
+)
 from asyncrl.algorithms.values import ValueObjective, value_token_losses
 
 __all__ = [
@@ -72,11 +78,11 @@ __all__ = [
     "AdvantageEstimator",
     "Aggregation",
     "Anchor",
-    "AnswerLosses",
     "ClipCov",
-    "ComparisonLosses",
     "Correction",
     "FixedKL",
+    "FunctionCorrection",
+    "FunctionLoss",
     "IcePop",
     "KLController",
     "KLCov",
@@ -84,7 +90,6 @@ __all__ = [
     "KTOObjective",
     "MaskedImportance",
     "NoCorrection",
-    "PairLosses",
     "PolicyLoss",
     "PolicyObjective",
     "PolicyTokens",

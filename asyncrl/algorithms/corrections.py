@@ -1,4 +1,4 @@
-"""Corrections: how much a token counts that another policy than the trust region's centre sampled.
+"""Corrections: the weight of tokens that another policy than the centre of the trust region sampled.
 
 All weigh by x = log(anchor / behaviour), known without a gradient. With weight w and ratio r = current / anchor the
 whole importance ratio is r * w = current / behaviour, as long as nothing is truncated: the loss bounds how far this
@@ -11,26 +11,17 @@ before the batch is cut.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.aggregation import check_options, option
 from asyncrl.algorithms.kl import probability_ratio
-from asyncrl.algorithms.policy_loss import check_range
-from asyncrl.algorithms.policy_tokens import PolicyTokens
+from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.errors import ConfigError
-
-__all__ = [
-    "Correction",
-    "IcePop",
-    "Level",
-    "MaskedImportance",
-    "NoCorrection",
-    "Rejection",
-    "TruncatedImportance",
-]
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 """What is compared with a bound: the token's ratio, the product over its row, or the geometric mean over its row."""
@@ -39,7 +30,8 @@ Level: TypeAlias = Literal["token", "sequence", "geometric"]
 class Correction(ABC):
     """A weight per token. A subclass is a frozen dataclass whose fields are its options.
 
-    Found by name in the entry-point group ``asyncrl.corrections``, or as ``package.module:Class``.
+    Found by name in the entry-point group ``asyncrl.corrections``, or as ``package.module:Class``. ``corrects`` is
+    False for one that leaves samples of another policy as they are.
 
         >>> class Half(Correction):
         ...     def __call__(self, tokens):
@@ -47,15 +39,33 @@ class Correction(ABC):
         >>> Half()(tokens)  # the tokens of PolicyTokens' example, as below
         tensor([0.5000, 0.5000, 0.5000])
 
-    Attributes:
-        corrects: False for one that leaves samples of another policy as they are.
+    Raises:
+        ConfigError: an option outside its range.
     """
 
     corrects: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
     @abstractmethod
     def __call__(self, tokens: PolicyTokens) -> Tensor:
-        """Weight of each token, 0 or more, without gradient."""
+        """Return the weight of each token, 0 or more, without gradient."""
+
+
+@dataclass(frozen=True)
+class FunctionCorrection(Correction):
+    """A function of tokens that returns the weight of each.
+
+    >>> FunctionCorrection(lambda tokens: 1.0 / (1.0 + tokens.advantages.abs()))(tokens)
+    tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, tokens: PolicyTokens) -> Tensor:
+        return self.function(tokens, **self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,71 +79,68 @@ class NoCorrection(Correction):
     corrects: ClassVar[bool] = False
 
     def __call__(self, tokens: PolicyTokens) -> Tensor:
-        """See :class:`Correction`."""
         return torch.ones_like(tokens.behaviour)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruncatedImportance(Correction):
-    """TIS: w = min(anchor / behaviour, cap).
+class ImportanceCorrection(Correction):
+    """A correction by anchor / behaviour, of the token or over its row."""
 
-    Per token: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); with
-    the trust region kept apart it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5). Per
-    sequence the ratios of the row's tokens are multiplied first: no bias, more variance.
-
-        >>> TruncatedImportance(cap=1.5)(tokens)  # anchor / behaviour is 1, 2, 1
-        tensor([1.0000, 1.5000, 1.0000])
-
-    Attributes:
-        cap: 1 or more; a cap below 1 would scale down on-policy tokens too: a second learning rate in disguise.
-        level: ``token`` or ``sequence``.
-
-    Raises:
-        ConfigError: an option outside its range.
-    """
-
-    cap: float = 2.0
     level: Level = "token"
 
     def __post_init__(self) -> None:
-        check_range("cap", self.cap, low=1.0)
-        _check_level(self.level)
+        super().__post_init__()
+        if self.level not in get_args(Level):
+            raise ConfigError(
+                f"level {self.level!r} does not exist", path="level", remedy=f"one of {', '.join(get_args(Level))}"
+            )
 
-    def __call__(self, tokens: PolicyTokens) -> Tensor:
-        """See :class:`Correction`."""
-        return _ratio(tokens, self.level).clamp(max=self.cap)
+    def ratio(self, tokens: PolicyTokens) -> Tensor:
+        """Return anchor / behaviour at :attr:`level`, without gradient; nan stays nan."""
+        log_ratio = (tokens.anchor - tokens.behaviour).detach()
+        if self.level == "sequence":
+            log_ratio = tokens.rows().sum(log_ratio)
+        elif self.level == "geometric":
+            log_ratio = tokens.rows().mean(log_ratio)
+        return probability_ratio(log_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedImportance(Correction):
-    """MIS: w = anchor / behaviour where that lies in [low, high], else 0.
+class TruncatedImportance(ImportanceCorrection):
+    """TIS: w = min(anchor / behaviour, cap).
 
-    Liu, Li et al., "When speed kills stability" (2025): what a cap would keep at the cap, where the sample says least,
-    is thrown away instead.
+    Per token: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); with the
+    trust region kept apart it is decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5). Per ``sequence`` the
+    ratios of the row's tokens are multiplied first: no bias, more variance. A cap below 1 would scale down on-policy
+    tokens too: a second learning rate in disguise.
+
+        >>> TruncatedImportance(cap=1.5)(tokens)  # anchor / behaviour is 1, 2, 1
+        tensor([1.0000, 1.5000, 1.0000])
+    """
+
+    cap: float = option(2.0, low=1.0)
+
+    def __call__(self, tokens: PolicyTokens) -> Tensor:
+        return self.ratio(tokens).clamp(max=self.cap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedImportance(ImportanceCorrection):
+    """MIS: w = anchor / behaviour where that lies in [low, high], else 0; per ``sequence`` as published.
+
+    Liu, Li et al., "When speed kills stability" (2025): a cap would keep the least informative samples at the cap; here
+    they are left out.
 
         >>> MaskedImportance(high=1.5)(tokens)  # the first row's ratio is 1 * 2
         tensor([0., 0., 1.])
-
-    Attributes:
-        low: 0 to 1.
-        high: 1 or more.
-        level: what is weighed and compared; ``sequence`` as published.
-
-    Raises:
-        ConfigError: an option outside its range.
     """
 
-    low: float = 0.0
-    high: float = 2.0
+    low: float = option(0.0, low=0.0, high=1.0)
+    high: float = option(2.0, low=1.0)
     level: Level = "sequence"
 
-    def __post_init__(self) -> None:
-        _check_band(self.low, self.high)
-        _check_level(self.level)
-
     def __call__(self, tokens: PolicyTokens) -> Tensor:
-        """See :class:`Correction`."""
-        ratio = _ratio(tokens, self.level)
+        ratio = self.ratio(tokens)
         return torch.where(_outside(ratio, self.low, self.high), 0.0, ratio)
 
 
@@ -147,64 +154,32 @@ class IcePop(MaskedImportance):
     tensor([1., 0., 1.])
     """
 
-    low: float = 0.5
-    high: float = 5.0
+    low: float = option(0.5, low=0.0, high=1.0)
+    high: float = option(5.0, low=1.0)
     level: Level = "token"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejection(Correction):
+class Rejection(ImportanceCorrection):
     """Rejection: w = 1 where the ratio lies in [low, high], else 0; nothing is reweighted.
+
+    ``token`` drops single tokens, ``sequence`` whole rows by the product of their ratios, ``geometric`` whole rows by
+    the geometric mean, which does not shrink with the row's length. Li and Liu, "When math meets reality: toxic tails
+    and length traps" (2025).
 
         >>> Rejection(high=1.2)(tokens)  # the first row's geometric mean is the square root of 1 * 2
         tensor([0., 0., 1.])
-
-    Attributes:
-        low: 0 to 1.
-        high: 1 or more.
-        level: ``token`` drops single tokens, ``sequence`` whole rows by the product of their ratios, ``geometric``
-            whole rows by the geometric mean, which does not shrink with the row's length. Li and Liu, "When math meets
-            reality: toxic tails and length traps" (2025).
-
-    Raises:
-        ConfigError: an option outside its range.
     """
 
-    low: float = 0.5
-    high: float = 2.0
+    low: float = option(0.5, low=0.0, high=1.0)
+    high: float = option(2.0, low=1.0)
     level: Level = "geometric"
 
-    def __post_init__(self) -> None:
-        _check_band(self.low, self.high)
-        _check_level(self.level)
-
     def __call__(self, tokens: PolicyTokens) -> Tensor:
-        """See :class:`Correction`."""
-        ratio = _ratio(tokens, self.level)
+        ratio = self.ratio(tokens)
         return torch.where(_outside(ratio, self.low, self.high), 0.0, torch.where(ratio.isnan(), ratio, 1.0))
 
 
-def _ratio(tokens: PolicyTokens, level: Level) -> Tensor:
-    log_ratio = (tokens.anchor - tokens.behaviour).detach()
-    if level == "sequence":
-        log_ratio = tokens.rows().sum(log_ratio)
-    elif level == "geometric":
-        log_ratio = tokens.rows().mean(log_ratio)
-    return probability_ratio(log_ratio)
-
-
 def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    # Asked this way round a ratio that is nan is not thrown away: it stays visible in the loss.
+    # Compared this way round, a ratio that is nan is not left out: it stays visible in the loss.
     return (ratio < low) | (ratio > high)
-
-
-def _check_level(level: str) -> None:
-    if level not in get_args(Level):
-        raise ConfigError(
-            f"level {level!r} does not exist", path="level", remedy=f"one of {', '.join(get_args(Level))}"
-        )
-
-
-def _check_band(low: float, high: float) -> None:
-    check_range("low", low, low=0.0, high=1.0)
-    check_range("high", high, low=1.0)

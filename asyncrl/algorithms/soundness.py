@@ -1,9 +1,9 @@
-"""Which combinations are known to go wrong, and why: asked when the configuration is read.
+"""Combinations of an algorithm that cannot run or are known to go wrong, checked when the configuration is read.
 
 A policy gradient on samples of another policy needs their importance ratio somewhere: in the loss itself, in a
-correction, or in the ratio to an anchor that is the behaviour policy. Left out, or with the trust region around weights
-that are long gone, training goes on without a word and is worse in the end (AReaL, arXiv:2505.24298, reports 23.3
-against 42.2 points at staleness 4).
+correction, or in the ratio to an anchor that is the behaviour policy. Without it, or with the trust region around old
+weights, training goes on without an error and ends worse (AReaL, arXiv:2505.24298, reports 23.3 against 42.2 points at
+staleness 4).
 """
 
 from __future__ import annotations
@@ -11,128 +11,149 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.algorithms.advantages.estimator import TOKEN_COLUMNS, TURN_COLUMNS, AdvantageEstimator
-from asyncrl.algorithms.policy import PolicyObjective
+from asyncrl.algorithms.advantages import TOKEN_COLUMNS, TURN_COLUMNS, AdvantageEstimator
+from asyncrl.algorithms.objective import PolicyObjective
 
-__all__ = ["COLUMNS", "Objection", "Setting", "objections"]
-
-_OF_ROWS = ("rewards", "groups", "lengths", "greedy_rewards", "divergences")
-
-COLUMNS = {
-    "row": frozenset(_OF_ROWS),
-    "turn": frozenset(_OF_ROWS) | TURN_COLUMNS,
+_ROW_COLUMNS = frozenset({"rewards", "groups", "lengths", "greedy_rewards", "divergences"})
+_COLUMNS = {
+    "row": _ROW_COLUMNS,
+    "turn": _ROW_COLUMNS | TURN_COLUMNS,
     "token": frozenset({"rewards", "lengths"}) | TOKEN_COLUMNS,
 }
-"""What there is for an advantage, by what it is given to."""
+"""Columns that a training step computes, by what the advantage is given to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the maths of an update is used on.
-
-    Attributes:
-        max_staleness: most versions a trained token may be behind.
-        optimizer_steps: optimizer steps on one batch.
-        group_size: rows of one prompt.
-    """
+    """What an algorithm is used on; ``optimizer_steps`` are those on one batch, ``max_uses`` those of one group."""
 
     max_staleness: int
     optimizer_steps: int
     group_size: int
+    max_uses: int = 1
+    kl_in_reward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objection:
-    """One thing that does not go together.
+class ConfigIssue:
+    """One combination that is refused, at the dotted path ``key``.
 
-    Attributes:
-        key: dotted path of the key to change.
-        reason: what goes wrong.
-        remedy: what to use instead.
-        unsound: True if it could be run all the same, for whoever wants to see it; False if it cannot be run at all.
+    It is ``overridable`` if ``algorithm.allow_unsound`` lets it run all the same, and not if it cannot run.
     """
 
     key: str
     reason: str
     remedy: str
-    unsound: bool = True
+    overridable: bool = True
 
 
-def objections(objective: PolicyObjective, estimator: AdvantageEstimator, setting: Setting) -> Iterator[Objection]:
-    """Everything that is wrong with using these on that. Pure."""
-    yield from _unusable(estimator, setting)
+def config_issues(objective: PolicyObjective, estimator: AdvantageEstimator, setting: Setting) -> Iterator[ConfigIssue]:
+    """Yield every issue of this algorithm in this setting."""
+    yield from _impossible(estimator, setting)
     loss, correction = objective.loss, objective.correction
     behaviour_is_used = loss.corrects or correction.corrects or objective.anchor == "behaviour"
     if setting.max_staleness > 0 and not behaviour_is_used:
-        yield Objection(
+        yield ConfigIssue(
             key="algorithm.correction",
             reason=f"tokens may be {setting.max_staleness} versions old (max_staleness), and neither loss nor "
-            "correction knows the policy that sampled them: the gradient is that of other samples, and training "
-            "collapses without a word",
+            "correction uses the policy that sampled them: the gradient is that of other samples, and training "
+            "collapses without an error",
             remedy='use correction = "tis" or another, a loss that corrects itself (topr, m2po), or max_staleness = 0',
         )
     if setting.max_staleness > 1 and objective.anchor == "behaviour" and not loss.corrects:
-        yield Objection(
+        yield ConfigIssue(
             key="algorithm.anchor",
-            reason=f"the trust region lies around weights up to {setting.max_staleness} versions old: what has been "
+            reason=f"the trust region lies around weights up to {setting.max_staleness} versions old: what was "
             "learned since is clipped away or undone (plain PPO on stale data)",
             remedy='use anchor = "proximal" with correction = "tis", anchor = "interpolated", or max_staleness = 1',
         )
     if correction.corrects and loss.corrects:
-        yield Objection(
+        yield ConfigIssue(
             key="algorithm.correction",
-            reason="the loss weighs by the policy that sampled already: a correction would count it twice",
+            reason="the loss already weighs tokens by the policy that sampled them: a correction would count it twice",
             remedy='use correction = "none"',
         )
     if correction.corrects and objective.anchor == "behaviour" and not loss.corrects:
-        yield Objection(
+        yield ConfigIssue(
             key="algorithm.correction",
-            reason="with the behaviour policy as anchor the ratio holds all there is to correct: every weight is 1",
+            reason="with the behaviour policy as anchor the ratio of the loss corrects everything: every weight is 1",
             remedy='use correction = "none", or anchor = "proximal"',
         )
-    if loss.moves and setting.optimizer_steps == 1:
-        yield Objection(
+    if loss.needs_several_steps and setting.optimizer_steps == 1:
+        yield ConfigIssue(
             key="algorithm.loss",
-            reason="what it adds is 0 until the weights have moved, and there is one optimizer step on a batch",
-            remedy="use trainer.minibatches or trainer.epochs above 1, or another loss",
+            reason="its penalty is 0 until the weights have moved, and a batch gets one optimizer step",
+            remedy="use trainer.num_mini_batches or trainer.epochs above 1, or another loss",
         )
-    if "divergences" in estimator.needs and objective.aggregation == "sequence_mean":
-        yield Objection(
-            key="algorithm.aggregation",
+    if "divergences" in estimator.needs and objective.loss_agg_mode == "sequence_mean":
+        yield ConfigIssue(
+            key="algorithm.loss_agg_mode",
             reason="preferences are about whole answers: divided by their lengths, long ones would hardly count",
             remedy="use token_mean or fixed_length",
         )
-    if objective.kl_coefficient and objective.kl_estimator == "k1":
-        yield Objection(
+    if "turn_rewards" in estimator.needs and setting.kl_in_reward:
+        yield ConfigIssue(
+            key="algorithm.kl_placement",
+            reason="the penalty is subtracted from the rewards of whole rows, not from those of single turns: half of "
+            "the advantage would not contain it",
+            remedy='use kl_placement = "loss"',
+        )
+    if objective.kl_coef and objective.kl_estimator == "k1":
+        yield ConfigIssue(
             key="algorithm.kl_estimator",
-            reason="k1's gradient is 0 on average: as a loss it is noise without any pull to the reference",
+            reason="the gradient of k1 is 0 on average: as a loss it is noise and does not pull to the reference",
             remedy="use k2 or k3",
         )
 
 
-def _unusable(estimator: AdvantageEstimator, setting: Setting) -> Iterator[Objection]:
-    level = estimator.level
-    missing = [name for name in estimator.needs if name not in COLUMNS[level]]
+def _impossible(estimator: AdvantageEstimator, setting: Setting) -> Iterator[ConfigIssue]:
+    level, available = estimator.level, _COLUMNS[estimator.level]
+    missing = [name for name in estimator.needs if name not in available]
     if missing:
         alone = "; an advantage of tokens sees rows without their groups" if level == "token" else ""
-        yield Objection(
+        yield ConfigIssue(
             key="algorithm.advantage",
-            reason=f"it needs {', '.join(missing)}, which no stage makes for an advantage of {level}s{alone}",
-            remedy=f"use one that needs only {', '.join(sorted(COLUMNS[level]))}",
-            unsound=False,
+            reason=f"it needs {', '.join(missing)}, which no stage computes for an advantage of {level}s{alone}",
+            remedy=f"use one that needs only {', '.join(sorted(available))}",
+            overridable=False,
         )
     elif "groups" in estimator.needs and setting.group_size < 2:
-        yield Objection(
+        yield ConfigIssue(
             key="trainer.group_size",
             reason="a group of one has no baseline: every advantage would be 0",
             remedy="use at least 2, or an advantage without groups (reinforce_plus_plus)",
-            unsound=False,
+            overridable=False,
         )
     k = estimator.option("k")
     if isinstance(k, int) and k > setting.group_size:
-        yield Objection(
+        yield ConfigIssue(
             key="algorithm.advantage_options.k",
             reason=f"{k} answers cannot be chosen from trainer.group_size = {setting.group_size}",
             remedy=f"use at most {setting.group_size}, or a larger trainer.group_size",
-            unsound=False,
+            overridable=False,
+        )
+    if setting.max_uses != 1:
+        once = "are computed once for a group, and buffer.options.max_uses uses groups more often"
+        if setting.kl_in_reward:
+            yield ConfigIssue(
+                key="algorithm.kl_placement",
+                reason=f"divergences {once}",
+                remedy='use kl_placement = "loss", or max_uses = 1',
+                overridable=False,
+            )
+        for column in ("greedy_rewards", "divergences"):
+            if column in estimator.needs:
+                yield ConfigIssue(
+                    key="algorithm.advantage",
+                    reason=f"{column.replace('_', ' ')} {once}",
+                    remedy="use another advantage, or max_uses = 1",
+                    overridable=False,
+                )
+    if "divergences" in estimator.needs and setting.kl_in_reward:
+        yield ConfigIssue(
+            key="algorithm.kl_placement",
+            reason="this advantage already holds the policy to the reference: a penalty in the reward would change "
+            "which answer of a pair is preferred",
+            remedy='use kl_placement = "loss", or kl_coef = 0',
+            overridable=False,
         )

@@ -1,4 +1,4 @@
-"""What a critic is trained on."""
+"""The value loss: what a critic minimises."""
 
 from __future__ import annotations
 
@@ -8,53 +8,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.aggregation import token_weights
-from asyncrl.algorithms.policy_loss import check_range
-from asyncrl.algorithms.token_losses import TokenLosses, check_tokens, keep
-
-__all__ = ["ValueObjective", "value_token_losses"]
+from asyncrl.algorithms.aggregation import (
+    TokenLosses,
+    check_options,
+    check_range,
+    check_tokens,
+    keep,
+    option,
+    token_weights,
+)
 
 
 def value_token_losses(
-    values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = 0.2
+    values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float | None = 0.2
 ) -> TokenLosses:
-    """Half the squared distance from the return, held near the critic of the start of the step.
+    """Return half the squared distance from the return, held near the critic of the start of the step.
 
         loss = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-    PPO's value clipping (arXiv:2005.12729); the larger of the two, so a value that has moved far towards its
-    return gets no further gradient, one that has moved away does.
+    PPO's value clipping (arXiv:2005.12729); the larger of the two, so a value that has moved far towards its return
+    gets no further gradient, one that has moved away does.
 
-        >>> losses = value_token_losses(
-        ...     torch.tensor([0.5, 0.5]),
-        ...     old_values=torch.tensor([0.4, 0.0]),
-        ...     returns=torch.tensor([1.0, 1.0]),
-        ...     mask=torch.tensor([True, True]),
-        ... )
-        >>> losses.loss  # (0.5 - 1)^2 / 2; the second has moved too far, and counts as (0.2 - 1)^2 / 2
+        >>> new, old, returns = torch.tensor([[0.5, 0.5], [0.4, 0.0], [1.0, 1.0]])
+        >>> both = torch.tensor([True, True])
+        >>> value_token_losses(new, old_values=old, returns=returns, mask=both).loss  # (0.5 - 1)^2 / 2, (0.2 - 1)^2 / 2
         tensor([0.1250, 0.3200])
 
-    Args:
-        values: [T] (or any shape) of the critic being trained; the gradient goes here.
-        old_values: same shape, at the start of the step.
-        returns: same shape, see :func:`~asyncrl.algorithms.gae`.
-        mask: boolean, True where a token was sampled.
-        clip: above 0, or None for the plain square.
-
-    Returns:
-        Losses and ``value_clip_fraction``, 1 where the clip took the gradient away, and ``value_error``, |v - R|.
+    All tensors have one shape, usually [T]: values v of the critic being trained, v_old of the one at the start of the
+    step, returns R (:func:`~asyncrl.algorithms.gae`). Metrics are ``value_clip_fraction``, 1 where the clip took the
+    gradient away, and ``value_error``, |v - R|. ``cliprange_value`` is above 0, or None for the plain square.
 
     Raises:
         SchemaError: shapes or dtypes differ.
-        ConfigError: ``clip`` is not positive.
+        ConfigError: ``cliprange_value`` is not positive.
     """
     check_tokens(mask, values=values, old_values=old_values, returns=returns)
     value, old, target = keep(values, mask), keep(old_values.detach(), mask), keep(returns.detach(), mask)
     free = (value - target).square()
     loss, stopped = free, torch.zeros_like(free)
-    if clip is not None:
-        check_range("clip", clip, low=0.0, open_low=True)
-        clipped = (old + (value - old).clamp(-clip, clip) - target).square()
+    if cliprange_value is not None:
+        check_range("cliprange_value", cliprange_value, low=0.0, open_low=True)
+        clipped = (old + (value - old).clamp(-cliprange_value, cliprange_value) - target).square()
         loss, stopped = torch.maximum(free, clipped), (clipped > free).to(free.dtype)
     return TokenLosses(
         loss=keep(0.5 * loss, mask),
@@ -66,35 +60,26 @@ def value_token_losses(
 class ValueObjective:
     """What a critic minimises: :func:`value_token_losses`, every token counting the same.
 
-        >>> ValueObjective(clip=None)
-        ValueObjective(clip=None)
+    ``cliprange_value`` bounds how far the optimizer steps on *one* batch move a value; with a single step it has no
+    effect.
 
-    Attributes:
-        clip: above 0, or None for the plain square. It bounds what the optimizer steps on *one* batch do to a value;
-            with a single step there is nothing to hold.
+        >>> ValueObjective(cliprange_value=None)
+        ValueObjective(cliprange_value=None)
 
     Raises:
-        ConfigError: ``clip`` is not positive.
+        ConfigError: ``cliprange_value`` is not positive.
     """
 
-    clip: float | None = 0.2
+    cliprange_value: float | None = option(0.2, low=0.0, open_low=True, optional=True)
 
     def __post_init__(self) -> None:
-        if self.clip is not None:
-            check_range("clip", self.clip, low=0.0, open_low=True)
+        check_options(self)
 
     def token_losses(self, values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor) -> TokenLosses:
-        """As :func:`value_token_losses`, with the moments that :meth:`report` needs.
-
-            >>> one = torch.ones(1)
-            >>> losses = ValueObjective().token_losses(0 * one, old_values=0 * one, returns=one, mask=one > 0)
-            >>> losses.loss, losses.metrics["residual"]
-            (tensor([0.5000]), tensor([1.]))
-
-        Raises:
-            SchemaError: shapes or dtypes differ.
-        """
-        losses = value_token_losses(values, old_values=old_values, returns=returns, mask=mask, clip=self.clip)
+        """Return :func:`value_token_losses` with the moments that :meth:`report` needs."""
+        losses = value_token_losses(
+            values, old_values=old_values, returns=returns, mask=mask, cliprange_value=self.cliprange_value
+        )
         value, target = keep(values.detach(), mask), keep(returns.detach(), mask)
         moments = {
             "value": value,
@@ -106,26 +91,14 @@ class ValueObjective:
         return TokenLosses(loss=losses.loss, metrics=losses.metrics | moments)
 
     def token_weights(self, lengths: Tensor, total_tokens: int, total_rows: int) -> Tensor:
-        """Weight of each trained token of every row, see :func:`~asyncrl.algorithms.token_weights`.
-
-            >>> ValueObjective().token_weights(torch.tensor([1, 3]), total_tokens=4, total_rows=2)
-            tensor([0.2500, 0.2500])
-
-        Raises:
-            SchemaError: as :func:`~asyncrl.algorithms.token_weights`.
-            InvalidDataError: likewise.
-        """
-        return token_weights(lengths, aggregation="token_mean", total_tokens=total_tokens, total_rows=total_rows)
+        """Return :func:`~asyncrl.algorithms.token_weights` by ``token_mean``."""
+        return token_weights(lengths, loss_agg_mode="token_mean", total_tokens=total_tokens, total_rows=total_rows)
 
     def report(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step, from the averages of :meth:`token_losses`' metrics over all its tokens.
+        """Return the metrics of a step, from the averages of :meth:`token_losses`' metrics over all its tokens.
 
-        ``explained_variance`` is 1 - Var(return - value) / Var(return): 1 for a critic that knows, 0 for one that says
-        the mean, below 0 for one that does harm; 0 where all returns are equal.
-
-        >>> means = {"return": 1.0, "return_squared": 3.0, "residual": 0.0, "residual_squared": 0.5}
-        >>> ValueObjective().report(means)["explained_variance"]  # 1 - 0.5 / 2
-        0.75
+        ``explained_variance`` is 1 - Var(return - value) / Var(return): 1 for a critic that is always right, 0 for one
+        that predicts the mean, below 0 for one that is worse than the mean; 0 where all returns are equal.
         """
         known = dict(means)
         spread = known.pop("return_squared") - known["return"] ** 2

@@ -1,257 +1,502 @@
-"""The commands that need a configuration, and ``plot``. Each imports what it needs when it is called."""
+"""The commands that work on a configuration or on the folder of a run. Each imports what it needs when it is called.
+
+For every command: a function that adds its options to a parser, and one that carries it out and returns its exit code.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.cli.output import FAILED, show, show_json
 from asyncrl.errors import ConfigError
-
-from .output import quiet_pipe, show
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-    from asyncrl.config.document import Document
+    from asyncrl.config.config import Document
+    from asyncrl.simulation.world import Forecast
+    from asyncrl.tasks.rerun import Recording, Replayed
+    from asyncrl.trainer.report import RunStatus
 
-__all__ = [
-    "check_outside",
-    "eval_command",
-    "export_command",
-    "generate_command",
-    "plot_command",
-    "sft_command",
-    "train_command",
-    "train_reward_model_command",
-    "trajectories_command",
-]
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _whole_number(text: str, low: int = 1, high: int = 1_000_000) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 20 else -1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
+    return value
+
+
+def _add_run_argument(parser: argparse.ArgumentParser, help_text: str = "folder of a run") -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help=help_text)
+
+
+# -------------------------------------------------------------------------------------------------------- train a model
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue a run; FILE.toml defaults to its own")
+    add_json_option(parser)
 
 
 def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl train``."""
     file = namespace.file
     if file is None and namespace.resume is not None:
         file = namespace.resume / "config.toml"
     config = _configuration(file, settings)
     if namespace.dry_run:
         return _dry_run(config)
-    from asyncrl.pipeline.run import train
+    from asyncrl.tasks.run import train
 
     summary = train(config, resume=namespace.resume)
     if namespace.json:
-        _show_json(summary)
+        show_json(summary)
     else:
-        from asyncrl.telemetry import print_report
+        from asyncrl.telemetry import report_text
 
-        with quiet_pipe():
-            print_report(summary)
+        show(report_text(summary))
     return 0
 
 
 def sft_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl sft``."""
     config = _configuration(namespace.file, settings)
     if namespace.dry_run:
         return _dry_run(config)
-    from asyncrl.pipeline.run import sft
+    from asyncrl.tasks.run import sft
 
-    summary = sft(config)
-    _show_summary(summary, as_json=namespace.json)
+    _show_summary(sft(config), as_json=namespace.json)
     return 0
 
 
 def train_reward_model_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl train-reward-model``."""
     from asyncrl.config import RewardTrainingConfig, load_document
-    from asyncrl.datasets.source import check_files
-    from asyncrl.parts import check_part
 
-    if namespace.file is None and not settings:
-        raise ConfigError("no configuration given; write asyncrl COMMAND FILE.toml", remedy="give a FILE.toml")
+    _check_given(namespace.file, settings)
     config = load_document(RewardTrainingConfig, namespace.file, settings)
-    check_part("asyncrl.value_engines", config.trainer.engine, path="trainer.engine")
-    if config.model.source is not None:
-        check_part("asyncrl.model_sources", config.model.source, path="model.source")
-    for name in config.telemetry.trackers:
-        check_part("asyncrl.trackers", name, path="telemetry.trackers")
-    check_files(config.preferences.files, key="preferences.files")
-    _check_model_path(config.model.path)
     if namespace.dry_run:
-        return _dry_run(config)
-    from asyncrl.pipeline.run import train_reward_model
+        from asyncrl.tasks.checks import check_reward_training
+
+        check_reward_training(config)
+        return _show_resolved(config)
+    from asyncrl.tasks.run import train_reward_model
 
     _show_summary(train_reward_model(config), as_json=namespace.json)
     return 0
 
 
+# ----------------------------------------------------------------------------------------------------- answer questions
+
+
+def _add_answer_options(parser: argparse.ArgumentParser, *, tasks: str) -> None:
+    parser.add_argument("--data", action="append", metavar="FILE", help="rows of these files instead")
+    parser.add_argument("--tasks", type=_whole_number, metavar="N", help=tasks)
+    parser.add_argument("--samples", type=_whole_number, default=1, metavar="K", help="answers to each task (1)")
+    parser.add_argument(
+        "--temperature", type=_temperature, metavar="T", help="0 is greedy (greedy for one sample, else the file's)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file for the answers, .jsonl or .parquet; an unfinished one is resumed",
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="weights to use; else the model's own")
+
+
+def add_eval_options(parser: argparse.ArgumentParser) -> None:
+    _add_answer_options(parser, tasks="held-out tasks (eval.tasks, or all rows of --data)")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="score the answers in a file, without a model")
+    add_json_option(parser)
+
+
 def eval_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl eval``."""
     if namespace.answers is not None:
-        from asyncrl.pipeline.answers_file import read_answers
-        from asyncrl.pipeline.scores import summarise_answers
+        from asyncrl.tasks.generate import read_answers
+        from asyncrl.trainer.evaluation import summarise_answers
 
         _show_scores(summarise_answers(read_answers(namespace.answers)), as_json=namespace.json)
         return 0
     config = _configuration(namespace.file, settings)
     _check_data(namespace.data)
     if namespace.dry_run:
-        return _dry_run(config)
-    from asyncrl.pipeline.run import evaluate
+        return _dry_run(config, loads_model=namespace.checkpoint is None, uses_tasks=False)
+    from asyncrl.tasks.run import evaluate
 
-    summary = evaluate(
-        config,
-        checkpoint=_existing(namespace.checkpoint, "--checkpoint"),
-        data=namespace.data,
-        tasks=namespace.tasks,
-        samples=namespace.samples,
-        temperature=namespace.temperature,
-        out=namespace.out,
-    )
-    _show_scores(summary, as_json=namespace.json)
+    _show_scores(evaluate(config, **_answer_arguments(namespace)), as_json=namespace.json)
     return 0
+
+
+def add_generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this instead of tasks of the environment")
+    _add_answer_options(parser, tasks="held-out tasks to answer (4, or all rows of --data)")
 
 
 def generate_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl generate``."""
     config = _configuration(namespace.file, settings)
     _check_data(namespace.data)
     if namespace.dry_run:
-        return _dry_run(config)
-    from asyncrl.pipeline.run import generate
+        return _dry_run(config, loads_model=namespace.checkpoint is None, uses_tasks=False)
+    from asyncrl.tasks.run import generate
 
-    answers = generate(
-        config,
-        prompt=namespace.prompt,
-        data=namespace.data,
-        tasks=namespace.tasks,
-        samples=namespace.samples,
-        temperature=namespace.temperature,
-        checkpoint=_existing(namespace.checkpoint, "--checkpoint"),
-        out=namespace.out,
-    )
-    for answer in answers:
+    for answer in generate(config, prompt=namespace.prompt, **_answer_arguments(namespace)):
         if namespace.out is None:
-            show(_json(answer))
+            show_json(answer, indent=None)
     return 0
 
 
-def export_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl export``."""
-    del settings
-    from asyncrl.pipeline.export import export
+def _answer_arguments(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Any: arguments that ``evaluate`` and ``generate`` share."""
+    _check_path(namespace.checkpoint, "--checkpoint")
+    return {name: getattr(namespace, name) for name in ("checkpoint", "data", "tasks", "samples", "temperature", "out")}
 
-    summary = export(namespace.run, namespace.out, step=namespace.step, part=namespace.part)
-    _show_summary({name: value for name, value in summary.items() if value is not None}, as_json=namespace.json)
+
+# ------------------------------------------------------------------------------------------------------ look at a run
+
+
+SILENT_S = 15.0
+"""Time without a status after which the event loop of a live driver is considered blocked."""
+
+
+def add_why_options(parser: argparse.ArgumentParser) -> None:
+    _add_run_argument(parser)
+    add_json_option(parser)
+
+
+def why_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Print what a live run waits for, from the status in its folder."""
+    from asyncrl.trainer.report import read_status
+
+    run: Path = namespace.run
+    try:
+        status = read_status(run / "status.json")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{run} has no status.json: it is not the folder of a run, or training has not begun",
+            remedy="give the folder of a run that trains",
+        ) from None
+    if namespace.json:
+        show_json(status)
+    else:
+        ended = (run / "summary.json").exists()
+        lines = status.sentences()
+        if ended:
+            lines = [f"the run has ended; {run / 'summary.json'} has its results"]
+            advice = _summary_of(run).get("advice")
+            lines += [advice["sentence"]] if advice else []
+        show("\n".join([*_liveness(status), *lines] if not ended else lines))
     return 0
 
 
-def trajectories_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl trajectories``."""
-    del settings
-    from asyncrl.telemetry.trajectory_text import trajectories_of
+def _summary_of(run: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
-    for text in trajectories_of(namespace.run, step=namespace.step, last=namespace.last):
-        show(f"{'-' * 80}\n{text}")
-    return 0
+
+def _liveness(status: RunStatus) -> list[str]:
+    """Return a line if the driver has ended or does not respond."""
+    silent_s = time.time() - status.at
+    if not _is_alive(status.pid):
+        ended = f"the driver (process {status.pid}) has ended and left no summary.json: it was stopped or killed"
+        return [f"{ended}; its last status, {silent_s:.0f} s ago:"]
+    if silent_s > SILENT_S:
+        return [f"the driver (process {status.pid}) lives, but its event loop has not run for {silent_s:.0f} s:"]
+    return []
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a process of another user
+        return True
+    return True
+
+
+def add_plot_options(parser: argparse.ArgumentParser) -> None:
+    _add_run_argument(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="picture to write, .png, .svg or .pdf (RUN/plot.png)")
 
 
 def plot_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl plot``."""
     from asyncrl.telemetry.plot import plot_run
 
     show(str(plot_run(namespace.run, namespace.out or namespace.run / "plot.png")))
     return 0
 
 
-def check_outside(config: Config) -> None:
-    """Check what a configuration names outside of itself: parts that are installed, files that are there.
+def add_trajectories_options(parser: argparse.ArgumentParser) -> None:
+    _add_run_argument(parser)
+    parser.add_argument("--step", type=_whole_number, metavar="N", help="only those for training step N")
+    parser.add_argument("--last", type=_whole_number, metavar="K", help="only the last K")
 
-    Raises:
-        ConfigError: the first that is missing.
-    """
-    from asyncrl.config import check_algorithm
-    from asyncrl.parts import check_part
 
-    wanted = [
-        ("asyncrl.environments", config.env.name, "env.name"),
-        ("asyncrl.rollout_engines", config.rollout.engine, "rollout.engine"),
-        ("asyncrl.training_engines", config.trainer.engine, "trainer.engine"),
-        ("asyncrl.value_engines", config.critic.engine, "critic.engine"),
-        ("asyncrl.weight_transports", config.weights.transport, "weights.transport"),
-        ("asyncrl.replay_buffers", config.buffer.kind, "buffer.kind"),
+def trajectories_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    from asyncrl.telemetry.report import trajectories_of
+
+    for text in trajectories_of(namespace.run, step=namespace.step, last=namespace.last):
+        show(f"{'-' * 80}\n{text}")
+    return 0
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    _add_run_argument(parser, "folder of a run, or of one of its checkpoints")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument(
+        "--step", type=_whole_number, metavar="N", help="version of the weights (the newest checkpoint)"
+    )
+    parser.add_argument(
+        "--part", choices=("model", "adapter"), default="model", help="with LoRA: merged, or the adapters apart (model)"
+    )
+    add_json_option(parser)
+
+
+def export_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    from asyncrl.tasks.export import export
+
+    summary = export(namespace.run, namespace.out, step=namespace.step, part=namespace.part)
+    _show_summary({name: value for name, value in summary.items() if value is not None}, as_json=namespace.json)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- replay a run
+
+
+REPLAY_EXAMPLES = """
+examples:
+  asyncrl replay runs/calculator-20260102-030405                        the same weights, bit for bit, or exit 1
+  asyncrl replay RUN --from-step 40 --set algorithm.loss=gspo           another loss, from a checkpoint on
+  asyncrl replay RUN --set staleness.policy=mask --set max_staleness=0   train on the fresh tokens alone
+"""
+
+
+def add_replay_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = REPLAY_EXAMPLES
+    _add_run_argument(parser, "folder of a run that kept its ledger")
+    parser.add_argument("--from-step", type=int, default=0, metavar="N", help="start at its checkpoint of step N (0)")
+    parser.add_argument("--to-step", type=int, metavar="N", help="last step to train (all that are recorded)")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="train with another setting of [algorithm], [trainer], [staleness] or max_staleness",
+    )
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="folder for the replay's own folder (that of RUN)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what is recorded and what is missing, train nothing"
+    )
+    add_json_option(parser)
+
+
+def replay_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Replay a run; return 1 if a replay without changes ends in other weights."""
+    from asyncrl.tasks.rerun import Recording
+
+    changes: dict[str, str] = {}
+    for setting in namespace.settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            remedy = "write --set algorithm.loss=gspo"
+            raise ConfigError(f"--set {setting!r} is not a setting", path="--set", remedy=remedy)
+        changes[key.replace("-", "_")] = value
+    with Recording(namespace.run) as recording:
+        if namespace.dry_run:
+            return _show_recording(recording, namespace)
+        replayed = recording.replay(
+            changes,
+            from_step=namespace.from_step,
+            to_step=namespace.to_step,
+            runs=namespace.runs,
+            progress="none" if namespace.json else recording.config.telemetry.progress,
+        )
+    if namespace.json:
+        names = ("run", "from_step", "to_step", "forked", "compared", "equal", "first_difference", "weights")
+        show_json({name: getattr(replayed, name) for name in names})
+    else:
+        show(f"{_outcome(replayed)}\nweights {replayed.weights} in {replayed.run}")
+    return 0 if replayed.forked or replayed.equal else FAILED
+
+
+def _show_recording(recording: Recording, namespace: argparse.Namespace) -> int:
+    lacks = recording.lacks(namespace.from_step, namespace.to_step)
+    if namespace.json:
+        names = ("first_step", "last_step", "checkpoints")
+        show_json({**{name: getattr(recording, name) for name in names}, "lacks": lacks})
+    else:
+        checkpoints = ", ".join(map(str, recording.checkpoints)) or "none"
+        show(f"steps {recording.first_step + 1}..{recording.last_step} are recorded; checkpoints: {checkpoints}")
+        show("\n".join(f"missing: {sentence}" for sentence in lacks) or "nothing is missing")
+    return FAILED if lacks else 0
+
+
+def _outcome(replayed: Replayed) -> str:
+    steps = f"steps {replayed.from_step + 1}..{replayed.to_step}"
+    if replayed.forked:
+        where = "never" if replayed.first_difference is None else f"at step {replayed.first_difference}"
+        return f"{steps} with another {', '.join(replayed.forked)}: left the recorded weights {where}"
+    if replayed.equal:
+        return f"{steps}: the recorded weights, bit for bit, after each of them"
+    if replayed.first_difference is not None:
+        return f"{steps}: other weights than recorded, from step {replayed.first_difference} on"
+    return f"{steps}: only {replayed.compared} of them have recorded weights to compare with"
+
+
+# --------------------------------------------------------------------------------------------------- simulate and plan
+
+
+PLANNED_STEPS = 60
+"""Steps that are simulated of each candidate: a plan compares, it need not be exact."""
+
+
+def simulate_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    from asyncrl.simulation.world import forecast, scenario_of
+
+    config = _simulated_configuration(namespace, settings)
+    if namespace.dry_run:
+        return _show_resolved(config)
+    outlook = forecast(scenario_of(config))
+    if namespace.json:
+        show_json(_forecast_record(outlook))
+    else:
+        show(_forecast_text(outlook))
+    return 0
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices",
+        type=lambda text: _whole_number(text, 2, 4096),
+        metavar="N",
+        help="devices to split (as many as the configuration uses)",
+    )
+    add_json_option(parser)
+
+
+def plan_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    from asyncrl.simulation.world import best_of, scenario_of, search
+
+    config = _simulated_configuration(namespace, settings)
+    if namespace.dry_run:
+        return _show_resolved(config)
+    scenario = scenario_of(config)
+    ranks = config.trainer.world_size
+    devices = namespace.devices or config.rollout.replicas + ranks
+    scenario = replace(scenario, steps=min(scenario.steps, PLANNED_STEPS))
+    forecasts = search(scenario, devices=devices, trainer_devices=ranks)
+    best = best_of(forecasts)
+    if namespace.json:
+        show_json({"best": _forecast_record(best), "candidates": [_forecast_record(each) for each in forecasts]})
+        return 0
+    lines = ["replicas  trainer  max_staleness  tokens/s    step  trainer waits  replicas idle  masked  not trained on"]
+    for each in forecasts:
+        certificate = each.certificate
+        lines.append(
+            f"{each.scenario.replicas:8d}  {devices - each.scenario.replicas:7d}  {each.scenario.max_staleness:13d}  "
+            f"{each.tokens_per_s:8.0f}  {_seconds(each.step_s):>6}  {sum(each.trainer_idle.values()):13.1%}  "
+            f"{each.replicas_idle:13.1%}  {certificate.masked_share:6.1%}  {certificate.waste:14.1%}"
+            + ("  <-- least stale within 3 % of the fastest" if each is best else "")
+        )
+    show("\n".join(lines))
+    return 0
+
+
+def _simulated_configuration(namespace: argparse.Namespace, settings: Sequence[str]) -> Config:
+    from asyncrl.config import load_config
+
+    # torch warns its own developers of a deprecated call inside torch.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    _check_given(namespace.file, ())
+    config = load_config(namespace.file, settings)
+    if config.steps < 3:
+        raise ConfigError(f"steps = {config.steps}: a simulation needs at least 3", path="steps", remedy="at least 3")
+    return config
+
+
+def _forecast_text(outlook: Forecast) -> str:
+    scenario, certificate = outlook.scenario, outlook.certificate
+    rows = [
+        ("step", _seconds(outlook.step_s)),
+        ("tokens trained on", f"{outlook.tokens_per_s:,.0f} a second"),
+        *((f"trainer waits for {cause}", f"{share:.1%} of the time") for cause, share in outlook.trainer_idle.items()),
+        ("replicas idle", f"{outlook.replicas_idle:.1%} of their speed"),
+        ("groups rolling out", f"{outlook.in_flight:.1f} of {scenario.groups_per_step} a step"),
+        ("staleness policy", f"{scenario.staleness.name}, bound {scenario.max_staleness}"),
+        *(
+            (
+                f"  {versions} behind",
+                f"{tokens / certificate.tokens:6.1%}  {'#' * round(24 * tokens / certificate.tokens)}",
+            )
+            for versions, tokens in certificate.histogram.items()
+        ),
+        ("masked", f"{certificate.masked_share:.1%} of the tokens of trained rollouts"),
+        ("not trained on", f"{certificate.waste:.1%} of all tokens"),
+        ("length, trained / issued", f"{certificate.length_ratio:.3f}"),
+        ("simulated", f"{scenario.steps} steps; a model of durations, not of learning"),
     ]
-    if config.reward.source != "environment":
-        wanted.append(("asyncrl.reward_models", config.reward.source, "reward.source"))
-    if config.model.source is not None:
-        wanted.append(("asyncrl.model_sources", config.model.source, "model.source"))
-    wanted += [("asyncrl.trackers", name, "telemetry.trackers") for name in config.telemetry.trackers]
-    for group, name, path in wanted:
-        check_part(group, name, path=path)
-    check_algorithm(config)
-    if config.rollout.python is not None:
-        _existing(config.rollout.python, "rollout.python")
-    if config.sft.data is not None:
-        from asyncrl.datasets.source import check_files
+    width = max(len(name) for name, _text in rows)
+    return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
-        check_files(config.sft.data, key="sft.data")
-    _check_model_path(config.model.path)
-    if config.critic.path is not None:
-        _check_model_path(config.critic.path, "critic.path")
+
+def _forecast_record(outlook: Forecast) -> dict[str, Any]:
+    scenario, certificate = outlook.scenario, outlook.certificate
+    return {
+        "replicas": scenario.replicas,
+        "max_staleness": scenario.max_staleness,
+        "policy": scenario.staleness.name,
+        "step_s": outlook.step_s,
+        "tokens_per_s": outlook.tokens_per_s,
+        "trainer_idle": dict(outlook.trainer_idle),
+        "replicas_idle": outlook.replicas_idle,
+        "groups_in_flight": outlook.in_flight,
+        "staleness": dict(certificate.histogram),
+        "masked_share": certificate.masked_share,
+        "waste": certificate.waste,
+        "length_ratio": certificate.length_ratio,
+    }
+
+
+def _seconds(time_s: float) -> str:
+    return f"{time_s:.3g} s"
+
+
+# ---------------------------------------------------------------------------------------------------- a configuration
 
 
 def _configuration(file: Path | None, settings: Sequence[str]) -> Config:
     from asyncrl.config import load_config
 
+    _check_given(file, settings)
+    return load_config(file, settings)
+
+
+def _check_given(file: Path | None, settings: Sequence[str]) -> None:
     if file is None and not settings:
         raise ConfigError("no configuration given; write asyncrl COMMAND FILE.toml", remedy="give a FILE.toml")
-    config = load_config(file, settings)
-    check_outside(config)
-    return config
-
-
-def _check_model_path(model: str | None, name: str = "model.path") -> None:
-    if model is not None and model.startswith(("/", "./", "../", "~")):  # else it may be a name on the hub
-        _existing(Path(model).expanduser(), name)
-
-
-def _dry_run(config: Document) -> int:
-    show(config.to_toml().rstrip("\n"))
-    return 0
-
-
-def _existing(path: Path | None, name: str) -> Path | None:
-    if path is None:
-        return None
-    try:
-        exists = path.exists()
-    except OSError as error:  # a name too long, a folder that may not be entered
-        raise ConfigError(f"{name} = {str(path)!r}: {error.strerror}", path=name, remedy="check the path") from error
-    if not exists:
-        raise ConfigError(f"{name} = {str(path)!r}: no such file or folder", path=name, remedy="check the path")
-    return path
-
-
-def _show_summary(summary: Mapping[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        _show_json(summary)
-        return
-    from asyncrl.telemetry.progress import format_value
-
-    width = max(map(len, summary), default=0)
-    show("\n".join(f"{name:<{width}}  {format_value(name, value)}" for name, value in summary.items()))
-
-
-def _show_scores(summary: Mapping[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        _show_json(summary)
-        return
-    plain = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
-    lines = {**plain, **{f"reward/{name}": value for name, value in summary["reward_parts"].items()}}
-    tables = {"": summary["scores"], **{f"{source}  ": scores for source, scores in summary["by_data_source"].items()}}
-    scores = {prefix + name: str(value) for prefix, table in tables.items() for name, value in table.items()}
-    _show_summary({**lines, **scores}, as_json=False)
 
 
 def _check_data(data: Sequence[str] | None) -> None:
@@ -261,11 +506,48 @@ def _check_data(data: Sequence[str] | None) -> None:
         check_files(data, key="--data")
 
 
-def _show_json(summary: Mapping[str, Any]) -> None:
-    show(_json(summary, indent=2))
+def _check_path(path: Path | None, key: str) -> None:
+    if path is None:
+        return
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise ConfigError(f"{key} = {str(path)!r}: {error.strerror}", path=key, remedy="check the path") from error
+    if not exists:
+        raise ConfigError(f"{key} = {str(path)!r}: no such file or folder", path=key, remedy="check the path")
 
 
-def _json(record: Mapping[str, Any], *, indent: int | None = None) -> str:
-    from asyncrl.telemetry.json_form import to_json
+def _dry_run(config: Config, *, loads_model: bool = True, uses_tasks: bool = True) -> int:
+    from asyncrl.tasks.checks import check_start
 
-    return json.dumps(to_json(record), indent=indent, ensure_ascii=False)
+    check_start(config, loads_model=loads_model, uses_tasks=uses_tasks)
+    return _show_resolved(config)
+
+
+def _show_resolved(config: Document) -> int:
+    show(config.to_toml().rstrip("\n"))
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------- summaries
+
+
+def _show_summary(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        show_json(summary)
+        return
+    from asyncrl.telemetry.progress import format_value
+
+    width = max(map(len, summary), default=0)
+    show("\n".join(f"{name:<{width}}  {format_value(name, value)}" for name, value in summary.items()))
+
+
+def _show_scores(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        show_json(summary)
+        return
+    plain = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+    lines = {**plain, **{f"reward/{name}": value for name, value in summary["reward_parts"].items()}}
+    tables = {"": summary["scores"], **{f"{source}  ": scores for source, scores in summary["by_data_source"].items()}}
+    scores = {prefix + name: str(value) for prefix, table in tables.items() for name, value in table.items()}
+    _show_summary({**lines, **scores}, as_json=False)

@@ -1,31 +1,29 @@
-"""``asyncrl doctor``: what this machine has, what is missing, and the command that brings it."""
+"""``asyncrl doctor``: what this machine has, what is missing, and the command that installs it."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import importlib
-import json
 import os
 import platform
-import re
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from asyncrl import __version__
-from asyncrl.engine_venv.recipe import Device
-from asyncrl.engine_venv.venv import EngineVenv
-from asyncrl.errors import ConfigError
-from asyncrl.parts import PART_GROUPS, install_command, load_part, part_names
+from asyncrl.cli.output import FAILED, show, show_json
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.plugins import PART_GROUPS, install_command, load_part, part_names, part_path
 
-from .engine import GROUP, default_folder, recipe_of
-from .failure import FAILED
-from .output import show
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
-__all__ = ["Check", "doctor"]
+Status: TypeAlias = Literal["ok", "warning", "missing"]
 
 GIB = 1 << 30
 SHM = "/dev/shm"  # noqa: S108  the file system itself, not a file in it
@@ -35,65 +33,27 @@ NEEDED_PARTS = {
     "asyncrl.weight_transports": {"shared_memory"},
     "asyncrl.replay_buffers": {"replay"},
 }
-"""What the defaults of the configuration name: without these nothing trains."""
+"""Parts that the defaults of the configuration name."""
 
 MARKS = {"ok": "ok  ", "warning": "note", "missing": "FAIL"}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at. ``missing`` means that ``asyncrl train`` cannot run, ``warning`` worth knowing."""
+    """The result of one check; with status ``missing`` ``asyncrl train`` cannot run."""
 
     name: str
-    status: Literal["ok", "warning", "missing"]
+    status: Status
     found: str
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """A line of the package's metadata: ``torch>=2.7``, perhaps for an extra, perhaps for some systems only."""
-
-    package: str
-    needed: str
-    extra: str
-    here: bool
-
-    @classmethod
-    def parse(cls, text: str) -> Requirement:
-        specification, _, marker = text.partition(";")
-        match = re.match(r"\s*([\w.\-]+)(\[[^\]]*\])?\s*\(?([^)]*)", specification)
-        assert match is not None, text
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
-        other_system = re.search(r"sys_platform\s*!=\s*['\"]([^'\"]+)['\"]", marker)
-        here = other_system is None or other_system[1] != sys.platform
-        return cls(match[1], match[3].strip(), extra[1] if extra else "", here)
-
-    def met_by(self, installed: str) -> bool:
-        """Whether a version lies in the range; of pre-releases and local parts only the release counts."""
-        for operator, wanted in re.findall(r"(>=|<=|==|!=|>|<)\s*([\w.]+)", self.needed):
-            have, want = _release(installed), _release(wanted)
-            width = max(len(have), len(want))
-            have, want = have + (0,) * (width - len(have)), want + (0,) * (width - len(want))
-            holds = {
-                ">=": have >= want,
-                "<=": have <= want,
-                "==": have == want,
-                "!=": have != want,
-                ">": have > want,
-                "<": have < want,
-            }[operator]
-            if not holds:
-                return False
-        return True
-
-
-def doctor(*, as_json: bool = False) -> int:
-    """Look at everything and print it; 0 if ``asyncrl train`` can run here, else 1."""
+def doctor_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Print all checks; return 0 if ``asyncrl train`` can run here, else 1."""
     checks = list(examine())
     able = all(check.status != "missing" for check in checks)
-    if as_json:
-        show(json.dumps({"ok": able, "checks": [asdict(check) for check in checks]}, indent=2))
+    if namespace.json:
+        show_json({"ok": able, "checks": checks})
         return 0 if able else FAILED
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -105,13 +65,15 @@ def doctor(*, as_json: bool = False) -> int:
 
 
 def examine() -> Iterator[Check]:
-    """All checks, from the machine up to the parts."""
+    """Yield all checks, from the machine up to the parts."""
     yield from _machine()
     yield from _dependencies()
     yield from _torch()
     yield from _ray()
+    yield _sandbox()
     yield from _parts()
-    yield from engine_venvs(Path())
+    for name in part_names("asyncrl.doctor_checks"):
+        yield from (Check(*found) for found in load_part("asyncrl.doctor_checks", name)(Path()))
 
 
 def _machine() -> Iterator[Check]:
@@ -128,7 +90,7 @@ def _machine() -> Iterator[Check]:
     if memory is None:
         yield Check("memory", "warning", "unknown")
     elif memory < 4 * GIB:
-        yield Check("memory", "warning", f"{memory / GIB:.1f} GiB", "Ray and torch want 4 GiB or more")
+        yield Check("memory", "warning", f"{memory / GIB:.1f} GiB", "Ray and torch need 4 GiB or more")
     else:
         yield Check("memory", "ok", f"{memory / GIB:.1f} GiB")
     if not Path(SHM).is_dir():
@@ -138,7 +100,7 @@ def _machine() -> Iterator[Check]:
     text = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB"
     if usage.free < GIB:
         remedy = (
-            "two versions of the weights and Ray's objects lie there: docker run --shm-size=8g, or remount it larger"
+            "it holds two versions of the weights and Ray's objects: docker run --shm-size=8g, or remount it larger"
         )
         yield Check(SHM, "warning", text, remedy)
     else:
@@ -152,23 +114,32 @@ def _dependencies() -> Iterator[Check]:
         remedy = f"{sys.executable} -m pip install -e {Path(__file__).parents[2]}"
         yield Check("package metadata", "missing", "asyncrl is on the path but not installed: no parts by name", remedy)
         return
-    for line in lines:
-        requirement = Requirement.parse(line)
-        if requirement.extra == "dev" or not requirement.here:
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, lines):
+        extra = _extra_of(requirement)
+        if extra is None or extra == "dev":
             continue
-        needed = f"needs {requirement.needed}" if requirement.needed else ""
-        failing: Literal["warning", "missing"] = "warning" if requirement.extra else "missing"
-        note = f" (extra {requirement.extra})" if requirement.extra else ""
-        command = install_command(requirement.package)
+        needs = f", needs {requirement.specifier}" if requirement.specifier else ""
+        note = needs + (f" (extra {extra})" if extra else "")
         try:
-            installed = version(requirement.package)
+            installed = version(requirement.name)
         except PackageNotFoundError:
-            yield Check(requirement.package, failing, f"not installed, {needed}{note}", command)
-            continue
-        if requirement.met_by(installed):
-            yield Check(requirement.package, "ok", f"{installed}, {needed}{note}")
+            installed = ""
+        if installed and requirement.specifier.contains(installed, prereleases=True):
+            yield Check(requirement.name, "ok", installed + note)
         else:
-            yield Check(requirement.package, failing, f"{installed}, {needed}{note}", command)
+            status: Status = "warning" if extra else "missing"
+            command = install_command(requirement.name)
+            yield Check(requirement.name, status, (installed or "not installed") + note, command)
+
+
+def _extra_of(requirement: Requirement) -> str | None:
+    """Return the extra that brings a requirement, empty if every install does, None if none on this system does."""
+    if requirement.marker is None:
+        return ""
+    extras = ["", *metadata("asyncrl").get_all("Provides-Extra", [])]
+    return next((extra for extra in extras if requirement.marker.evaluate({"extra": extra})), None)
 
 
 def _torch() -> Iterator[Check]:
@@ -180,8 +151,8 @@ def _torch() -> Iterator[Check]:
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         names = ", ".join(f"{device.name} ({device.total_memory / GIB:.0f} GiB)" for device in devices)
-        asking = "a run asks for its share with --trainer.num-gpus and --rollout.num-gpus"
-        yield Check("torch build", "ok", f"{torch.__version__}, {built}; {names}; {asking}")
+        usage = "a run reserves them with --trainer.num-gpus and --rollout.num-gpus"
+        yield Check("torch build", "ok", f"{torch.__version__}, {built}; {names}; {usage}")
     elif shutil.which("nvidia-smi"):
         remedy = (
             "install a CUDA build: https://pytorch.org/get-started/locally"
@@ -203,6 +174,21 @@ def _ray() -> Iterator[Check]:
     yield Check("ray cluster", "ok", f"{ray.__version__}, {where}")
 
 
+def _sandbox() -> Check:
+    from asyncrl.rewards.sandbox import run_program
+
+    name = "code sandbox"
+    try:
+        missing = asyncio.run(run_program({"main.py": ""}, "main.py")).isolation.missing
+    except AsyncRLError as error:
+        return Check(name, "warning", str(error), "programs of a policy cannot be judged here (the rule code)")
+    if not missing:
+        return Check(name, "ok", "programs of a policy have a user, network, files and processes of their own")
+    found = f"programs of a policy get no {', '.join(missing)} of their own"
+    remedy = "allow user namespaces (kernel.unprivileged_userns_clone=1; in a container, a seccomp profile that does)"
+    return Check(name, "warning", found, remedy)
+
+
 def _parts() -> Iterator[Check]:
     for group, noun in PART_GROUPS.items():
         needed = NEEDED_PARTS.get(group, set())
@@ -211,41 +197,19 @@ def _parts() -> Iterator[Check]:
             remedy = f"{sys.executable} -m pip install -e {Path(__file__).parents[2]}"
             yield Check(f"{noun} {name}", "missing", "not registered", remedy)
         for name in names:
+            status: Status = "missing" if name in needed else "warning"
             try:
-                part = load_part(group, name)
+                load_part(group, name)
             except ConfigError as error:
-                status: Literal["warning", "missing"] = "missing" if name in needed else "warning"
                 yield Check(f"{noun} {name}", status, str(error.__cause__ or error), error.remedy)
-            except Exception as error:  # noqa: BLE001  a stranger's module may raise anything while it is imported
-                status = "missing" if name in needed else "warning"
+            except Exception as error:  # noqa: BLE001  a third-party module may raise anything while it is imported
                 yield Check(f"{noun} {name}", status, f"{type(error).__name__}: {error}", "see its own documentation")
             else:
-                yield Check(f"{noun} {name}", "ok", f"{part.__module__}:{part.__qualname__}")
-
-
-def engine_venvs(folder: Path) -> Iterator[Check]:
-    """The environments of engines that lie in ``folder``, looked at without running them."""
-    for engine in part_names(GROUP):
-        venv = EngineVenv(folder / default_folder(engine))
-        if not venv.folder.exists():
-            continue
-        name, state = f"environment {venv.folder.name}", venv.state()
-        device: Device = "gpu" if state is None else state.device
-        remedy = f"asyncrl engine install {engine} --{device} --path {venv.folder}"
-        try:
-            status = venv.examine(recipe_of(engine, device))
-        except ConfigError as error:
-            yield Check(name, "warning", str(error), error.remedy)
-            continue
-        if status.problems:
-            yield Check(name, "warning", "; ".join(status.problems), remedy)
-        else:
-            found = ", ".join(f"{each} {version}" for each, version in status.found.items())
-            yield Check(name, "ok", f"{found} (for {device})")
+                yield Check(f"{noun} {name}", "ok", part_path(group, name))
 
 
 def available_cores() -> float:
-    """Cores this process may use: its affinity, or a container's quota where that is less."""
+    """Return the cores this process may use: its affinity, or a container's quota where that is less."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota, _, period = _first_line(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     if quota.isdigit() and period.isdigit():
@@ -274,8 +238,3 @@ def _import(name: str) -> tuple[Any, str]:
         return importlib.import_module(name), ""
     except Exception as error:  # noqa: BLE001  broken native libraries raise OSError, RuntimeError, ...
         return None, f"cannot be imported: {type(error).__name__}: {error}"
-
-
-def _release(text: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else (0,)

@@ -7,25 +7,109 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from asyncrl import __version__
+from asyncrl.cli import commands
+from asyncrl.cli.doctor import doctor_command
+from asyncrl.cli.output import BAD_USAGE, INTERRUPTED, TERMINATED, print_failure, quiet_pipe, tolerate_any_encoding
+from asyncrl.cli.pool import add_pool_options, pool_command
+from asyncrl.cli.reference import (
+    add_completion_options,
+    add_config_options,
+    add_init_options,
+    completion_command,
+    config_command,
+    init_command,
+)
+from asyncrl.cli.serving import add_serve_options, serve_command
+from asyncrl.plugins import load_part, part_names
 
-from .arguments import split_arguments
-from .engine import add_engine_options, engine_command
-from .failure import BAD_USAGE, INTERRUPTED, TERMINATED, tell_failure
-from .output import quiet_pipe, tolerate_any_encoding
-from .pool import add_pool_options, pool_command
-from .replay import add_replay_options, replay_command
-from .serving import add_serve_options, serve_command
-from .simulation import add_plan_options
+Run: TypeAlias = Callable[[argparse.Namespace, Sequence[str]], int]
 
-__all__ = ["main"]
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of ``asyncrl``.
+
+    ``run`` takes the parsed options and the settings, and returns the exit code. With ``takes_settings`` the command
+    reads a configuration, whose keys may follow as ``--section.key value``.
+    """
+
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Run
+    takes_settings: bool = False
+
+
+COMMANDS = {
+    "train": Command(
+        "train with reinforcement learning", commands.add_train_options, commands.train_command, takes_settings=True
+    ),
+    "sft": Command(
+        "only the supervised warm start", commands.add_json_option, commands.sft_command, takes_settings=True
+    ),
+    "train-reward-model": Command(
+        "train a reward model on comparisons",
+        commands.add_json_option,
+        commands.train_reward_model_command,
+        takes_settings=True,
+    ),
+    "eval": Command(
+        "measure the held-out score: avg@k and pass@k with intervals",
+        commands.add_eval_options,
+        commands.eval_command,
+        takes_settings=True,
+    ),
+    "generate": Command(
+        "generate answers and print them as JSON lines",
+        commands.add_generate_options,
+        commands.generate_command,
+        takes_settings=True,
+    ),
+    "simulate": Command(
+        "simulate a planned run: step time, idle time, staleness, waste",
+        commands.add_json_option,
+        commands.simulate_command,
+        takes_settings=True,
+    ),
+    "plan": Command(
+        "search split and max_staleness for a planned run",
+        commands.add_plan_options,
+        commands.plan_command,
+        takes_settings=True,
+    ),
+    "replay": Command(
+        "train again on what a recorded run was trained on, without rollouts",
+        commands.add_replay_options,
+        commands.replay_command,
+    ),
+    "why": Command("print what a live run waits for", commands.add_why_options, commands.why_command),
+    "plot": Command("draw a run: scores, timeline, staleness, queue", commands.add_plot_options, commands.plot_command),
+    "trajectories": Command(
+        "print the trajectories that a run recorded", commands.add_trajectories_options, commands.trajectories_command
+    ),
+    "export": Command(
+        "write a run's weights as a plain model folder", commands.add_export_options, commands.export_command
+    ),
+    "serve": Command("serve a model: OpenAI, Anthropic, tokens, sessions", add_serve_options, serve_command),
+    "pool": Command("look at a served pool, or change it", add_pool_options, pool_command),
+    "init": Command("write a commented configuration for a task", add_init_options, init_command),
+    "config": Command("list the keys of a configuration, or explain some", add_config_options, config_command),
+    "completion": Command(
+        "print a script that completes commands and keys in a shell", add_completion_options, completion_command
+    ),
+    "doctor": Command("check what this machine has and what is missing", commands.add_json_option, doctor_command),
+}
+
+PART_COMMANDS = "asyncrl.commands"
+"""Entry-point group of commands that belong to a part: modules with SUMMARY, add_options(parser) and run(...)."""
 
 SETTINGS_HELP = """
 settings of the configuration override the file's, the last one wins:
@@ -33,83 +117,73 @@ settings of the configuration override the file's, the last one wins:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class CommandLine:
-    """The parser, and for each command that takes settings its own options."""
-
-    parser: argparse.ArgumentParser
-    options: dict[str, list[argparse.Action]]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (see :mod:`asyncrl.cli.failure`).
-
-    Args:
-        arguments: the words behind the program's name; those of the process by default.
-    """
+    """Run one command, by default of the process's arguments; return its exit code (see :mod:`asyncrl.cli.output`)."""
     tolerate_any_encoding()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    line = command_line()
+    table = all_commands()
+    parser, parsers = command_line(table)
+    for word in words:
+        if word.encode(errors="replace").decode() != word:
+            parser.exit(BAD_USAGE, f"asyncrl: {word!r} is not UTF-8: rename it, or run in its folder\n")
+    name = next((word for word in words if not word.startswith("-")), "")
     settings: list[str] = []
-    command = next((word for word in words if not word.startswith("-")), "")
-    if command in line.options:
-        at = words.index(command) + 1
+    if name in table and table[name].takes_settings:
+        at = words.index(name) + 1
         try:
-            split = split_arguments(words[at:], line.options[command])
+            split = split_arguments(words[at:], parsers[name].options)
         except ValueError as error:
-            line.parser.exit(BAD_USAGE, f"asyncrl {command}: {error}\n")
+            parser.exit(BAD_USAGE, f"asyncrl {name}: {error}\n")
         words, settings = words[:at] + split.own, split.settings
     try:
-        namespace = line.parser.parse_args(words)
+        namespace = parser.parse_args(words)
     except SystemExit:
         with quiet_pipe():
             raise
     if namespace.command is None:
         with quiet_pipe():
-            line.parser.print_help()
+            parser.print_help()
         return 0
-    return run(namespace, settings)
+    return run(table[namespace.command].run, namespace, settings)
 
 
-def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Start the command and see it end."""
+def run(command: Run, namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Run a command; turn failures into messages and exit codes."""
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:  # noqa: PTH109  a user's modules lie where one runs
+        sys.path.append(os.getcwd())  # noqa: PTH109
     with_traceback = namespace.traceback or os.environ.get("ASYNCRL_TRACEBACK", "0") not in {"", "0"}
     with sigterm_ends_the_program():
         try:
-            if namespace.command == "doctor":
-                from .doctor import doctor
-
-                return doctor(as_json=namespace.json)
-            if namespace.command == "engine":
-                return engine_command(namespace, settings)
-            if namespace.command == "serve":
-                return serve_command(namespace, settings)
-            if namespace.command == "pool":
-                return pool_command(namespace, settings)
-            if namespace.command in {"simulate", "plan"}:
-                from . import simulation
-
-                planned = simulation.plan_command if namespace.command == "plan" else simulation.simulate_command
-                return planned(namespace, settings)
-            if namespace.command == "replay":
-                return replay_command(namespace)
-            if namespace.command == "why":
-                from .why import why_command
-
-                return why_command(namespace)
-            from . import commands
-
-            command = getattr(commands, f"{namespace.command.replace('-', '_')}_command")
-            return int(command(namespace, settings))
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            return command(namespace, settings)
+        except (KeyboardInterrupt, SystemExit) as error:
+            what = ["interrupted"] if isinstance(error, KeyboardInterrupt) else []
+            for line in (*what, *getattr(error, "__notes__", ())):
+                print(line, file=sys.stderr)
+            if isinstance(error, SystemExit):
+                raise
             return INTERRUPTED
-        except Exception as error:  # noqa: BLE001  the last one to see it: told, with its traceback if it is a bug
-            return tell_failure(error, with_traceback=with_traceback)
+        except Exception as error:  # noqa: BLE001  nothing above catches it: it is printed, with its traceback if a bug
+            return print_failure(error, with_traceback=with_traceback)
 
 
-def command_line() -> CommandLine:
-    """Everything ``asyncrl --help`` knows. Imports nothing that the commands need."""
+def all_commands() -> dict[str, Command]:
+    """Return the commands of this package and of installed parts, by name."""
+    table = dict(COMMANDS)
+    for name in part_names(PART_COMMANDS):
+        part = load_part(PART_COMMANDS, name)
+        table[name] = Command(part.SUMMARY, part.add_options, part.run)
+    return table
+
+
+class CommandParser(argparse.ArgumentParser):
+    @property
+    def options(self) -> list[argparse.Action]:
+        """Actions that have an option string; arguments by position are left out."""
+        return [action for action in self._actions if action.option_strings]
+
+
+def command_line(table: dict[str, Command]) -> tuple[argparse.ArgumentParser, dict[str, CommandParser]]:
+    """Return the parser of ``asyncrl`` and those of its commands. Imports nothing that the commands need."""
     parser = argparse.ArgumentParser(
         prog="asyncrl",
         description="Asynchronous streaming reinforcement learning of language models.",
@@ -117,146 +191,72 @@ def command_line() -> CommandLine:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    options: dict[str, list[argparse.Action]] = {}
-
-    def add(name: str, summary: str, *, settings: bool) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=CommandParser)
+    parsers: dict[str, CommandParser] = {}
+    for name, command in table.items():
+        own = parsers[name] = subparsers.add_parser(
             name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            epilog=SETTINGS_HELP if settings else None,
-            usage=f"asyncrl {name} FILE.toml [options] [--setting value ...]" if settings else None,
+            help=command.summary,
+            description=command.summary[0].upper() + command.summary[1:] + ".",
+            epilog=SETTINGS_HELP if command.takes_settings else None,
+            usage=f"asyncrl {name} FILE.toml [options] [--setting value ...]" if command.takes_settings else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             add_help=False,
         )
-        own = [
-            command.add_argument("-h", "--help", action="help", help="show this help"),
-            command.add_argument("--traceback", action="store_true", help="show the traceback of a failure"),
-        ]
-        if settings:
-            command.add_argument("file", nargs="?", type=Path, metavar="FILE.toml", help="configuration")
-            own.append(
-                command.add_argument(
-                    "--dry-run", action="store_true", help="check, print what is resolved, run nothing"
-                )
-            )
-            options[name] = own
-        return command
-
-    train = add("train", "train with reinforcement learning", settings=True)
-    options["train"] += [
-        train.add_argument(
-            "--resume", type=Path, metavar="RUN", help="go on with a run; FILE.toml defaults to its own"
-        ),
-        train.add_argument("--json", action="store_true", help="print the summary as JSON"),
-    ]
-    sft = add("sft", "only the supervised warm start", settings=True)
-    options["sft"] += [sft.add_argument("--json", action="store_true", help="print the summary as JSON")]
-
-    compare = add("train-reward-model", "train a reward model on comparisons", settings=True)
-    options["train-reward-model"] += [
-        compare.add_argument("--json", action="store_true", help="print the summary as JSON")
-    ]
-
-    evaluate = add("eval", "measure the held-out score: avg@k and pass@k with intervals", settings=True)
-    options["eval"] += [
-        *add_answer_options(evaluate, tasks="held-out tasks (eval.tasks, or all rows of --data)"),
-        evaluate.add_argument(
-            "--answers", type=Path, metavar="FILE", help="score the answers in a file, without a model"
-        ),
-        evaluate.add_argument(
-            "--checkpoint", type=Path, metavar="DIR", help="weights to measure; else the model's own"
-        ),
-        evaluate.add_argument("--json", action="store_true", help="print the summary as JSON"),
-    ]
-    generate = add("generate", "generate answers and print them as JSON lines", settings=True)
-    options["generate"] += [
-        generate.add_argument("--prompt", metavar="TEXT", help="answer this instead of tasks of the environment"),
-        *add_answer_options(generate, tasks="held-out tasks to answer (4, or all rows of --data)"),
-        generate.add_argument("--checkpoint", type=Path, metavar="DIR", help="weights to use; else the model's own"),
-    ]
-    simulate = add("simulate", "simulate a planned run: step time, idle time, staleness, waste", settings=True)
-    options["simulate"] += [simulate.add_argument("--json", action="store_true", help="print the forecast as JSON")]
-    plan = add("plan", "search split and max_staleness for a planned run", settings=True)
-    options["plan"] += add_plan_options(plan)
-
-    replay = add("replay", "train again on what a recorded run was trained on, without rollouts", settings=False)
-    add_replay_options(replay)
-
-    why = add("why", "say what a live run waits for", settings=False)
-    why.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    why.add_argument("--json", action="store_true", help="print the status as JSON")
-
-    plot = add("plot", "draw a run: scores, timeline, staleness, queue", settings=False)
-    plot.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    plot.add_argument("--out", type=Path, metavar="FILE", help="picture to write, .png, .svg or .pdf (RUN/plot.png)")
-
-    shown = add("trajectories", "print the trajectories that a run wrote down", settings=False)
-    shown.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    shown.add_argument("--step", type=_count, metavar="N", help="only those for training step N")
-    shown.add_argument("--last", type=_count, metavar="K", help="only the last K")
-
-    exported = add("export", "write a run's weights as a plain model folder", settings=False)
-    exported.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
-    exported.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
-    exported.add_argument("--step", type=_count, metavar="N", help="version of the weights (the newest checkpoint)")
-    exported.add_argument(
-        "--part", choices=("model", "adapter"), default="model", help="with LoRA: merged, or the adapters apart (model)"
-    )
-    exported.add_argument("--json", action="store_true", help="print the summary as JSON")
-
-    add_serve_options(add("serve", "serve a model: OpenAI, Anthropic, tokens, sessions", settings=False))
-    add_pool_options(add("pool", "look at a served pool, or change it", settings=False))
-    add_engine_options(add("engine", "make or check the environment of vLLM or SGLang", settings=False))
-
-    doctor = add("doctor", "check what this machine has and what is missing", settings=False)
-    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
-    return CommandLine(parser, options)
+        own.add_argument("-h", "--help", action="help", help="show this help")
+        own.add_argument("--traceback", action="store_true", help="show the traceback of a failure")
+        if command.takes_settings:
+            own.add_argument("file", nargs="?", type=Path, metavar="FILE.toml", help="configuration")
+            own.add_argument("--dry-run", action="store_true", help="check, print what is resolved, run nothing")
+        command.add_options(own)
+    return parser, parsers
 
 
-def add_answer_options(command: argparse.ArgumentParser, *, tasks: str) -> list[argparse.Action]:
-    """What ``eval`` and ``generate`` share."""
-    return [
-        command.add_argument("--data", action="append", metavar="FILE", help="rows of these files instead"),
-        command.add_argument("--tasks", type=_count, metavar="N", help=tasks),
-        command.add_argument("--samples", type=_count, default=1, metavar="K", help="answers to each task (1)"),
-        command.add_argument(
-            "--temperature", type=_temperature, metavar="T", help="0 is greedy (greedy for one sample, else the file's)"
-        ),
-        command.add_argument(
-            "--out",
-            type=Path,
-            metavar="FILE",
-            help="file for the answers, .jsonl or .parquet; one that was begun is gone on with",
-        ),
-    ]
+@dataclass(frozen=True, slots=True)
+class SplitArguments:
+    """``own`` goes to argparse, ``settings`` to :func:`asyncrl.config.load_config`."""
+
+    own: list[str]
+    settings: list[str]
 
 
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 100.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 100")
-    return value
+def split_arguments(arguments: Sequence[str], options: Iterable[argparse.Action]) -> SplitArguments:
+    """Split what follows the command's name into its own options and settings of the configuration.
 
+    Every ``--name`` that is not one of ``options`` is a setting, with ``=value`` or the word behind it as its value:
+    argparse itself would take that word for the file.
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1000000")
-    return value
+    Raises:
+        ValueError: a word without a value that looks like a misspelt option.
+    """
+    takes_value = {name: action.nargs != 0 for action in options for name in action.option_strings}
+    own: list[str] = []
+    settings: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        if name in takes_value:
+            own.append(word)
+            if takes_value[name] and not equals and words:
+                own.append(words.pop(0))
+        elif word.startswith("--") and len(word) > 2:
+            has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
+            near = get_close_matches(name, takes_value, n=1, cutoff=0.75)
+            if near and "." not in name and (not has_value or takes_value[near[0]]):
+                raise ValueError(f"unknown option {name}; did you mean {near[0]}?")
+            settings.append(word)
+            if not equals and has_value:
+                settings.append(words.pop(0))
+        else:
+            own.append(word)
+    return SplitArguments(own, settings)
 
 
 @contextmanager
 def sigterm_ends_the_program() -> Iterator[None]:
-    """SIGTERM unwinds the program like an exit, so that what is open gets closed, and gives exit code 143."""
+    """Make SIGTERM unwind the program like an exit, so that open resources are closed, with exit code 143."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,29 +1,28 @@
-"""``asyncrl pool``: looks at a served pool and changes it, over its control plane."""
+"""``asyncrl pool``: shows and changes a served pool over its control plane."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.cli.output import show, show_json
 from asyncrl.errors import ConfigError, InfrastructureError
-
-from .output import show
 
 if TYPE_CHECKING:
     from asyncrl.serve.control_client import ControlClient
 
-__all__ = ["add_pool_options", "control_key", "pool_command"]
 
 _ACTIONS = {
     "ps": "the replicas",
-    "top": "the replicas, again and again",
-    "add": "start another replica, NAME; --on RESOURCE: on a node of the pool's Ray cluster that offers it",
-    "drain": "let replica NAME finish, and take it out",
+    "top": "the replicas, refreshed",
+    "add": "start replica NAME; --on RESOURCE: on a node of the pool's Ray cluster with that resource",
+    "drain": "let replica NAME finish its requests, and remove it",
     "swap": "serve the weights in FOLDER from now on",
     "pause": "stop decoding; --mode keep, abort or drain",
     "resume": "go on decoding",
@@ -31,9 +30,8 @@ _ACTIONS = {
 
 
 def add_pool_options(parser: argparse.ArgumentParser) -> None:
-    """What ``asyncrl pool --help`` knows."""
-    told = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
-    parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=told)
+    actions = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
+    parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=actions)
     parser.add_argument("what", nargs="?", default="", metavar="NAME|FOLDER", help="for add, drain and swap")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="of the server on this machine (8000)")
     parser.add_argument("--control", default="", metavar="ADDRESS", help="its control socket, or http://HOST:PORT")
@@ -53,43 +51,37 @@ def _seconds(text: str) -> float:
 
 
 def pool_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl pool``."""
-    from asyncrl.serve.control_client import ControlClient
-    from asyncrl.serve.server import control_socket_path
+    from asyncrl.serve.control_client import ControlClient, control_socket_path
 
     if namespace.action in ("add", "drain", "swap") and not namespace.what:
         raise ConfigError(f"asyncrl pool {namespace.action} needs a name or a folder", path="pool")
     address = namespace.control or str(control_socket_path(namespace.port))
     client = ControlClient(address, key=control_key(namespace.control_key_file))
-    asyncio.run(_ask(client, namespace))
+    asyncio.run(_run(client, namespace))
     return 0
 
 
 def control_key(file: Path | None) -> str:
-    """The first key of a file, or ASYNCRL_CONTROL_KEY; empty if there is none."""
-    import os
-
-    from asyncrl.serve.keys import read_keys
+    """Return the first key of a file, or ASYNCRL_CONTROL_KEY; empty without either."""
+    from asyncrl.serve.control_client import read_keys
 
     key = os.environ.get("ASYNCRL_CONTROL_KEY", "").strip()
     if file is not None:
         key = next(iter(read_keys(file, option="control-key-file").values()))
     if not key.isascii() or not key.isprintable():
-        raise ConfigError("the control key has characters that no key has", path="control-key-file")
+        raise ConfigError("the control key has characters that are not printable ASCII", path="control-key-file")
     return key
 
 
-async def _ask(client: ControlClient, namespace: argparse.Namespace) -> None:
+async def _run(client: ControlClient, namespace: argparse.Namespace) -> None:
     async with client:
         if namespace.action == "top":
             await _top(client, every_s=namespace.every)
             return
-        method, path, body = _question(namespace)
+        method, path, body = _request(namespace)
         answer = await client.ask(method, path, body)
         if namespace.json:
-            import json
-
-            show(json.dumps(answer, indent=2))
+            show_json(answer)
             return
         if namespace.action == "swap":
             held = ", ".join(f"{name} {version}" for name, version in answer["replicas"].items())
@@ -98,21 +90,23 @@ async def _ask(client: ControlClient, namespace: argparse.Namespace) -> None:
         show(_table(await client.ask("GET", "/pool")))
 
 
-def _question(namespace: argparse.Namespace) -> tuple[str, str, Any]:
-    """Any: a body."""
-    action, what = namespace.action, namespace.what
-    if action == "ps":
-        return "GET", "/pool", None
-    if action == "pause":
-        return "POST", "/pause", {"mode": namespace.mode}
-    if action == "resume":
-        return "POST", "/resume", None
-    if action == "add":
-        return "POST", "/replicas", {"name": what, "resource": namespace.on}
-    if action == "drain":
-        return "POST", "/replicas/drain", {"name": what}
-    folder = str(Path(what).expanduser().resolve())
-    return "POST", "/weights", {"action": "swap", "folder": folder, "version": namespace.version_number}
+def _request(namespace: argparse.Namespace) -> tuple[str, str, Any]:
+    """Return method, path and body of an action. Any: JSON."""
+    name = namespace.what
+    match namespace.action:
+        case "ps":
+            return "GET", "/pool", None
+        case "pause":
+            return "POST", "/pause", {"mode": namespace.mode}
+        case "resume":
+            return "POST", "/resume", None
+        case "add":
+            return "POST", "/replicas", {"name": name, "resource": namespace.on}
+        case "drain":
+            return "POST", "/replicas/drain", {"name": name}
+        case _:
+            folder = str(Path(name).expanduser().resolve())
+            return "POST", "/weights", {"action": "swap", "folder": folder, "version": namespace.version_number}
 
 
 async def _top(client: ControlClient, *, every_s: float) -> None:
@@ -132,13 +126,9 @@ async def _top(client: ControlClient, *, every_s: float) -> None:
 
 
 def _table(report: dict[str, Any]) -> str:
-    """Any: JSON of a PoolReport.
-
-    Raises:
-        InfrastructureError: it is something else.
-    """
+    """Return a report as a table; an InfrastructureError if it is none. Any: JSON of a PoolReport."""
     if not isinstance(report, dict) or "pool" not in report:
-        raise InfrastructureError("who answers there is no control plane of asyncrl serve")
+        raise InfrastructureError("the server at this address is not the control plane of asyncrl serve")
     pool = report["pool"]
     rows = [("replica", "state", "version", "requests", "tokens", "restarts", "reason")]
     for replica in pool["replicas"]:

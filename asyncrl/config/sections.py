@@ -1,229 +1,268 @@
-"""The tables of the configuration, in the order of the way of a batch.
+"""The tables of the configuration, in the order in which a batch meets them.
 
-Every default is for a first run on one small machine; what is measured in something has its unit in its name, steps
-are optimizer steps unless the name says otherwise.
+Every default is for a first run on one small machine. A quantity has its unit in its name. A field's docstring is its
+description in error messages and in the reference.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import types
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
-from .section import (
-    Cores,
-    FilePath,
-    Files,
-    LearningRate,
-    PartName,
-    Schedule,
-    Section,
-    Table,
-    Texts,
-    Threads,
-    list_to_tuple,
-)
+from asyncrl.plugins import Part as _Part
+from asyncrl.plugins import part_text
 
-__all__ = [
-    "BufferConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "CriticConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "LedgerConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SftConfig",
-    "SimulationConfig",
-    "StalenessConfig",
-    "TelemetryConfig",
-    "TrainerConfig",
-    "ValueTrainerConfig",
-    "WeightsConfig",
+if TYPE_CHECKING:
+    from asyncrl.algorithms import AdvantageEstimator, KLController, PolicyObjective
+
+DEEPEST_TABLE = 16
+"""Most levels of nested tables and arrays: more than a configuration needs, far less than Python's stack holds."""
+
+
+class Section(BaseModel):
+    """One table of the configuration: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,  # "3" is no number and 1 is no boolean: a slip is reported, not repaired
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {
+            key: None if value == "none" and key in fields and is_set_by_default(fields[key]) else value
+            for key, value in data.items()
+        }
+
+
+def is_set_by_default(field: FieldInfo) -> bool:
+    """Return whether an optional field has a default, which the text ``none`` removes, as TOML has no null."""
+    return field.default_factory is None and not field.is_required() and field.default is not None and _optional(field)
+
+
+def _optional(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) in {Union, types.UnionType} and type(None) in get_args(field.annotation)
+
+
+def _path(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value or "\0" in value:
+        raise PydanticCustomError("path", "must be a path: text that is not empty and has no NUL")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # "~unknown-user/..."
+        raise PydanticCustomError("path", "names a home folder that does not exist") from error
+
+
+def list_to_tuple(value: Any) -> Any:
+    """Return TOML's arrays as tuples: a section is immutable."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _files(value: Any) -> Any:
+    return (str(value),) if isinstance(value, str | Path) else list_to_tuple(value)
+
+
+def _named(value: Any) -> Any:
+    """Return a table with the dotted paths of the objects in it."""
+    if isinstance(value, dict):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(item) for item in value]
+    return part_text(value) if callable(value) else value
+
+
+FilePath: TypeAlias = Annotated[Path, BeforeValidator(_path)]
+Files: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")], ...], Field(min_length=1), BeforeValidator(_files)
 ]
+Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(list_to_tuple)]
+Table: TypeAlias = Annotated[dict[str, Any], PlainSerializer(_named)]
+if TYPE_CHECKING:
+    Part: TypeAlias = _Part
+else:
+    Part = Annotated[
+        str,
+        Field(min_length=1, max_length=200, pattern=r"^[A-Za-z_][\w.\-]*(:[A-Za-z_<][\w.<>]*)?$"),
+        WrapValidator(lambda value, check: value if callable(value) else check(value)),
+        PlainSerializer(part_text),
+    ]
+Cores: TypeAlias = Annotated[float, Field(ge=0, le=4096)]
+Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
+Count: TypeAlias = Annotated[int, Field(ge=0, le=10_000_000)]
+LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
 class ClusterConfig(Section):
     """Where the workers run."""
 
     backend: Literal["ray", "local"] = "ray"
-    """`ray`: processes, on one machine or many; `local`: everything inside this process, for debuggers and tests."""
+    """`ray`: processes, on one machine or many; `local`: everything in this process, for debuggers and tests."""
     address: Annotated[str, Field(min_length=1)] | None = None
-    """Ray cluster to join (`auto`, `ray://host:port`, `host:port`); none starts one on this machine."""
+    """Ray cluster to join (`auto`, `ray://host:port`, `host:port`); none: that of `RAY_ADDRESS`, and without it, as
+    `local`, one is started on this machine."""
     num_cpus: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
-    """CPUs a Ray started here may hand out; none: the cores of the machine."""
+    """CPUs of a Ray cluster that is started here; none: the cores of the machine."""
+    health_check_timeout_s: Annotated[float, Field(ge=3, le=86_400)] = 120.0
+    """Longest time for which a worker's process on Ray may answer nothing at all, whatever it works on; past it, it is
+    killed, and mended like a death. The log names it after 20 s, or a third of this."""
     colocate: Annotated[tuple[Literal["trainer", "critic", "reference"], ...], BeforeValidator(list_to_tuple)] = ()
-    """Roles whose ranks share processes, and so a share of the machine: they compute one after another, not at once."""
+    """Roles whose ranks share processes and their CPUs and GPUs: they compute one after another, not at once."""
 
 
 class ModelConfig(Section):
-    """The policy: either a checkpoint (`path`) or a part that makes one (`source`)."""
+    """The policy: either a checkpoint (`path`) or a part that creates one (`source`)."""
 
     path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")] | None = None
-    """Hugging Face model folder, or its name on the hub."""
-    source: PartName | None = None
-    """Part that makes the model: `scratch` (random weights), `gguf` (a GGUF file), or one of your own."""
+    """Hugging Face model: a folder, a name on the hub, or `gguf:` and a GGUF file."""
+    source: Part | None = None
+    """Part that creates the model: `scratch` (random weights), `gguf` (a GGUF file), or `package.module:function`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the source."""
     chat_template: FilePath | None = None
     """File with a Jinja chat template; none: the model's own."""
-    template_options: Table = Field(default_factory=dict)
-    """Further variables of the chat template, such as `enable_thinking`."""
+    chat_template_kwargs: Table = Field(default_factory=dict)
+    """Further variables of the chat template, as in `{enable_thinking = false}`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; optimizer state is always float32."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_source(cls, data: Any) -> Any:
+        """Read ``gguf:NAME`` as the source ``gguf`` and its option ``source``, under either key."""
+        from asyncrl.plugins import is_model_source
+
+        if not isinstance(data, dict) or not isinstance(data.get("options", {}), dict):
+            return data
+        given = {key: data[key] for key in ("path", "source") if data.get(key) is not None}
+        if len(given) != 1 or not is_model_source(str(*given.values())):
+            return data
+        (key,) = given
+        source, _, name = str(given[key]).partition(":")
+        rest = {other: value for other, value in data.items() if other != key}
+        return {**rest, "source": source, "options": {**data.get("options", {}), "source": name}}
+
 
 class EnvConfig(Section):
-    """The world the tasks are solved in."""
+    """The environment in which tasks are solved."""
 
-    name: PartName
+    name: Part
     """Environment: an installed name, or `package.module:Factory`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the environment's factory."""
     latency_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
-    """Extra time each step of the environment takes: makes a fast world behave like a slow one in measurements."""
+    """Time added to each step of the environment, to measure runs as if it were slow."""
     deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
-    """Longest one reset or step may take; past it the rollout is dropped and counted, never rewarded."""
+    """Longest time of one reset or step; past it the rollout is dropped and counted, never rewarded."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 8
-    """Assistant turns of one episode; it ends there even if the environment would go on."""
+    """Most assistant turns of one episode."""
 
 
 class SftConfig(Section):
-    """Supervised warm start: cross-entropy on whole conversations, before any reward is asked for."""
+    """Supervised warm start: cross-entropy on whole conversations, before reinforcement learning."""
 
-    steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    steps: Count = 0
     """Optimizer steps; 0 skips the warm start."""
     batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """Conversations per step."""
+    """Conversations per optimizer step."""
     lr: LearningRate = 1e-5
     """Peak learning rate."""
-    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    """Steps over which the rate grows linearly to its peak."""
-    schedule: Schedule = "constant"
-    """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
+    warmup_steps: Count = 0
+    """Optimizer steps over which the rate grows linearly to its peak."""
+    lr_scheduler_type: Schedule = "constant"
+    """Schedule after the warm-up: constant, or falling to 0 at the last step."""
     threads: Threads = 1
-    """Compute threads of each rank meanwhile: nothing else computes then, so it may be more than `trainer.threads`."""
+    """Compute threads of each rank; nothing else computes during the warm start, so more than `trainer.threads` is
+    fine."""
     data: Files | None = None
-    """Files of conversations (docs/data.md), or several; none: the environment's own demonstrations."""
+    """File of conversations, or several (docs/data.md); none: the environment's own demonstrations."""
 
 
 class RolloutConfig(Section):
-    """The servers that generate."""
+    """The engines that generate."""
 
-    engine: PartName = "transformers"
+    engine: Part = "transformers"
     """Rollout engine: an installed name, or `package.module:Engine`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the engine."""
     python: FilePath | None = None
-    """Interpreter that the engine runs under, in a process of its own (`asyncrl engine install vllm` makes one)."""
+    """Python interpreter of the engine's own process, as made by `asyncrl engine install vllm`; none: this one."""
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Servers, each with a whole copy of the weights."""
+    """Engines, each with a whole copy of the weights."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     """1 samples from the policy itself, which is what the loss assumes; 0 is greedy and cannot be trained on."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus truncation; 1 is off. Below 1 the log-probs are those of the truncated distribution."""
-    top_k: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    top_k: Count = 0
     """Truncation to the k likeliest tokens; 0 is off."""
     stop: Texts = ()
-    """Texts that end a turn, besides the model's own end of turn."""
+    """Texts that end a turn, beside the model's own end of turn."""
     max_new_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = 128
     """Most tokens sampled in one turn."""
-    max_tokens: Annotated[int, Field(ge=2, le=10_000_000)] = 1024
-    """Most tokens of one trajectory, prompt and answers of the environment included."""
+    max_seq_len: Annotated[int, Field(ge=2, le=10_000_000)] = 1024
+    """Most tokens of one trajectory, prompt and observations included."""
     deadline_s: Annotated[float, Field(gt=0, le=604_800)] = 1800.0
-    """Longest time for a group of rollouts, all attempts included; past it the run ends and names the replica."""
+    """Longest time of a group of rollouts, all attempts included; past it the run ends and names the replica."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    """Times a rollout is begun when servers fail under it, before it is dropped and counted."""
+    """Most attempts of a rollout whose environment fails, before its group is dropped and counted."""
     num_cpus: Cores = 1.0
     """CPUs reserved for one replica."""
     num_gpus: Cores = 0.0
     """GPUs reserved for one replica."""
     threads: Threads = 1
-    """Compute threads of one replica; more than its CPUs slows its neighbours down."""
+    """Compute threads of one replica; more than its CPUs slow down other workers of the machine."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: the weights stay, small matrices beside them learn (arXiv:2106.09685). Needs `asyncrl[lora]`.
+    """Low-rank adapters: the weights are frozen, small matrices beside them are trained (arXiv:2106.09685).
 
-    The warm start still trains all weights; what it ends with is frozen, and is the reference policy where one is asked
-    for. Servers and exports get the weights with the adapters merged in.
+    Needs `asyncrl[lora]`. The warm start still trains all weights; its result is frozen, and is the reference policy if
+    the algorithm needs one. Engines and exports get the weights with the adapters merged in.
     """
 
     rank: Annotated[int, Field(ge=1, le=65_536)]
-    """Rank of the matrices: 8 to 64 is usual; their memory grows with it."""
-    alpha: Annotated[float, Field(gt=0, le=1e6)]
-    """Adapters count alpha / rank times; often twice the rank."""
-    targets: Texts = ("all-linear",)
-    """Ends of the names of linear modules (`q_proj`, `v_proj`); `all-linear`: every one but the output head."""
+    """Rank of the matrices, usually 8 to 64; their memory grows with it."""
+    alpha: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """The adapters' output is scaled by alpha / rank; none: twice the rank."""
+    target_modules: Texts = ("all-linear",)
+    """Ends of the names of linear modules (`q_proj`, `v_proj`); `all-linear`: every one except the output head."""
 
 
-class TrainerConfig(Section):
-    """The ranks that update the policy, and how."""
+class TrainingRanksConfig(Section):
+    """The ranks that train a model, and their optimizer."""
 
-    engine: PartName = "fsdp"
-    """Training engine: an installed name, or `package.module:Engine`."""
-    options: Table = Field(default_factory=dict)
-    """Arguments of the engine."""
-    world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Ranks the model and the rows are sharded over."""
-    groups_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 16
-    """Groups (prompts) one training step consumes."""
-    group_size: Annotated[int, Field(ge=1, le=65_536)] = 8
-    """Rollouts of one prompt; their mean reward is the baseline of each."""
-    lr: LearningRate = 1e-6
-    """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """AdamW's decoupled decay of matrices; 0 because the reward, not the norm, should move the policy."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW: decay of the gradient's running mean."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW: decay of the squared gradient's running mean; shorter than usual, since rewards shift quickly."""
-    max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Gradients longer than this are scaled down to it."""
-    schedule: Schedule = "constant"
-    """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
-    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    """Steps over which the rate grows linearly to its peak."""
-    max_tokens_per_microbatch: Annotated[int, Field(ge=2, le=100_000_000)] = 4096
-    """Tokens one forward and backward pass holds on a rank; bounds activation memory, does not change the result."""
-    lora: LoraConfig | None = None
-    """Train adapters instead of the weights; they want steps about ten times larger (`lr`)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    minibatches: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Optimizer steps one batch is split into; 1 keeps every step on-policy up to staleness."""
-    epochs: Annotated[int, Field(ge=1, le=1_000)] = 1
-    """Passes over one batch."""
-    num_cpus: Cores = 1.0
-    """CPUs reserved for one rank."""
-    num_gpus: Cores = 0.0
-    """GPUs reserved for one rank."""
-    threads: Threads = 1
-    """Compute threads of one rank."""
-
-
-class ValueTrainerConfig(Section):
-    """The ranks that train a model which says one number."""
-
-    engine: PartName = "fsdp"
-    """Value engine: an installed name, or `package.module:Engine`."""
+    engine: Part = "fsdp"
+    """Engine that trains it: an installed name, or `package.module:Engine`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the engine."""
     world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Ranks the model and the rows are sharded over."""
     lr: LearningRate = 1e-5
     """Peak learning rate."""
-    schedule: Schedule = "constant"
-    """What the rate does after the warm-up: stays, or falls to 0 at the last step."""
-    warmup_steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    """Steps over which the rate grows linearly to its peak."""
+    lr_scheduler_type: Schedule = "constant"
+    """Schedule after the warm-up: constant, or falling to 0 at the last step."""
+    warmup_steps: Count = 0
+    """Optimizer steps over which the rate grows linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """AdamW's decoupled decay of matrices."""
+    """AdamW's decoupled weight decay of matrices; 0 because the reward, not the norm, should move the weights."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Gradients longer than this are scaled down to it."""
+    """Norm to which longer gradients are scaled down."""
     num_cpus: Cores = 1.0
     """CPUs reserved for one rank."""
     num_gpus: Cores = 0.0
@@ -232,147 +271,291 @@ class ValueTrainerConfig(Section):
     """Compute threads of one rank."""
 
 
-class CriticConfig(ValueTrainerConfig):
-    """The critic of advantages that need `values` (`gae`): what to expect before each token. Not made for others.
+class TrainerConfig(TrainingRanksConfig):
+    """The ranks that update the policy."""
 
-    Its learning rate is usually larger than the policy's, since it has to follow it.
+    groups_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 16
+    """Groups (prompts) in the batch of one training step."""
+    group_size: Annotated[int, Field(ge=1, le=65_536)] = 8
+    """Rollouts of one prompt; group-relative advantages compare them with one another."""
+    lr: LearningRate = 1e-6
+    """Peak learning rate."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW: decay of the gradient's running mean."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW: decay of the squared gradient's running mean; shorter than usual, since rewards shift quickly."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=2, le=100_000_000)] = 4096
+    """Most tokens of one forward and backward pass on a rank; bounds activation memory, does not change the result."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights; adapters need an `lr` about ten times larger."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    num_mini_batches: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Optimizer steps one batch is split into; 1 keeps every step on-policy up to staleness."""
+    epochs: Annotated[int, Field(ge=1, le=1_000)] = 1
+    """Passes over one batch."""
+
+
+class CriticConfig(TrainingRanksConfig):
+    """The value model of advantages that need `values` (`gae`); other advantages run without one.
+
+    Its learning rate is usually larger than the policy's, since it has to follow the policy.
     """
 
     path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")] | None = None
-    """Model it begins as, a folder or a name on the hub; none: the policy's own, with a head that says 0."""
-    minibatches: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Model to start from, as in `model.path`; none: the policy's own, with a head that returns 0."""
+    num_mini_batches: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Optimizer steps one batch is split into."""
     epochs: Annotated[int, Field(ge=1, le=1_000)] = 1
     """Passes over one batch."""
-    clip: Annotated[float, Field(gt=0, le=1e9)] | None = 0.2
-    """How far the optimizer steps on one batch may move a value before it gets no further gradient; none: no bound."""
-    trace: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Lambda of what it learns: 1 is the return that really came (arXiv:2503.01491), less leans on its own values."""
+    cliprange_value: Annotated[float, Field(gt=0, le=1e9)] | None = 0.2
+    """Most that the optimizer steps on one batch move a value (PPO's value clipping); none: no bound."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of the returns it is trained on: 1 is the return itself (arXiv:2503.01491), below 1 adds its values."""
 
 
 class RewardConfig(Section):
-    """Who says how good a trajectory was."""
+    """Where rewards come from."""
 
-    source: PartName = "environment"
+    source: Part = "environment"
     """`environment`: the sum of its steps' rewards; else a reward model's installed name or `package.module:Model`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the reward model."""
     workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Workers that score, each with a reward model of its own; the rows of a group are split over them."""
+    """Reward workers, each with a reward model of its own; the rows of a group are split over them."""
     max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 3
-    """How often workers whose process died are made again, if no other role shares it; then a death ends the run."""
+    """Times that crashed reward workers are restarted, if no other role shares their process; then the run ends."""
     num_cpus: Cores = 0.0
-    """CPUs reserved for one of them."""
+    """CPUs reserved for one worker."""
     num_gpus: Cores = 0.0
-    """GPUs reserved for one of them."""
+    """GPUs reserved for one worker."""
 
 
 class StalenessConfig(Section):
-    """What becomes of rollouts that take longer than `max_staleness` allows."""
+    """How rollouts are treated that take longer than `max_staleness` allows."""
 
     policy: Literal["mask", "wait", "drop", "correct"] = "mask"
-    """`mask` leaves tokens that are too old out of the loss; `wait` makes batches wait for the slow (max_staleness = 0
-    always does); `drop` throws the slow away; `correct` trains past the bound, weighted by measured log-probs."""
+    """`mask` leaves tokens that are too old out of the loss; `wait` makes batches wait for slow rollouts (as
+    max_staleness = 0 always does); `drop` discards them; `correct` trains past the bound, weighted by log-probs."""
 
 
 class SimulationConfig(Section):
-    """Durations for `asyncrl simulate` and `asyncrl plan`; training does not look at them.
+    """Durations for `asyncrl simulate` and `asyncrl plan`; training ignores them.
 
-    What varies is a number, `uniform(low, high)`, `exponential(mean)` or `lognormal(mu, sigma)` (of the logarithm).
+    Text fields are a number, `uniform(low, high)`, `exponential(mean)` or `lognormal(mu, sigma)` (of the logarithm).
     """
 
     tokens: Annotated[str, Field(min_length=1)] | None = None
     """Sampled tokens of a rollout, over all its turns; none: uniform(1, rollout.max_new_tokens)."""
     token_s: Annotated[float, Field(gt=0, le=3600)] = 0.02
-    """Seconds a token takes a request that decodes alone."""
+    """Seconds per token of a request that decodes alone."""
     saturation: Annotated[int, Field(ge=1, le=10_000_000)] | None = 64
-    """Requests of one replica from which on they share its speed; none: it serves any number at full speed."""
+    """Requests that one replica decodes at full speed; more share its speed; none: no limit."""
     turns: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Turns of a rollout."""
     turn_s: Annotated[str, Field(min_length=1)] = "0"
-    """Seconds the environment takes after each turn."""
+    """Seconds of the environment after each turn."""
     reward_s: Annotated[str, Field(min_length=1)] | None = None
-    """Seconds a reward takes after the rollout; none: it comes with the rollout."""
+    """Seconds from the end of a rollout to its reward; none: the reward comes with the rollout."""
     update_s: Annotated[str, Field(min_length=1)] = "10"
     """Seconds of an update on `trainer.world_size` ranks."""
     publish_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    """Seconds until the trainer has made new weights ready to be fetched."""
+    """Seconds until the trainer has published new weights."""
     prepare_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    """Seconds a replica takes to fetch them, while it goes on decoding."""
+    """Seconds in which a replica fetches new weights, while it goes on decoding."""
 
 
 class BufferConfig(Section):
     """Where finished groups wait to be trained on."""
 
-    kind: PartName = "replay"
-    """Replay buffer: `replay` (in the driver), `remote` (the same in a process of its own, rows in the object store),
-    or `package.module:Buffer`."""
+    kind: Part = "replay"
+    """Replay buffer: `replay` (in the driver), `remote` (in a process of its own, rows in the object store), or
+    `package.module:Buffer`."""
     capacity_groups: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """Groups between admission and use; none: (max_staleness + 1) * groups_per_step, twice that with overdue ones."""
-    selection: PartName | None = None
-    """Order in which ready groups are handed out; none: what the staleness policy needs, `fifo` or `fifo_ready`. There
-    are also `windowed_fifo`, `freshest`, `uniform` and `prioritized`."""
+    """Most groups between issue and training; none: (max_staleness + 1) * groups_per_step, or twice that if the
+    staleness policy keeps overdue groups."""
+    selection: Part | None = None
+    """Order in which ready groups are selected: `fifo`, `fifo_ready`, `windowed_fifo`, `freshest`, `uniform` or
+    `prioritized`; none: `fifo` or `fifo_ready`, by the staleness policy."""
     options: Table = Field(default_factory=dict)
     """Arguments of the buffer: `window`, `priority`, `exponent`, `seed`, `max_uses`, `zero_variance`, `quotas`,
     `samples_per_insert`, `insert_tolerance`, `eviction`, `keep_groups` (see buffers/replay.py)."""
 
 
 class LedgerConfig(Section):
-    """The record of every prompt and of what was sampled for it, in the run's folder: a killed run goes on with it."""
+    """The record of every prompt and its samples in the run's folder, from which a killed run is recovered."""
 
-    kind: PartName | None = "sqlite"
-    """Ledger: an installed name, or `package.module:Ledger`; `none` keeps none, and a killed run samples again."""
+    kind: Part | None = "sqlite"
+    """Ledger: an installed name, or `package.module:Ledger`; `none`: no ledger, a killed run samples again."""
     fsync: Literal["commit", "checkpoint"] = "commit"
-    """When records are brought to the disk: `commit` outlives the machine, `checkpoint` only the process."""
+    """When records are flushed to the disk: `commit` survives a crash of the machine, `checkpoint` of the process."""
     commit_latency_s: Annotated[float, Field(ge=0, le=60)] = 0.2
-    """Longest time a record waits for others to be written with."""
+    """Longest time a record waits to be written together with others."""
 
 
 class WeightsConfig(Section):
-    """How new weights reach the servers."""
+    """How new weights reach the engines."""
 
-    transport: PartName = "shared_memory"
+    transport: Part = "shared_memory"
     """Weight transport: an installed name, or `package.module:Transport`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the transport."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """What requests in flight do with keys and values of older weights: go on with them, or compute them again."""
+    """Keys and values of requests in flight at a weight update: keep those of the older weights, or recompute them."""
 
 
 class EvalConfig(Section):
-    """The held-out score: greedy answers to tasks that are never trained on."""
+    """The held-out score: rewards of greedy answers to tasks that are never trained on."""
 
-    tasks: Annotated[int, Field(ge=0, le=10_000_000)] = 128
-    """Held-out tasks of one evaluation; 0 never evaluates."""
-    every: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    """Training steps between evaluations; 0: only before and after."""
-    first: bool = True
-    """Evaluate before the first training step as well."""
+    tasks: Count = 128
+    """Held-out tasks of one evaluation; 0: no evaluation."""
+    every: Count = 0
+    """Training steps between evaluations; 0: only before and after training."""
+    on_start: bool = True
+    """Evaluate before the first training step."""
     reward: Literal["configured", "environment"] = "configured"
-    """Whose rewards are the score: those of `reward.source`, as in training, or the environment's own, whoever rewards
-    training. With a reward model the latter is what nobody trains on."""
+    """Rewards that are the score: `configured`: those of `reward.source`, as in training; `environment`: the
+    environment's own, which with a reward model are not trained on."""
     success_reward: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
-    """Reward from which an answer counts as a success, on the scale of whoever gives the rewards of the score."""
+    """Reward from which an answer counts as a success, on the scale of `eval.reward`."""
 
 
 class CheckpointConfig(Section):
-    """What a run can be resumed from."""
+    """Checkpoints from which a run resumes."""
 
-    every: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
-    """Training steps between checkpoints; none: as often as takes 2 % of the time, a minute apart or more; 0: only at
-    the end. Between two of them the ledger keeps what a killed run needs."""
-    keep: Annotated[int, Field(ge=1, le=10_000)] = 2
-    """Newest checkpoints that are kept."""
+    every: Count | None = None
+    """Training steps between checkpoints; none: so often that saving takes 2 % of the time, at most one a minute; 0:
+    only at the end. The ledger covers the time between two checkpoints."""
+    keep_last: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """Number of newest checkpoints that are kept."""
 
 
 class TelemetryConfig(Section):
-    """What is told about a run while it goes on."""
+    """What a run reports while it goes on."""
 
     trackers: Texts = ()
-    """Trackers besides the run's own files: `tensorboard`, `trackio`, `wandb`, or `package.module:Tracker`."""
+    """Trackers beside the run's own files: `tensorboard`, `trackio`, `wandb`, or `package.module:Tracker`."""
     trajectories_per_step: Annotated[int, Field(ge=0, le=100_000)] = 1
-    """Trajectories of each training step written out as text, for reading."""
+    """Trajectories of each training step that are written as readable text."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """Live display; `auto`: rich on a terminal, plain lines elsewhere."""
-    stall_s: Annotated[float, Field(gt=0, le=604_800)] = 7200.0
-    """Longest time the trainer may wait for anything; after a tenth of it the log tells why, past it the run ends."""
+    stall_timeout_s: Annotated[float, Field(gt=0, le=604_800)] = 7200.0
+    """Longest time the trainer may wait; after a tenth of it the log reports the reason, past it the run ends."""
+
+
+class AlgorithmConfig(Section):
+    """Advantage, loss, correction, and the terms beside them: `docs/algorithms.md` has the formulas."""
+
+    advantage: Part = "grpo"
+    """Advantage estimator: an installed name, or `package.module:function`."""
+    advantage_options: Table = Field(default_factory=dict)
+    """Options of the advantage estimator."""
+    loss: Part = "dapo"
+    """Policy loss: an installed name, or `package.module:Class`."""
+    loss_options: Table = Field(default_factory=dict)
+    """Options of the loss, as in `{clip_ratio_high = 0.3}`."""
+    anchor: Literal["proximal", "behaviour", "interpolated"] = "proximal"
+    """Centre of the trust region: the weights at the start of the step, those that sampled, or between the two by
+    staleness."""
+    correction: Part = "tis"
+    """Weight of tokens that older weights or another engine sampled: an installed name, or `package.module:Class`."""
+    correction_options: Table = Field(default_factory=dict)
+    """Options of the correction, as in `{cap = 5.0}`."""
+    kl_coef: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the divergence from the reference policy; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
+    """Estimator of the divergence per token; k3 is unbiased and never negative."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Where the divergence counts: as a term of the loss, or subtracted from each row's reward (k1 is enough there)."""
+    target_kl: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Nats per token to which a penalty in the reward is controlled; none: kl_coef is constant."""
+    kl_horizon: Annotated[float, Field(gt=0, le=1e12)] = 10_000.0
+    """Rows over which the controlled coefficient can change by a fifth."""
+    entropy_coef: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight of the entropy bonus."""
+    loss_agg_mode: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """How token losses are averaged: over all tokens, over each row and then over rows, or by a constant length."""
+    whiten_advantages: bool = False
+    """Shift and scale the advantages of a batch to mean 0 and variance 1 over its tokens; usual with `gae`."""
+    max_mismatch_kl: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Most nats per token (k3 KL) between engine and trainer on the first step; none: a limit for `model.dtype`."""
+    allow_unsound: bool = False
+    """Log combinations that are known to go wrong instead of refusing them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_instances(cls, data: Any) -> Any:
+        """Read a dataclass's instance as its class and the options that differ from the defaults, as a file has them.
+
+        One with a field that no file can hold stays as it is.
+        """
+        data = dict(data) if isinstance(data, dict) else data
+        for key in ("loss", "correction") if isinstance(data, dict) else ():
+            part = data.get(key)
+            if is_dataclass(part) and not isinstance(part, type):
+                changed = {each.name: getattr(part, each.name) for each in fields(part) if each.init}
+                defaults = {each.name: each.default for each in fields(part)}
+                changed = {name: value for name, value in changed.items() if value is not defaults[name]}
+                if all(isinstance(value, bool | int | float | str) for value in changed.values()):
+                    data |= {key: type(part), f"{key}_options": {**changed, **data.get(f"{key}_options", {})}}
+        return data
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the divergence from the reference is subtracted from the rewards."""
+        return self.kl_placement == "reward" and self.kl_coef > 0
+
+    def objective(self, *, longest: int) -> PolicyObjective:
+        """Return the objective; ``longest`` is the length that ``fixed_length`` divides by.
+
+        Raises:
+            ConfigError: a name that is not installed, or an option that a part does not take.
+        """
+        from asyncrl.algorithms import Correction, FunctionCorrection, FunctionLoss, PolicyLoss, PolicyObjective
+        from asyncrl.errors import ConfigError
+        from asyncrl.plugins import check_part, load_part, make_part, needs_argument
+
+        parts: dict[str, object] = {}
+        loss = ("loss", "asyncrl.policy_losses", self.loss, self.loss_options, PolicyLoss, FunctionLoss)
+        correction = (
+            *("correction", "asyncrl.corrections", self.correction, self.correction_options),
+            *(Correction, FunctionCorrection),
+        )
+        for key, group, name, options, kind, of_function in (loss, correction):
+            path = f"algorithm.{key}"
+            if needs_argument(load_part(group, name, path=path), options):  # the tokens: it is a loss, and makes none
+                part = check_part(group, name, None, options=options, path=path, table=f"{path}_options")
+                part = part if isinstance(part, kind) else of_function(part, options)
+            else:
+                part = make_part(group, name, options=options, path=path, table=f"{path}_options")
+            if not isinstance(part, kind):
+                remedy = f"name a subclass of asyncrl.algorithms.{kind.__name__}"
+                raise ConfigError(f"{path} = {name!r} is not a {kind.__name__}; {remedy}", path=path, remedy=remedy)
+            parts[key] = part
+        return PolicyObjective(
+            **parts,  # type: ignore[arg-type]  # checked just above
+            anchor=self.anchor,
+            kl_coef=self.kl_coef if self.kl_placement == "loss" else 0.0,
+            kl_estimator=self.kl_estimator,
+            entropy_coef=self.entropy_coef,
+            loss_agg_mode=self.loss_agg_mode,
+            fixed_length=longest if self.loss_agg_mode == "fixed_length" else None,
+            whiten_advantages=self.whiten_advantages,
+        )
+
+    def controller(self, coefficient: float | None = None) -> KLController | None:
+        """Return the controller of a KL penalty in the reward, at ``coefficient``; None without a penalty."""
+        if not self.kl_in_reward:
+            return None
+        from asyncrl.algorithms import AdaptiveKL, FixedKL
+
+        start = self.kl_coef if coefficient is None else coefficient
+        if self.target_kl is None:
+            return FixedKL(coefficient=start)
+        return AdaptiveKL(coefficient=start, target=self.target_kl, horizon=self.kl_horizon)
+
+    def estimator(self) -> AdvantageEstimator:
+        """Return the advantage estimator; raise :class:`ConfigError` as :meth:`objective`."""
+        from asyncrl.algorithms import load_estimator
+
+        return load_estimator(self.advantage, options=self.advantage_options)

@@ -1,8 +1,9 @@
-"""TOML as configuration uses it: tables written out, single values read from the command line."""
+"""Writing TOML, and reading single values of the command line."""
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import math
 import re
 import tomllib
@@ -10,20 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["key_to_toml", "nested_deeper", "table_to_toml", "value_from_toml", "value_to_toml"]
+from asyncrl.plugins import part_text
 
 LONGEST_DECIMAL_BITS = 14_000
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
 
 def table_to_toml(table: Mapping[str, Any]) -> str:
-    """A document whose nested mappings are ``[tables]`` and whose other values stand on one line each.
-
-    Raises:
-        TypeError: a value that TOML has no form for, None included.
-    """
+    """Return a document with nested mappings as ``[tables]``; raise TypeError for a value that TOML lacks, as None."""
     lines: list[str] = []
     _write_table(table, (), lines)
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -40,12 +36,12 @@ def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[st
 
 
 def key_to_toml(key: str) -> str:
-    """The key, quoted where it has to be."""
+    """Return the key, quoted if it is not a bare key."""
     return key if _BARE_KEY.fullmatch(key) else value_to_toml(key)
 
 
 def value_to_toml(value: Any) -> str:
-    """One value as it stands behind ``=``; mappings become inline tables."""
+    """Return one value as it stands behind ``=``; mappings become inline tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -57,11 +53,13 @@ def value_to_toml(value: Any) -> str:
         text = repr(value)
         return text if any(sign in text for sign in ".e") else text + ".0"
     if isinstance(value, str):
-        return '"' + "".join(_escaped(character) for character in value) + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")  # a JSON string, but for DEL
     if isinstance(value, Path):
         return value_to_toml(str(value))
     if isinstance(value, dt.datetime | dt.date | dt.time):
         return value.isoformat()
+    if callable(value):
+        return value_to_toml(part_text(value))
     if isinstance(value, Mapping):
         pairs = (f"{key_to_toml(str(key))} = {value_to_toml(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
@@ -70,16 +68,8 @@ def value_to_toml(value: Any) -> str:
     raise TypeError(f"TOML has no form for {type(value).__name__}")
 
 
-def _escaped(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    if character < " " or character == "\x7f":
-        return f"\\u{ord(character):04X}"
-    return character
-
-
 def nested_deeper(value: Any, levels: int) -> bool:
-    """Whether tables and arrays lie in one another more than ``levels`` deep; looks no deeper than that."""
+    """Return whether tables and arrays are nested more than ``levels`` deep; looks no deeper than that."""
     level = [value]
     for _ in range(levels + 1):
         level = [
@@ -92,7 +82,7 @@ def nested_deeper(value: Any, levels: int) -> bool:
 
 
 def value_from_toml(text: str) -> Any:
-    """A TOML literal; text that is none is returned as it is, so that shells need no second pair of quotes."""
+    """Return the value of a TOML literal; other text is returned as it is, so that shells need no second quotes."""
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # also numbers with too many digits, arrays nested too deep

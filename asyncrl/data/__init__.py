@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.data.folding import fold_batch_dim as fold_batch_dim
-    from asyncrl.data.folding import unfold_batch_dim as unfold_batch_dim
     from asyncrl.data.future import DataProtoFuture as DataProtoFuture
     from asyncrl.data.future import FinishedRows as FinishedRows
-    from asyncrl.data.gathering import as_completed as as_completed
-    from asyncrl.data.gathering import gather as gather
-    from asyncrl.data.padding import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from asyncrl.data.padding import unpad_dataproto as unpad_dataproto
+    from asyncrl.data.future import as_completed as as_completed
+    from asyncrl.data.future import gather as gather
     from asyncrl.data.proto import DataProto as DataProto
     from asyncrl.data.proto import DataProtoItem as DataProtoItem
+    from asyncrl.data.proto import fold_batch_dim as fold_batch_dim
+    from asyncrl.data.proto import pad_dataproto_to_divisor as pad_dataproto_to_divisor
+    from asyncrl.data.proto import unfold_batch_dim as unfold_batch_dim
+    from asyncrl.data.proto import unpad_dataproto as unpad_dataproto
     from asyncrl.data.schema import Schema as Schema
 
 _HOMES = {
@@ -24,12 +24,12 @@ _HOMES = {
     "DataProtoItem": "asyncrl.data.proto",
     "FinishedRows": "asyncrl.data.future",
     "Schema": "asyncrl.data.schema",
-    "as_completed": "asyncrl.data.gathering",
-    "fold_batch_dim": "asyncrl.data.folding",
-    "gather": "asyncrl.data.gathering",
-    "pad_dataproto_to_divisor": "asyncrl.data.padding",
-    "unfold_batch_dim": "asyncrl.data.folding",
-    "unpad_dataproto": "asyncrl.data.padding",
+    "as_completed": "asyncrl.data.future",
+    "fold_batch_dim": "asyncrl.data.proto",
+    "gather": "asyncrl.data.future",
+    "pad_dataproto_to_divisor": "asyncrl.data.proto",
+    "unfold_batch_dim": "asyncrl.data.proto",
+    "unpad_dataproto": "asyncrl.data.proto",
 }
 
 __all__ = [

@@ -1,9 +1,13 @@
 """A batch as bytes, without pickle: a small header and the buffers of its columns.
 
-The header (msgpack) says what the buffers are; the buffers are the memory of the tensors and arrays themselves. Nothing
+The header (msgpack) describes the buffers; the buffers are the memory of the tensors and arrays themselves. Nothing
 is copied to encode contiguous host tensors, a slice encodes its own bytes and not its parent's, and decoding makes
 tensors over the buffers it is given. Bytes that are not a batch raise :class:`asyncrl.errors.CodecError`: no code is
-run, and nothing is allocated beyond the bytes that are there.
+run, and nothing is allocated beyond the bytes that arrived.
+
+Python values (``meta_info``, elements of object arrays) become msgpack trees: None, bool, int of any size, float, str,
+bytes, list, tuple, dict, numpy scalars and arrays, tensors (dense or ragged), each of which comes back as the type it
+was. Any other type, subclasses included, is refused rather than turned into something similar.
 
     >>> import torch
     >>> from asyncrl.data import DataProto
@@ -27,15 +31,147 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.data.buffers import array_bytes, array_over, as_bytes, dtype_name, tensor_bytes, tensor_over
 from asyncrl.data.columns import Columns
-from asyncrl.data.objects import MALFORMED, extension, object_array, packed
+from asyncrl.data.memory import array_bytes, array_over, as_bytes, dtype_name, object_array, tensor_bytes, tensor_over
 from asyncrl.data.proto import DataProto
-from asyncrl.data.ragged import check_offsets, offsets_of, ragged_from_values, values_of
-from asyncrl.data.schema import Column, ColumnKind, Schema
-from asyncrl.errors import CodecError
+from asyncrl.data.ragged import check_offsets, normalise_ragged, offsets_of, ragged_from_values, values_of
+from asyncrl.data.schema import Column, ColumnKind, Schema, array_dtype_name
+from asyncrl.errors import CodecError, SchemaError
 
-__all__ = ["Encoded", "decode", "decode_joined", "encode", "encode_slices", "schema_of"]
+# Trees of plain values: what is in a list or a dictionary is known only once it has been looked at.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+
+MALFORMED = (msgspec.MsgspecError, SchemaError, TypeError, ValueError, LookupError, OverflowError, RuntimeError)
+"""Errors that decoding meaningless bytes may raise, to be turned into :class:`CodecError`."""
+
+_TUPLE, _DICT, _INTEGER, _TEXT, _OBJECTS, _ARRAY, _SCALAR, _TENSOR, _RAGGED = range(1, 10)
+
+_SAFE = {type(None), bool, float, bytes}
+_DEEPEST = 100
+
+
+def packed(value: Any, depth: int = 0) -> Any:
+    """Return ``value`` as a tree that msgpack encodes without loss; raise :class:`CodecError` naming any other type."""
+    if depth > _DEEPEST:
+        raise CodecError(f"values are nested more than {_DEEPEST} deep")
+    kind = type(value)
+    if kind in _SAFE:
+        return value
+    if kind is str:
+        return value if _is_text(value) else _extension(_TEXT, value.encode("utf-8", "surrogatepass"))
+    if kind is int:
+        if -(2**63) <= value < 2**64:
+            return value
+        return _extension(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    if kind is list:
+        return _packed_list(value, depth)
+    if kind is tuple:
+        return _extension(_TUPLE, _packed_list(list(value), depth))
+    if kind is dict:
+        if all(type(key) is str and _is_text(key) for key in value):
+            return {key: packed(item, depth + 1) for key, item in value.items()}
+        return _extension(_DICT, [[packed(key, depth + 1), packed(item, depth + 1)] for key, item in value.items()])
+    if isinstance(value, np.ndarray):
+        if value.dtype == object and kind is np.ndarray:
+            return _extension(_OBJECTS, [list(value.shape), _packed_list(list(value.flat), depth)])
+        dtype, data = array_bytes(value)
+        return _extension(_ARRAY, [dtype, list(value.shape), data])
+    if isinstance(value, np.generic):
+        dtype, data = array_bytes(np.asarray(value))
+        return _extension(_SCALAR, [dtype, data])
+    if kind is torch.Tensor or kind is torch.nn.Parameter or (isinstance(value, torch.Tensor) and value.is_nested):
+        return _packed_tensor(value)
+    raise CodecError(
+        f"a value of type {kind.__module__}.{kind.__qualname__} cannot be encoded; use None, bool, int, float, str, "
+        "bytes, list, tuple, dict, numpy arrays or tensors"
+    )
+
+
+def extension(code: int, data: memoryview) -> Any:
+    """Decode msgpack's extension types, as :func:`packed` makes them. Arrays and tensors own their memory."""
+    if code == _TEXT:
+        return bytes(data).decode("utf-8", "surrogatepass")
+    if code == _INTEGER:
+        return int.from_bytes(data, "little", signed=True)
+    tree = _DECODER.decode(data)
+    if not isinstance(tree, list):
+        raise CodecError(f"extension {code} must hold a list")
+    if code == _TUPLE:
+        return tuple(tree)
+    if code == _DICT:
+        return {key: item for key, item in tree}  # noqa: C416  unpacking checks that these are pairs
+    if code == _OBJECTS:
+        shape, items = tree
+        return _objects(shape, items)
+    if code == _ARRAY:
+        dtype, shape, content = tree
+        return array_over(as_bytes(_own(content)), dtype, _sizes(shape))
+    if code == _SCALAR:
+        dtype, content = tree
+        return array_over(as_bytes(_own(content)), dtype, ())[()]
+    if code == _TENSOR:
+        dtype, shape, content = tree
+        return tensor_over(as_bytes(_own(content)), dtype, _sizes(shape))
+    if code == _RAGGED:
+        values, offsets = tree
+        if not isinstance(values, torch.Tensor) or not isinstance(offsets, torch.Tensor) or values.dim() == 0:
+            raise CodecError("a ragged tensor is made of two tensors")
+        check_offsets(offsets, len(values))
+        return ragged_from_values(values, offsets)
+    raise CodecError(f"unknown extension {code}")
+
+
+def _objects(shape: Any, items: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(items, list):
+        raise CodecError("the elements of an object array must be a list")
+    return object_array(items).reshape(_sizes(shape))
+
+
+def _packed_list(items: list[Any], depth: int) -> list[Any]:
+    kinds = set(map(type, items))
+    if kinds <= _SAFE or (kinds == {str} and all(map(str.isascii, items))):
+        return items
+    return [packed(item, depth + 1) for item in items]
+
+
+def _packed_tensor(value: torch.Tensor) -> msgspec.msgpack.Ext:
+    if value.is_nested:
+        column = normalise_ragged(value, "value")
+        return _extension(_RAGGED, [_packed_tensor(values_of(column)), _packed_tensor(offsets_of(column))])
+    return _extension(_TENSOR, [dtype_name(value), list(value.shape), tensor_bytes(value)])
+
+
+def _extension(code: int, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, content if isinstance(content, bytes) else _ENCODER.encode(content))
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can encode it: lone surrogates are str but not text."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _own(content: Any) -> bytearray:
+    if not isinstance(content, bytes):  # a number would be the size of a new bytearray
+        raise CodecError(f"expected bytes, got {type(content).__name__}")
+    return bytearray(content)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CodecError(f"not a shape: {shape!r}")
+    return tuple(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(ext_hook=extension)
+
 
 _VERSION = 1
 
@@ -83,14 +219,10 @@ class Encoded:
 
     @property
     def fields(self) -> _Header:
-        """The header, read.
-
-        Raises:
-            CodecError: no header of a batch.
-        """
+        """The decoded header; raises :class:`CodecError` if it is no header of a batch."""
         if self._fields is None:
             try:
-                self._fields = _DECODER.decode(self.header)
+                self._fields = _BATCH_DECODER.decode(self.header)
             except MALFORMED as error:
                 raise CodecError(f"not a batch: {error}") from error
         return self._fields
@@ -100,11 +232,10 @@ class Encoded:
         return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
 
     def own(self) -> Encoded:
-        """The same over a copy of the memory."""
+        """Return the same over a copy of the memory."""
         return Encoded(self.header, [memoryview(bytearray(buffer)) for buffer in self.buffers])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Pickle as the batch, out of band from protocol 5 on: Ray then copies nothing twice."""
         out_of_band = int(protocol) >= 5
         return decode, (
             self.header,
@@ -113,20 +244,16 @@ class Encoded:
 
 
 def encode(data: DataProto) -> Encoded:
-    """Header and buffers of ``data``. Tensors on a device are copied to the host.
+    """Encode ``data``. Tensors on a device are copied to the host.
 
     Raises:
-        CodecError: naming the column or the entry of ``meta_info`` that holds something that is no data.
+        CodecError: naming the column or the entry of ``meta_info`` whose type cannot be encoded.
     """
     return encode_slices(data, [range(len(data))])[0]
 
 
 def encode_slices(data: DataProto, slices: Sequence[range]) -> list[Encoded]:
-    """:func:`encode` of the rows of each slice (consecutive ones), for little more than the price of one.
-
-    Raises:
-        CodecError: as :func:`encode`.
-    """
+    """:func:`encode` the rows of each slice (consecutive ones), for little more than the price of one."""
     columns = data.columns()
     tensors = [_in_memory(name, value) for name, value in columns.tensors.items()]
     arrays = [_in_memory(name, array) for name, array in columns.arrays.items()]
@@ -177,9 +304,9 @@ class _InMemory:
     objects: np.ndarray[Any, Any] | None = None
 
     def cut(self, rows: range, buffers: list[memoryview], seen: dict[int, int]) -> tuple[list[int], int, int | None]:
-        """Add what these rows need to ``buffers``: their shape, and the numbers of the values and of the offsets.
+        """Append what these rows need to ``buffers``; return their shape, and the numbers of values and offsets there.
 
-        ``seen``: offsets that are there already, by their id.
+        ``seen``: numbers of offsets that were appended before, by their id.
         """
         start, stop, place = rows.start, rows.stop, None
         if self.offsets is not None:
@@ -221,7 +348,7 @@ def _in_memory(name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> _InMemo
 
 
 def decode(header: Any, buffers: Sequence[Any], *, copy: bool = False) -> DataProto:
-    """The batch of a header and its buffers (anything with the buffer protocol).
+    """Decode the batch of a header and its buffers (objects with the buffer protocol).
 
     Tensors and arrays are made over the buffers and keep them alive. Over read-only buffers (Ray's object store) the
     batch is :attr:`DataProto.read_only`; with ``copy`` it owns its memory.
@@ -230,14 +357,14 @@ def decode(header: Any, buffers: Sequence[Any], *, copy: bool = False) -> DataPr
         CodecError: these bytes are no batch.
     """
     try:
-        fields = _DECODER.decode(header)
+        fields = _BATCH_DECODER.decode(header)
         if fields.version != _VERSION:
-            raise CodecError(f"version {fields.version} of the header is not known, expected {_VERSION}")
+            raise CodecError(f"unknown version {fields.version} of the header, expected {_VERSION}")
         memory = [as_bytes(buffer) for buffer in buffers]
         if [len(each) for each in memory] != fields.buffer_bytes:
             raise CodecError(
-                f"the header tells of {len(fields.buffer_bytes)} buffers of {sum(fields.buffer_bytes)} bytes, "
-                f"there are {len(memory)} of {sum(map(len, memory))}"
+                f"the header declares {len(fields.buffer_bytes)} buffers of {sum(fields.buffer_bytes)} bytes, "
+                f"got {len(memory)} of {sum(map(len, memory))}"
             )
         if copy:
             memory = [each.copy() for each in memory]
@@ -249,7 +376,6 @@ def decode(header: Any, buffers: Sequence[Any], *, copy: bool = False) -> DataPr
 
 
 def schema_of(fields: _Header) -> Schema:
-    """The schema of an encoded batch, from its header alone."""
     columns = [
         _column(each.name, "tensor" if each.offsets is None else "ragged", each.dtype, tuple(each.shape[1:]))
         for each in fields.tensors
@@ -263,14 +389,11 @@ def schema_of(fields: _Header) -> Schema:
 
 @lru_cache(maxsize=1024)
 def _column(name: str, kind: ColumnKind, dtype: str, shape: tuple[int, ...]) -> Column:
-    if kind == "array":
-        numpy_dtype = np.dtype(dtype)
-        dtype = {"U": "str", "S": "bytes"}.get(numpy_dtype.kind, str(numpy_dtype))
-    return Column(name, kind, dtype, shape)
+    return Column(name, kind, array_dtype_name(np.dtype(dtype)) if kind == "array" else dtype, shape)
 
 
 def decode_joined(parts: Sequence[Encoded]) -> DataProto:
-    """The rows of all parts, in order, in memory of their own; without ``meta_info``. Their columns are the same.
+    """Decode the rows of all parts, in order, into new memory, without ``meta_info``.
 
     Raises:
         CodecError: these bytes are no batches.
@@ -307,17 +430,17 @@ def _batch(fields: _Header, memory: list[np.ndarray[Any, Any]]) -> DataProto:
             if value.dim() == 0:
                 raise CodecError(f"ragged column {column.name!r} has no values")
             if column.offsets not in known_offsets:
-                # Copied, for torch computes with them whenever a ragged column is used.
+                # A copy, since torch computes with them whenever a ragged column is used.
                 own = buffer(column.offsets).copy()
                 known_offsets[column.offsets] = tensor_over(own, "int64", [len(own) // 8])
             check_offsets(known_offsets[column.offsets], len(value))
             value = ragged_from_values(value, known_offsets[column.offsets])
         if value.dim() == 0 or value.shape[0] != fields.rows:
-            raise CodecError(f"column {column.name!r} has not the {fields.rows} rows of the batch")
+            raise CodecError(f"column {column.name!r} does not have the {fields.rows} rows of the batch")
         tensors[column.name] = value
     for array in fields.arrays:
         if array.items is not None:
-            arrays[array.name] = object_array(array.shape, array.items)
+            arrays[array.name] = _objects(array.shape, array.items)
         else:
             arrays[array.name] = array_over(buffer(array.buffer), array.dtype, array.shape)
     if len(tensors) != len(fields.tensors) or len(arrays) != len(fields.arrays) or type(fields.meta_info) is not dict:
@@ -336,5 +459,4 @@ def _batch(fields: _Header, memory: list[np.ndarray[Any, Any]]) -> DataProto:
     return data
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Header, ext_hook=extension)
+_BATCH_DECODER = msgspec.msgpack.Decoder(_Header, ext_hook=extension)

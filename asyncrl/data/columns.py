@@ -1,35 +1,124 @@
-"""The columns of a batch: tensors, ragged tensors and numpy arrays cut, taken, joined and named alike.
+"""The columns of a batch: tensors, ragged tensors and numpy arrays, cut, taken, joined, named and compared alike.
 
 :class:`Columns` is what the methods of :class:`asyncrl.data.DataProto` compute on: no device moves, no ``meta_info``,
-nothing changed in place.
+nothing changed in place. Beside it: bitwise equality, indices of rows, columns from values, and the ``meta_info`` of
+batches that are put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
-from asyncrl.data.buffers import cat
-from asyncrl.data.equality import arrays_equal, tensors_equal
+from asyncrl.data.memory import cat, object_array
 from asyncrl.data.ragged import (
     concat_ragged,
     is_ragged,
     normalise_ragged,
+    offsets_of,
     ragged_from_list,
     share_offsets,
     slice_ragged,
     take_ragged,
+    values_of,
 )
-from asyncrl.data.schema import Schema, column_of
+from asyncrl.data.schema import Schema, column_of, common_schema
 from asyncrl.errors import SchemaError
 
-__all__ = ["Array", "Columns", "array_column", "is_list_of_tensors", "row_index", "tensor_columns"]
+# Plain values: what is in a list or a dictionary is known only once it has been looked at.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+# ------------------------------------------------------------------------------- equality: NaN equals NaN, 0.0 not -0.0
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Pairs: TypeAlias = tuple[tuple[int, int], ...]
+"""Ids of the pairs that are being compared, outermost first: a pair that occurs again contains itself."""
+
+
+def tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether kind, dtype, shape and bits are the same; devices may differ."""
+    if left.dtype != right.dtype or left.is_nested != right.is_nested or left.dim() != right.dim():
+        return False
+    if left.is_nested:
+        return _dense_equal(offsets_of(left), offsets_of(right)) and _dense_equal(values_of(left), values_of(right))
+    return _dense_equal(left, right)
+
+
+def _dense_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    if left.device != right.device:
+        left, right = left.cpu(), right.cpu()
+    left, right = left.detach(), right.detach()
+    if left.is_complex():
+        left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
+    if left.is_floating_point():
+        integer = _INTEGER_OF_SIZE[left.element_size()]
+        left, right = (side.resolve_neg().contiguous().view(integer) for side in (left, right))
+    return torch.equal(left, right)
+
+
+def arrays_equal(left: Array, right: Array) -> bool:
+    """Whether dtype, shape and bits are the same; elements of object arrays are compared by :func:`values_equal`."""
+    return _arrays_equal(left, right, ())
+
+
+def values_equal(left: object, right: object) -> bool:
+    """Compare plain values (numbers, text, lists, dicts, arrays, tensors) deeply; their types must be the same.
+
+    Values that contain themselves are equal if nothing else differs.
+    """
+    return _equal(left, right, ())
+
+
+def _arrays_equal(left: Array, right: Array, inside: _Pairs) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.dtype == object:
+        inside = (*inside, (id(left), id(right)))
+        return all(map(_equal, left.flat, right.flat, repeat(inside)))
+    if left.dtype.kind in "fcmM" and left.dtype.itemsize in (2, 4, 8, 16) and left.dtype.char not in "gG":
+        # Bits, so that NaN and NaT equal themselves. complex128 is compared as pairs of 8 bytes.
+        unit = np.dtype(f"u{min(left.dtype.itemsize, 8)}")
+        left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
+        return bool(np.array_equal(left.reshape(-1).view(unit), right.reshape(-1).view(unit)))
+    return bool(np.array_equal(left, right))
+
+
+def _equal(left: Any, right: Any, inside: _Pairs) -> bool:
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return struct.pack("d", left) == struct.pack("d", right)
+    if isinstance(left, torch.Tensor):
+        return tensors_equal(left, right)
+    if isinstance(left, np.generic):
+        return arrays_equal(np.asarray(left), np.asarray(right))
+    if not isinstance(left, np.ndarray | Mapping | list | tuple):
+        return bool(left == right)
+    pair = (id(left), id(right))
+    if pair in inside:
+        return True
+    if isinstance(left, np.ndarray):
+        return _arrays_equal(left, right, inside)
+    inside = (*inside, pair)
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key], inside) for key in left)
+    return len(left) == len(right) and all(map(_equal, left, right, repeat(inside)))
+
+
+# -------------------------------------------------------------------------------------------------------------- columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +146,14 @@ class Columns:
     def ragged(self) -> dict[str, torch.Tensor]:
         return {name: each for name, each in self.tensors.items() if each.is_nested}
 
+    def apply(self, function: Callable[[Any], Any], *, rows: int) -> Columns:
+        """Apply ``function`` to every tensor and array, of which it makes one with ``rows`` rows."""
+        return Columns(
+            tensors={name: function(each) for name, each in self.tensors.items()},
+            arrays={name: function(each) for name, each in self.arrays.items()},
+            rows=rows,
+        )
+
     def _replaced(
         self,
         dense: Mapping[str, torch.Tensor],
@@ -64,17 +161,13 @@ class Columns:
         arrays: Mapping[str, Array],
         rows: int,
     ) -> Columns:
-        """Other rows of the same columns, in the same order."""
         tensors = {name: dense[name] if name in dense else ragged[name] for name in self.tensors}
         return Columns(tensors=tensors, arrays=arrays, rows=rows)
 
     # --------------------------------------------------------------------------------------------------------- rows
 
     def slice(self, start: int, end: int, step: int = 1) -> Columns:
-        """Rows ``start, start + step, ...`` before ``end``, all within 0..rows, ``step >= 1``.
-
-        Views; a ragged column is copied when ``step`` is not 1.
-        """
+        """Slice the rows, bounds within 0..rows and ``step >= 1``: views; ragged columns are copied for other steps."""
         rows = len(range(start, end, step))
         if step == 1:
             ragged = slice_ragged(self.ragged, start, start + rows)
@@ -88,7 +181,7 @@ class Columns:
         )
 
     def take(self, index: Array) -> Columns:
-        """Rows ``index`` (int64 ``[N]``, each within 0..rows-1), copied."""
+        """Copy the rows ``index`` (int64 ``[N]``, each within 0..rows-1)."""
         positions: torch.Tensor = torch.from_numpy(np.ascontiguousarray(index))  # pyright: ignore[reportUnknownMemberType]
         return self._replaced(
             {name: each.index_select(0, positions.to(each.device)) for name, each in self.dense.items()},
@@ -99,17 +192,9 @@ class Columns:
 
     @staticmethod
     def concat(parts: Sequence[Columns]) -> Columns:
-        """All rows of all parts, copied.
-
-        Raises:
-            SchemaError: naming the part by its position and its columns that differ from those of part 0.
-        """
+        """Copy all rows of all parts, whose columns must be the same (:func:`common_schema`)."""
+        common_schema([part.schema for part in parts])
         first = parts[0]
-        expected = first.schema.any_rows()
-        for number, part in enumerate(parts[1:], start=1):
-            difference = expected.diff(part.schema)
-            if difference:
-                raise SchemaError(f"batch {number} does not fit batch 0 in concat:\n{difference}")
         dense, ragged = [part.dense for part in parts], [part.ragged for part in parts]
         return first._replaced(  # noqa: SLF001  of this class
             {name: cat([part[name] for part in dense]) for name in dense[0]},
@@ -119,7 +204,7 @@ class Columns:
         )
 
     def unfold(self, parts: int, names: Sequence[str]) -> Columns:
-        """The second dimension of the named columns cut into ``parts`` rows each, rows of the others repeated.
+        """Cut the second dimension of the named columns into ``parts`` rows each, and repeat the rows of the others.
 
         Lists of one length in an object array count as its second dimension.
 
@@ -151,13 +236,12 @@ class Columns:
     # -------------------------------------------------------------------------------------------------------- names
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise :class:`SchemaError` naming the columns that are not here."""
+        """Raise :class:`SchemaError` naming the columns that are missing."""
         missing = [name for name in names if name not in self.tensors and name not in self.arrays]
         if missing:
             raise SchemaError(f"columns {missing} are not in the batch: it has {self.names}")
 
     def without(self, names: Iterable[str]) -> Columns:
-        """All columns but these."""
         names = set(names)
         return Columns(
             tensors={name: each for name, each in self.tensors.items() if name not in names},
@@ -166,7 +250,7 @@ class Columns:
         )
 
     def rename(self, old: Sequence[str], new: Sequence[str]) -> Columns:
-        """Column ``old[i]`` under the name ``new[i]``, in its place.
+        """Rename column ``old[i]`` to ``new[i]``.
 
         Raises:
             SchemaError: an old name is missing, a new one taken, or their numbers differ.
@@ -185,7 +269,7 @@ class Columns:
         )
 
     def union(self, other: Columns) -> Columns:
-        """Columns of both; those in both must be equal, bit by bit. Without any column, the rows are the other's.
+        """Return the columns of both; those in both must be equal, bit by bit. A side without columns fits any.
 
         Raises:
             SchemaError: rows differ in number, or naming the column that differs.
@@ -194,7 +278,7 @@ class Columns:
             if names:
                 raise SchemaError(f"columns {sorted(names)} are tensors in one batch and arrays in the other")
         if self.names and other.names and self.rows != other.rows:
-            raise SchemaError(f"union needs as many rows on both sides, got {self.rows} and {other.rows}")
+            raise SchemaError(f"union needs the same number of rows on both sides, got {self.rows} and {other.rows}")
         differing = [
             n for n in self.tensors if n in other.tensors and not tensors_equal(self.tensors[n], other.tensors[n])
         ]
@@ -208,7 +292,7 @@ class Columns:
         )
 
     def equal(self, other: Columns) -> bool:
-        """Same columns in any order, same rows, same bits."""
+        """Whether columns (in any order), rows and bits are the same."""
         return (
             self.rows == other.rows
             and self.tensors.keys() == other.tensors.keys()
@@ -218,8 +302,26 @@ class Columns:
         )
 
 
+def chunk_bounds(rows: int, chunks: int, *, uneven: bool) -> list[range]:
+    """Cut ``rows`` rows into ``chunks`` ranges of equal size, or if ``uneven`` of sizes that differ by at most one.
+
+    Raises:
+        SchemaError: ``chunks`` is below 1, or does not divide the rows although it must.
+    """
+    if chunks < 1:
+        raise SchemaError(f"chunks must be at least 1, got {chunks}")
+    size, larger = divmod(rows, chunks)
+    if larger and not uneven:
+        raise SchemaError(
+            f"{rows} rows cannot be cut into {chunks} equal chunks: pad them (pad_dataproto_to_divisor), cut them with "
+            "slice or split, or create the batch with auto_padding=True to allow chunks that differ by one row"
+        )
+    starts = [number * size + min(number, larger) for number in range(chunks + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
 def row_index(index: object, rows: int) -> Array:
-    """Positions 0..rows-1 for a list, tuple, range, array or tensor of integers (negative from the end) or booleans.
+    """Return positions 0..rows-1 for a list, tuple, range, array or tensor of integers (also negative) or booleans.
 
     Raises:
         TypeError: neither integers nor booleans.
@@ -246,7 +348,7 @@ def row_index(index: object, rows: int) -> Array:
 
 
 def array_column(name: str, value: object) -> Array:
-    """A non-tensor column. Arrays stay as they are; any other sequence becomes a 1-d object array of its elements."""
+    """Return a non-tensor column: an array as it is, any other sequence as a 1-d object array of its elements."""
     kind = type(value).__name__
     if isinstance(value, np.ndarray):
         array = cast("Array", value)
@@ -257,25 +359,17 @@ def array_column(name: str, value: object) -> Array:
         raise SchemaError(f"column {name!r} is a tensor and belongs to the batch, not to non_tensor_batch")
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise SchemaError(f"column {name!r} must be an array or a list with one element for each row, got {kind}")
-    elements = list(cast("Iterable[object]", value))
-    column = np.empty(len(elements), dtype=object)
-    # Element by element: numpy would turn lists of equal length into a second dimension.
-    for row, element in enumerate(elements):
-        column[row] = element
-    return column
+    return object_array(list(cast("Iterable[object]", value)))
 
 
 def _lists_as_dimension(array: Array) -> Array:
-    """``[B]`` lists of N elements as ``[B, N]``; anything else as it is."""
     lists = array.ndim == 1 and len(array) > 0 and all(isinstance(each, list | tuple) for each in array)
     if not lists or len({len(each) for each in array}) != 1:
         return array
-    flat = array_column("", [element for each in array for element in each])
-    return flat.reshape(len(array), len(array[0]))
+    return object_array([element for each in array for element in each]).reshape(len(array), len(array[0]))
 
 
 def is_list_of_tensors(value: object) -> bool:
-    """Whether ``value`` means a ragged column."""
     if not isinstance(value, list | tuple):
         return False
     rows = cast("Sequence[object]", value)
@@ -283,7 +377,7 @@ def is_list_of_tensors(value: object) -> bool:
 
 
 def tensor_columns(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Checked tensors; lists of tensors become ragged columns, and ragged columns with equal lengths share offsets.
+    """Check tensors; lists of tensors become ragged columns, and ragged columns with equal lengths share offsets.
 
     Raises:
         SchemaError: naming what is no column, or the first that has another number of rows.
@@ -311,7 +405,7 @@ def tensor_columns(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if column.shape[0] != columns[first].shape[0]:
             raise SchemaError(
                 f"column {name!r} has {column.shape[0]} rows, column {first!r} has {columns[first].shape[0]}: "
-                "all columns of a batch have as many"
+                "all columns of a batch must have the same number of rows"
             )
     return _sharing_offsets(columns, order=list(columns))
 
@@ -319,3 +413,54 @@ def tensor_columns(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _sharing_offsets(columns: Mapping[str, torch.Tensor], *, order: Sequence[str]) -> dict[str, torch.Tensor]:
     shared = share_offsets({name: columns[name] for name in order if columns[name].is_nested})
     return {name: shared[name] if name in shared else columns[name] for name in order}
+
+
+def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of both; raise :class:`SchemaError` naming a key in both whose values differ."""
+    for key in left.keys() & right.keys():
+        if not values_equal(left[key], right[key]):
+            raise SchemaError(f"meta_info {key!r} differs: {_short(left[key])} here, {_short(right[key])} in the other")
+    return {**left, **right}
+
+
+def concat_meta_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entries of all batches by the rule of :meth:`asyncrl.data.DataProto.concat`.
+
+    Raises:
+        SchemaError: naming the key and the batches whose values differ.
+    """
+    merged: dict[str, Any] = {}
+    owner: dict[str, int] = {}
+    metrics: dict[str, list[Any]] = {}
+    for number, info in enumerate(infos):
+        for key, value in info.items():
+            if key == "metrics":
+                for name, metric in _metric_items(value, number):
+                    metrics.setdefault(name, []).append(metric)
+            elif key not in merged:
+                merged[key], owner[key] = value, number
+            elif not values_equal(merged[key], value):
+                raise SchemaError(
+                    f"meta_info {key!r} differs: {_short(merged[key])} in batch {owner[key]}, "
+                    f"{_short(value)} in batch {number}"
+                )
+    if metrics:
+        merged["metrics"] = metrics
+    return merged
+
+
+def _metric_items(value: Any, number: int) -> list[tuple[str, Any]]:
+    if value is None:
+        return []
+    records = cast("list[object]", value) if isinstance(value, list) else [value]
+    for record in records:
+        if not isinstance(record, Mapping):
+            raise SchemaError(
+                f"meta_info 'metrics' of batch {number} must be a dict or a list of dicts, got {type(record).__name__}"
+            )
+    return [item for record in records for item in cast("Mapping[str, Any]", record).items()]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-r"""The file of a batch.
+r"""Batches in files.
 
     0    magic            8 bytes  b"ASYNCRL\x1a"
     8    format version   u32
@@ -14,7 +14,7 @@ r"""The file of a batch.
          buffers, each beginning at a multiple of 64
 
 Numbers are little-endian, checksums are xxh3-64, gaps are zero and part of the checksum before them: no bit of the
-file can change unnoticed.
+file can change without an error.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from asyncrl.data.buffers import as_bytes
 from asyncrl.data.codec import Encoded, decode, encode
+from asyncrl.data.memory import as_bytes
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import CodecError
-
-__all__ = ["load", "save"]
+from asyncrl.io import DurableFiles
 
 _MAGIC = b"ASYNCRL\x1a"
 _VERSION = 1
@@ -48,64 +47,54 @@ def save(data: DataProto, path: str | os.PathLike[str]) -> None:
     """Write ``data`` to ``path``: completely, or not at all.
 
     Raises:
-        CodecError: a column holds something that is no data.
+        CodecError: naming the column or the entry of ``meta_info`` whose type cannot be encoded.
     """
     path = Path(path)
-    pieces = list(_pieces(encode(data)))
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    files = DurableFiles()
     try:
-        with unfinished.open("xb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        files.write_chunks(unfinished, _pieces(encode(data)))
+        files.rename(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def load(path: str | os.PathLike[str], *, mmap: bool = False) -> DataProto:
-    """The batch in the file ``path``.
+    """Read the batch in the file ``path``.
 
-    With ``mmap`` columns are mapped instead of read: pages come from the file when they are touched, writing to them
-    changes private copies and never the file. The file may be renamed or removed meanwhile, but not shortened.
+    With ``mmap`` columns are mapped instead: pages are read from the file when they are touched, and writing to them
+    changes private copies, never the file. The file may be renamed or removed meanwhile, but not shortened.
 
     Raises:
         CodecError: the file is truncated, changed in any bit, of another format, or no batch.
+        OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < _PREAMBLE.size:
             raise CodecError(f"{path} has {size} bytes: too few for a batch")
-        content = _mapped(file.fileno()) if mmap else _read(file, size)
+        content = _mapped(file.fileno()) if mmap else np.fromfile(file, dtype=np.uint8)
     try:
         return _decoded(content)
     except CodecError as error:
         raise CodecError(f"{path}: {error}") from error
 
 
+def to_bytes(data: DataProto) -> bytes:
+    """Return what :func:`save` would write."""
+    return b"".join(_pieces(encode(data)))
+
+
+def from_bytes(content: Any) -> DataProto:
+    """Return the batch of :func:`to_bytes`, over this memory; raise :class:`CodecError` if it is none."""
+    return _decoded(as_bytes(content))
+
+
 def _mapped(descriptor: int) -> np.ndarray[Any, Any]:
     return as_bytes(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
 
 
-def _read(file: Any, size: int) -> np.ndarray[Any, Any]:
-    content = np.empty(size, dtype=np.uint8)
-    done = 0
-    while done < size:
-        count = file.readinto(content.data[done:])
-        if not count:
-            raise CodecError(f"the file ended after {done} of {size} bytes")
-        done += count
-    return content
-
-
 def _pieces(encoded: Encoded) -> Iterator[Any]:
-    """Contents of the file, piece by piece."""
     start = _aligned(_PREAMBLE.size + _ENTRY.size * len(encoded.buffers) + len(encoded.header))
     index, position = b"", start
     for buffer in encoded.buffers:
@@ -136,11 +125,11 @@ def _decoded(content: np.ndarray[Any, Any]) -> DataProto:
     view = content.data
     magic, version, _, header_bytes, count, size, body_checksum, _, own_checksum = _PREAMBLE.unpack_from(view)
     if magic != _MAGIC:
-        raise CodecError("the file does not begin like a batch")
+        raise CodecError("the file does not begin with the magic of a batch")
     if own_checksum != xxhash.xxh3_64_intdigest(view[: _PREAMBLE.size - 8]):
-        raise CodecError("the first 64 bytes do not have their checksum")
+        raise CodecError("the checksum of the first 64 bytes is wrong")
     if version != _VERSION:
-        raise CodecError(f"version {version} of the format is not known, expected {_VERSION}")
+        raise CodecError(f"unknown version {version} of the format, expected {_VERSION}")
     if size != len(view):
         raise CodecError(f"the file has {len(view)} bytes, it was written with {size}")
     header_start = _PREAMBLE.size + _ENTRY.size * count
@@ -148,18 +137,18 @@ def _decoded(content: np.ndarray[Any, Any]) -> DataProto:
     if start > size:
         raise CodecError("the header does not fit the file")
     if body_checksum != xxhash.xxh3_64_intdigest(view[_PREAMBLE.size : start]):
-        raise CodecError("the header does not have its checksum")
+        raise CodecError("the checksum of the header is wrong")
     buffers: list[np.ndarray[Any, Any]] = []
     for number in range(count):
         position, length, checksum = _ENTRY.unpack_from(view, _PREAMBLE.size + _ENTRY.size * number)
         if position != start or start + _aligned(length) > size:
-            raise CodecError(f"buffer {number} does not lie where it should")
+            raise CodecError(f"the position or size of buffer {number} is wrong")
         start += _aligned(length)
         if checksum != xxhash.xxh3_64_intdigest(view[position:start]):
-            raise CodecError(f"buffer {number} does not have its checksum")
+            raise CodecError(f"the checksum of buffer {number} is wrong")
         buffers.append(content[position : position + length])
     if start != size:
-        raise CodecError("there are bytes after the last buffer")
+        raise CodecError("the file has bytes after the last buffer")
     return decode(view[header_start : header_start + header_bytes], buffers)
 
 

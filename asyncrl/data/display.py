@@ -1,4 +1,4 @@
-"""How a batch shows itself: text for terminals and logs, a table for notebooks."""
+"""Batches and futures for people: text for terminals and logs, a table for notebooks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from asyncrl.data.plan import Header, Plan
 from asyncrl.data.ragged import lengths
 from asyncrl.data.schema import column_of
 
 if TYPE_CHECKING:
     from asyncrl.data.columns import Array
+    from asyncrl.data.future import Future, Shard
     from asyncrl.data.proto import DataProto
-
-__all__ = ["as_data_info", "as_html", "as_text", "size_text"]
 
 
 def size_text(size_bytes: float) -> str:
-    """``1.5 MiB`` for 1572864."""
+    """Return ``1.5 MiB`` for 1572864."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.4g} {unit}"
@@ -28,7 +28,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def as_text(data: DataProto) -> str:
-    """A line for the batch, one for each column, one for ``meta_info``."""
+    """Return a line for the batch, one for each column, and one for ``meta_info``."""
     lines = [_headline(data)]
     columns = _described(data)
     widths = [max((len(line[field]) for line in columns), default=0) for field in range(2)]
@@ -39,7 +39,7 @@ def as_text(data: DataProto) -> str:
 
 
 def as_html(data: DataProto) -> str:
-    """A small table. Names and everything else that comes from the data are escaped."""
+    """Return a small table. Names and all other text from the data are escaped."""
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in column) + "</tr>" for column in _described(data)
     )
@@ -49,7 +49,6 @@ def as_html(data: DataProto) -> str:
 
 
 def as_data_info(data: DataProto) -> str:
-    """Every column and entry with its type, one a line, in verl's form."""
     lines = ["batch"]
     for name, value in _tensors(data).items():
         shape = f"({len(data)}, *)" if value.is_nested else str(tuple(value.shape))
@@ -62,7 +61,7 @@ def as_data_info(data: DataProto) -> str:
 
 
 def _type_text(value: object) -> str:
-    """The type of a value, and of what is in it; of lists the first elements, of dicts the first entry."""
+    """Return the type of a value, and of its first elements (list) or its first entry (dict)."""
     kind = type(value).__name__
     if isinstance(value, list):
         elements = cast("list[object]", value)
@@ -90,12 +89,11 @@ def _headline(data: DataProto) -> str:
 
 
 def _described(data: DataProto) -> list[tuple[str, str, str]]:
-    """Name, kind and particulars of each column."""
     values = {**_tensors(data), **data.non_tensor_batch}
-    return [(name, str(column_of(name, value)), _particulars(value)) for name, value in values.items()]
+    return [(name, str(column_of(name, value)), _details(value)) for name, value in values.items()]
 
 
-def _particulars(value: Any) -> str:
+def _details(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     device = "" if value.device.type == "cpu" else f"on {value.device}"
@@ -105,3 +103,57 @@ def _particulars(value: Any) -> str:
     if len(sizes) == 0:
         return device
     return f"lengths {int(sizes.min())}..{int(sizes.max())}, {int(sizes.sum())} in all {device}".rstrip()
+
+
+MAX_DEPTH = 8
+"""Levels of inputs that are shown at most: what is further back rarely explains a wait."""
+
+
+def explanation_of(future: Future[Any], *, depth: int = MAX_DEPTH) -> list[str]:
+    """Explain ``future`` as :meth:`Future.explain` does, by lines, with at most ``depth`` levels of inputs."""
+    now = future.controller.now()
+    below: list[list[str]] = []
+    if not future.is_part and future.progress is not None:
+        below += [[_shard_text(shard, now)] for shard in future.progress.shards]
+    for label, reference in future.inputs:
+        source = reference()
+        if source is None:
+            below.append([f"from {label}: no longer referenced"])
+        elif depth == 0:
+            below.append([f"from {label}: ..."])
+        else:
+            head, *rest = explanation_of(source, depth=depth - 1)
+            below.append([f"from {head}", *rest])
+    lines = [f"{future.outcome.label}: {_state_text(future, now)}"]
+    for number, (head, *rest) in enumerate(below, start=1):
+        last = number == len(below)
+        lines.append(f"{'└─ ' if last else '├─ '}{head}")
+        lines += [f"{'   ' if last else '│  '}{line}" for line in rest]
+    return lines
+
+
+def _state_text(future: Future[Any], now: float) -> str:
+    outcome = future.outcome
+    if outcome.state == "pending":
+        return f"pending for {now - future.started_s:.1f} s"
+    if outcome.state == "done" and isinstance(value := outcome.get(), Plan):
+        return _header_text(value.header)
+    return outcome.status
+
+
+def _shard_text(shard: Shard, now: float) -> str:
+    if shard.state == "running":
+        text = f"running for {now - shard.since_s:.1f} s"
+    else:
+        text = f"{shard.state} after {shard.took_s:.1f} s"
+    if shard.rows is not None:
+        text += f", given rows {shard.rows.start}:{shard.rows.stop}"
+    if shard.header is not None:
+        text += f", gave {_header_text(shard.header)}"
+    return f"rank {shard.rank}: {text}"
+
+
+def _header_text(header: Header) -> str:
+    rows = f"{header.rows} row{'' if header.rows == 1 else 's'}, {size_text(header.size_bytes)}"
+    version = header.meta_info.get("weight_version")
+    return rows if version is None else f"{rows}, weight version {version}"

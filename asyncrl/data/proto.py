@@ -1,24 +1,32 @@
-"""DataProto: a batch of rows."""
+"""DataProto: a batch of rows; and the functions that pad it or fold its rows into a second dimension."""
 
 from __future__ import annotations
 
 import builtins
 import copy
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast, overload
 
 import numpy as np
 import torch
 
-from asyncrl.data.auto_padding import DataProtoConfig
-from asyncrl.data.columns import Array, Columns, array_column, is_list_of_tensors, row_index, tensor_columns
-from asyncrl.data.equality import values_equal
-from asyncrl.data.meta_info import concat_meta_info, union_meta_info
+from asyncrl.data.columns import (
+    Array,
+    Columns,
+    array_column,
+    chunk_bounds,
+    concat_meta_info,
+    is_list_of_tensors,
+    row_index,
+    tensor_columns,
+    union_meta_info,
+    values_equal,
+)
 from asyncrl.data.ragged import normalise_ragged, offsets_of, row_of, values_of
 from asyncrl.data.schema import Schema
-from asyncrl.data.tensordicts import packed_tensordict, tensordict_of, unpacked_tensordict
 from asyncrl.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -26,7 +34,49 @@ if TYPE_CHECKING:
 
     from asyncrl.data.future import DataProtoFuture
 
-__all__ = ["DataProto", "DataProtoItem"]
+# tensordict leaves arguments without types.
+# pyright: reportUnknownMemberType=false
+
+
+class _Switch(type):
+    _on = False
+
+    @property
+    def auto_padding(cls) -> bool:
+        """Set by the program, or by the environment: ``VERL_AUTO_PADDING`` is ``true`` or ``1``."""
+        return cls._on or os.environ.get("VERL_AUTO_PADDING", "").lower() in ("true", "1")
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  programs without types
+            raise SchemaError(f"auto_padding is True or False, got {enabled!r}")
+        cls._on = enabled
+
+
+class DataProtoConfig(metaclass=_Switch):
+    """``DataProtoConfig.auto_padding = True`` lets ``chunk`` cut any batch of this process unequally.
+
+    For programs written for verl. ``DataProto.from_dict(..., auto_padding=True)`` allows it for one batch only; calls
+    of worker groups need neither.
+
+        >>> DataProtoConfig.auto_padding = True
+        >>> [len(part) for part in data.chunk(2)]
+        [2, 1]
+        >>> DataProtoConfig.auto_padding = False
+
+    Raises:
+        SchemaError: the switch is set to anything but True or False.
+    """
+
+
+def tensordict_of(
+    tensors: Mapping[str, torch.Tensor], *, rows: int | None, device: torch.device | None = None
+) -> TensorDict:
+    """Return a TensorDict of ``rows`` rows, or of none if that is None; later entries move to ``device``."""
+    # Imported here: tensordict takes as long to load as torch, and half of this package works without it.
+    from tensordict import TensorDict
+
+    return TensorDict(dict(tensors), batch_size=[] if rows is None else [rows], device=device)
 
 
 @dataclass(slots=True)
@@ -47,12 +97,13 @@ class DataProto:
 
     ``batch`` holds the tensors, dense ``[B, ...]`` or ragged (jagged nested tensors), ``non_tensor_batch`` numpy arrays
     ``[B, ...]`` of anything, ``meta_info`` what belongs to no single row. Names of columns are strings and unique.
+    ``auto_padding`` allows :meth:`chunk` to cut unequal chunks.
 
-    **Sharing.** The containers (``batch``, ``non_tensor_batch``, ``meta_info``) always belong to this object alone:
-    setting or removing an entry never changes another batch. The *tensors and arrays* in them may be views of
-    another batch: ``slice``, ``chunk``, ``split``, ``select``, ``union``, ``with_columns``, mini-batches that are not
-    shuffled and ``unpad_dataproto`` copy nothing, so writing *into* a tensor writes through. ``select_idxs``,
-    ``repeat``, ``concat`` and ``clone`` copy. A batch received from another process may be :attr:`read_only`.
+    **Sharing.** The containers (``batch``, ``non_tensor_batch``, ``meta_info``) always belong to this object alone (the
+    constructor copies them): setting or removing an entry never changes another batch. The *tensors and arrays* in them
+    may be views of another batch: ``slice``, ``chunk``, ``split``, ``select``, ``union``, ``with_columns``,
+    mini-batches that are not shuffled and ``unpad_dataproto`` copy nothing, so writing *into* a tensor writes through.
+    ``select_idxs``, ``repeat``, ``concat`` and ``clone`` copy. A batch from another process may be :attr:`read_only`.
 
     ``to``, ``rename``, ``pop``, ``union``, ``reorder`` and ``padding`` change this object, as in verl; everything else
     returns a new one. They change everything or, when they raise, nothing.
@@ -61,16 +112,12 @@ class DataProto:
         >>> data = DataProto.from_dict(
         ...     tensors={"x": torch.tensor([1, 2, 3])}, non_tensors={"name": ["a", "b", "c"]}, meta_info={"step": 7}
         ... )
-        >>> len(data)
-        3
-
-    The examples of the methods are about this batch.
-
-    Args:
-        batch: tensors; the container is copied, the tensors are not.
-        non_tensor_batch: arrays; likewise.
-        meta_info: everything else; likewise.
-        auto_padding: whether :meth:`chunk` may cut unequal chunks.
+        >>> data.slice(0, 2).batch["x"].tolist(), data[[2, 0]].batch["x"].tolist()
+        ([1, 2], [3, 1])
+        >>> [part.non_tensor_batch["name"].tolist() for part in data.split(2)]
+        [['a', 'b'], ['c']]
+        >>> data.with_columns(double=data.batch["x"] * 2).batch["double"].tolist()
+        [2, 4, 6]
 
     Raises:
         SchemaError: columns differ in their number of rows, or are no columns at all.
@@ -112,11 +159,11 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """A batch of these columns. The dictionaries are not changed, the tensors and arrays not copied.
+        """Make a batch of these columns. The dictionaries are not changed, the tensors and arrays not copied.
 
         A list of tensors becomes a ragged column; a list among ``non_tensors`` a 1-d object array of its elements,
-        whatever they are. Ragged columns with equal lengths will share their offsets, so that torch can compute
-        between them.
+        whatever they are. Ragged columns with equal lengths share their offsets, so that torch can compute between
+        them.
 
             >>> made = DataProto.from_dict({"ids": [torch.tensor([5, 6]), torch.tensor([7])]}, {"text": ["a", "b"]})
             >>> print(made.schema)
@@ -141,14 +188,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """A batch of columns of both kinds: tensors and lists of tensors on one side, arrays and lists on the other.
-
-            >>> len(DataProto.from_single_dict({"x": torch.zeros(2, 3), "text": ["a", "b"]}))
-            2
-
-        Raises:
-            SchemaError: columns differ in their number of rows, or something is no column.
-        """
+        """As :meth:`from_dict`, with columns of both kinds in one dictionary, distinguished by their types."""
         tensors, others = _sorted_columns(data)
         return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info, auto_padding=auto_padding)
 
@@ -156,41 +196,49 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """A batch of a TensorDict: its NonTensorStacks become object arrays, its NonTensorData ``meta_info``.
-
-            >>> DataProto.from_tensordict(data.to_tensordict()) == data
-            True
+        """Make a batch of a TensorDict: its NonTensorStacks become object arrays, its NonTensorData ``meta_info``.
 
         Raises:
-            SchemaError: something in it is no column, or ``num_batch_dims`` is not 1.
+            SchemaError: an entry is no column, or ``num_batch_dims`` is not 1.
         """
-        tensors, others, info = unpacked_tensordict(tensor_dict)
-        return cls.from_dict(tensors, others, {**(meta_info or {}), **info}, num_batch_dims)
+        from tensordict import NonTensorData, NonTensorStack
+
+        tensors: dict[str, torch.Tensor] = {}
+        lists: dict[str, list[Any]] = {}
+        info = dict(meta_info or {})
+        for name in list(tensor_dict.keys()):
+            value = cast("Any", tensor_dict).get(name)
+            if isinstance(value, NonTensorStack):
+                lists[str(name)] = [element.data for element in value]
+            elif isinstance(value, NonTensorData):
+                info[str(name)] = value.data
+            else:
+                tensors[str(name)] = value
+        return cls.from_dict(tensors, lists, info, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """All of it in one TensorDict: other columns as NonTensorStack, ``meta_info`` as NonTensorData.
-
-            >>> sorted(data.to_tensordict().keys())
-            ['name', 'step', 'x']
+        """Return all of it in one TensorDict: other columns as NonTensorStack, ``meta_info`` as NonTensorData.
 
         Raises:
             SchemaError: an entry of ``meta_info`` has the name of a column.
         """
-        return packed_tensordict(self.columns(), self.meta_info)
+        from tensordict import NonTensorData, NonTensorStack
+
+        columns = self.columns()
+        clash = sorted(self.meta_info.keys() & {*columns.names})
+        if clash:
+            raise SchemaError(f"meta_info {clash} have names of columns: one TensorDict cannot hold both")
+        result: Any = tensordict_of(columns.tensors, rows=columns.rows)
+        for name, array in columns.arrays.items():
+            result.set(name, NonTensorStack(*(NonTensorData(element) for element in array)))
+        for name, value in self.meta_info.items():
+            result.set(name, NonTensorData(value, batch_size=[columns.rows]))
+        return result  # type: ignore[no-any-return]
 
     def columns(self) -> Columns:
-        """The columns, checked: for code that computes on them.
-
-            >>> data.columns().names
-            ['x', 'name']
-
-        Raises:
-            SchemaError: as :meth:`check_consistency`.
-        """
+        """Return the columns, checked (:meth:`check_consistency`), for code that computes on them."""
         self.check_consistency()
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in () if self.batch is None else self._tensors():
-            tensors[name] = normalise_ragged(value, name) if value.is_nested else value
+        tensors = {name: normalise_ragged(each, name) if each.is_nested else each for name, each in self._tensors()}
         return Columns(tensors=tensors, arrays=self.non_tensor_batch, rows=len(self))
 
     @classmethod
@@ -203,12 +251,9 @@ class DataProto:
         auto_padding: bool = False,
         device: torch.device | None = None,
     ) -> DataProto:
-        """A batch of columns that are known to fit together; ``has_batch`` asks for a TensorDict without tensors too.
+        """Make a batch of columns that are known to fit together. The counterpart of :meth:`columns`.
 
-        Counterpart of :meth:`columns`, for code that computes on them. ``device`` is the TensorDict's own.
-
-            >>> DataProto.from_columns(data.columns(), meta_info=data.meta_info) == data
-            True
+        With ``has_batch`` it has a TensorDict also where no column is a tensor. ``device`` is the TensorDict's own.
         """
         data = object.__new__(cls)
         data.batch = None
@@ -220,11 +265,7 @@ class DataProto:
         return data
 
     def with_rows(self, columns: Columns, *, meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """A batch like this one of other columns that are known to fit together, perhaps with other ``meta_info``.
-
-        >>> data.with_rows(data.columns().slice(0, 2)) == data[:2]
-        True
-        """
+        """Make a batch like this one of other columns that are known to fit together."""
         return self.from_columns(
             columns,
             meta_info=self.meta_info if meta_info is None else meta_info,
@@ -239,25 +280,19 @@ class DataProto:
 
     @property
     def _device(self) -> torch.device | None:
-        """Where the batch was moved to, and what is set in it later goes too."""
+        """The device that :meth:`to` moved the batch to; entries that are set later move there too."""
         batch: Any = self.batch
         return None if batch is None else batch.device
 
     def _tensors(self) -> Iterable[tuple[str, Any]]:
-        batch: Any = self.batch  # set freely: what is in it is known once it was looked at
+        batch: Any = self.batch  # programs may have set anything
         return () if batch is None else ((str(name), value) for name, value in batch.items())
 
     def check_consistency(self) -> None:
-        """Check that this is a batch: one batch dimension, and every column with as many rows.
-
-            >>> broken = data.select()
-            >>> broken.non_tensor_batch["name"] = np.array(["a"], dtype=object)
-            >>> broken.check_consistency()
-            Traceback (most recent call last):
-            asyncrl.errors.SchemaError: column 'name' has 1 rows, the batch has 3
+        """Check that this is a batch: one batch dimension, and the same number of rows in every column.
 
         Raises:
-            SchemaError: it is none, naming the column.
+            SchemaError: it is not, naming the column.
         """
         rows: int | None = None
         names: set[str] = set()
@@ -273,7 +308,7 @@ class DataProto:
                         "from_tensordict takes TensorDicts with other data"
                     )
         for name, array in self.non_tensor_batch.items():
-            if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  they can be set freely
+            if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  programs may set any
                 raise SchemaError(f"columns are named by strings, got {name!r}")
             is_array = isinstance(array, np.ndarray)  # pyright: ignore[reportUnnecessaryIsInstance]  likewise
             if not is_array or array.ndim == 0:
@@ -298,34 +333,20 @@ class DataProto:
 
     @property
     def schema(self) -> Schema:
-        """Columns and rows.
-
-        >>> print(data.schema)
-        rows: 3
-        x: tensor int64
-        name: object
-        """
         return self.columns().schema
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors and arrays. Python objects in object arrays count as their pointers only.
-
-        >>> data.select(["x"], []).size_bytes
-        24
-        """
+        """Bytes of the tensors and arrays. Python objects in object arrays count as their pointers only."""
         total = sum(array.nbytes for array in self.non_tensor_batch.values())
         for _, value in self._tensors():
             total += values_of(value).nbytes + offsets_of(value).nbytes if value.is_nested else value.nbytes
         return total
 
     def equals(self, other: DataProto) -> bool:
-        """Same columns with the same bits (NaN equals itself), same rows, equal ``meta_info``.
+        """Compare columns bit by bit (NaN equals itself), rows and ``meta_info``; so does ``==``.
 
-        The order of columns and the device do not matter, nor does ``auto_padding``.
-
-            >>> data.equals(data.clone()), data.equals(data[:2])
-            (True, False)
+        The order of columns, the device and ``auto_padding`` do not matter.
         """
         return self.columns().equal(other.columns()) and values_equal(self.meta_info, other.meta_info)
 
@@ -345,26 +366,12 @@ class DataProto:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def get_data_info(self) -> str:
-        """Every column and entry with its type, one a line.
-
-        >>> print(data.get_data_info())
-        batch
-          x: (3,) (torch.int64) cpu
-        non_tensor_batch
-          name: ndarray(3,) (object)
-        meta_info
-          step: int
-        """
+        """List every column and entry with its type, one a line, as verl does."""
         from asyncrl.data.display import as_data_info
 
         return as_data_info(self)
 
     def print_size(self, prefix: str = "") -> None:
-        """Print rows and bytes, after ``prefix``.
-
-        >>> data.select(["x"], []).print_size("here")
-        here, 3 rows, 24 bytes
-        """
         print(f"{prefix + ', ' if prefix else ''}{len(self)} rows, {self.size_bytes} bytes")  # noqa: T201  its purpose
 
     # --------------------------------------------------------------------------------------------------------- rows
@@ -376,11 +383,7 @@ class DataProto:
     def __getitem__(
         self, item: int | np.integer[Any] | builtins.slice | Sequence[int] | Array | torch.Tensor
     ) -> DataProtoItem | DataProto:
-        """A row for an integer (IndexError beyond the last), a batch for a slice or an index of rows.
-
-        >>> data[0].non_tensor_batch, len(data[1:]), data[[2, 0]].batch["x"].tolist()
-        ({'name': 'a'}, 2, [3, 1])
-        """
+        """Return a row for an integer, a batch for a slice or an index of rows."""
         if isinstance(item, builtins.slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, int | np.integer) and not isinstance(item, bool):
@@ -390,11 +393,6 @@ class DataProto:
         raise TypeError(f"rows are selected by an integer, a slice or an index of rows, not by {type(item).__name__}")
 
     def __iter__(self) -> Iterator[DataProtoItem]:
-        """Row by row.
-
-        >>> [int(row.batch["x"]) for row in data]
-        [1, 2, 3]
-        """
         columns = self.columns()
         return (self._item(row, columns) for row in range(columns.rows))
 
@@ -410,23 +408,14 @@ class DataProto:
         )
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows as Python slices a list. Views for ``step`` 1 (dense tensors and arrays for any positive step).
-
-        >>> data.slice(0, 2).batch["x"].tolist(), data.slice(None, None, -1).batch["x"].tolist()
-        ([1, 2], [3, 2, 1])
-        """
+        """Slice the rows as a list. Views for ``step`` 1 (dense tensors and arrays: for any positive step)."""
         first, last, stride = builtins.slice(start, end, step).indices(len(self))
         if stride < 0:
             return self.with_rows(self.columns().take(np.arange(first, last, stride)))
         return self.with_rows(self.columns().slice(first, max(first, last), stride))
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | Array | torch.Tensor) -> DataProto:
-        """The rows ``idxs``, copied: integers (negative ones from the end) in their order, or one boolean a row.
-
-            >>> data.select_idxs([-1, 0, 0]).batch["x"].tolist()
-            [3, 1, 1]
-            >>> data.select_idxs(data.batch["x"] > 1).non_tensor_batch["name"].tolist()
-            ['b', 'c']
+        """Copy the rows ``idxs``: integers (negative ones from the end) in their order, or one boolean for each row.
 
         Raises:
             TypeError: neither integers nor booleans.
@@ -435,26 +424,11 @@ class DataProto:
         return self.with_rows(self.columns().take(row_index(idxs, len(self))))
 
     def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> None:
-        """Replace the rows of *this* batch by the rows ``indices``, as :meth:`select_idxs` takes them.
-
-            >>> sorted_down = data.select()
-            >>> sorted_down.reorder(torch.tensor([2, 1, 0]))
-            >>> sorted_down.batch["x"].tolist()
-            [3, 2, 1]
-
-        Raises:
-            TypeError: neither integers nor booleans.
-            IndexError: out of range, or a mask of another length; the batch is as it was.
-        """
+        """Replace the rows of *this* batch by the rows that :meth:`select_idxs` returns, or raise as it does."""
         self._become(self.columns().take(row_index(indices, len(self))))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b. Columns ``[B * n, ...]``, copied.
-
-            >>> data.repeat(2).non_tensor_batch["name"].tolist()
-            ['a', 'a', 'b', 'b', 'c', 'c']
-            >>> data.repeat(2, interleave=False).non_tensor_batch["name"].tolist()
-            ['a', 'b', 'c', 'a', 'b', 'c']
+        """Copy every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b. Columns ``[B * n, ...]``.
 
         Raises:
             SchemaError: ``repeat_times`` is negative.
@@ -466,10 +440,7 @@ class DataProto:
         return self.with_rows(self.columns().take(index))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> DataProto:
-        """Row i ``repeat_times[i]`` times, copies of a row side by side; ``repeat_times`` are integers ``[B]``.
-
-            >>> data.sample_level_repeat([0, 2, 1]).batch["x"].tolist()
-            [2, 2, 3]
+        """Copy row i ``repeat_times[i]`` times, copies of a row side by side; ``repeat_times`` are integers ``[B]``.
 
         Raises:
             SchemaError: they are not one integer >= 0 for each row.
@@ -483,32 +454,18 @@ class DataProto:
         return self.with_rows(self.columns().take(np.repeat(np.arange(len(self)), times.astype(np.int64))))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """``chunks`` batches of consecutive rows, as views, each with a ``meta_info`` dict of its own.
-
-            >>> [part.batch["x"].tolist() for part in data.chunk(3)]
-            [[1], [2], [3]]
+        """Cut into ``chunks`` batches of consecutive rows, as views, each with a ``meta_info`` dict of its own.
 
         Raises:
             SchemaError: ``chunks`` does not divide the rows and padding is not enabled. When it is, sizes differ by at
                 most one, larger ones first, and may be 0.
         """
-        if chunks < 1:
-            raise SchemaError(f"chunks must be at least 1, got {chunks}")
-        size, larger = divmod(len(self), chunks)
-        if larger and not self.is_padding_enabled():
-            raise SchemaError(
-                f"{len(self)} rows cannot be cut into {chunks} equal chunks: pad them (pad_dataproto_to_divisor), "
-                "or create the batch with auto_padding=True to allow chunks that differ by one row"
-            )
         columns = self.columns()
-        starts = [number * size + min(number, larger) for number in range(chunks + 1)]
-        return [self.with_rows(columns.slice(starts[n], starts[n + 1])) for n in range(chunks)]
+        bounds = chunk_bounds(len(self), chunks, uneven=self.is_padding_enabled())
+        return [self.with_rows(columns.slice(rows.start, rows.stop)) for rows in bounds]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Batches of ``split_size`` rows, the last one perhaps smaller, as views. No rows, no batches.
-
-            >>> [part.batch["x"].tolist() for part in data.split(2)]
-            [[1, 2], [3]]
+        """Cut into batches of ``split_size`` rows, the last one perhaps smaller, as views. No rows, no batches.
 
         Raises:
             SchemaError: ``split_size`` is below 1.
@@ -527,18 +484,14 @@ class DataProto:
     def concat(data: Iterable[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture: ...
     @staticmethod
     def concat(data: Iterable[DataProto | DataProtoFuture]) -> DataProto | DataProtoFuture:
-        """The rows of all batches, copied, in order. With a future among them, the future of that.
+        """Copy the rows of all batches, in order. With a future among them, return the future of that.
 
         ``meta_info``: a key in several batches must have equal values, except ``metrics`` (a dict, or a list of dicts),
         which become one dict of lists: for each name the values of the batches that have it.
 
-            >>> both = DataProto.concat([data, data[:1]])
-            >>> both.batch["x"].tolist(), both.meta_info
-            ([1, 2, 3, 1], {'step': 7})
-
         Raises:
-            SchemaError: there is no batch, or columns, dtypes, shapes or ``meta_info`` differ: the message names the
-                batch by its position, and each difference.
+            SchemaError: there is no batch, or columns, dtypes, shapes or ``meta_info`` differ, naming the batch by its
+                position, and each difference.
         """
         given = list(data)
         parts = [part for part in given if isinstance(part, DataProto)]
@@ -546,8 +499,6 @@ class DataProto:
             from asyncrl.data.future import DataProtoFuture
 
             return DataProtoFuture.concat(given)
-        if not parts:
-            raise SchemaError("concat needs at least one batch: the columns of none are unknown")
         columns = Columns.concat([part.columns() for part in parts])
         joined = parts[0].with_rows(columns, meta_info=concat_meta_info([part.meta_info for part in parts]))
         joined.auto_padding = any(part.auto_padding for part in parts)
@@ -556,13 +507,8 @@ class DataProto:
     def padding(self, padding_size: int, padding_candidate: Literal["first", "last", ""] = "") -> None:
         """Append the last row (or the first) ``padding_size`` times to *this* batch.
 
-            >>> padded = data.select()
-            >>> padded.padding(2)
-            >>> padded.batch["x"].tolist()
-            [1, 2, 3, 3, 3]
-
         Raises:
-            SchemaError: there is no row to repeat, or another candidate is named.
+            SchemaError: the batch has no row to repeat, or another candidate is named.
         """
         if padding_candidate not in ("first", "last", ""):
             raise SchemaError(f"padding_candidate must be 'first' or 'last', got {padding_candidate!r}")
@@ -574,11 +520,7 @@ class DataProto:
             self._become(Columns.concat([columns, columns.take(np.full(padding_size, row))]))
 
     def is_padding_enabled(self) -> bool:
-        """Whether :meth:`chunk` may cut unequal chunks: this batch, or (:class:`DataProtoConfig`) any batch.
-
-        >>> [len(part) for part in DataProto(data.batch, auto_padding=True).chunk(2)]
-        [2, 1]
-        """
+        """Whether :meth:`chunk` may cut unequal chunks: of this batch, or (:class:`DataProtoConfig`) of any batch."""
         return self.auto_padding or DataProtoConfig.auto_padding
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
@@ -601,20 +543,41 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """``epochs`` passes over the rows in mini-batches: views of consecutive rows, or copies when shuffled.
+        """Iterate ``epochs`` times over the rows in mini-batches: views of consecutive rows, or copies when shuffled.
 
-        ``dataloader_kwargs`` knows ``shuffle`` and ``drop_last``. Shuffled rows come as from torch's DataLoader,
-        with a generator of this ``seed`` or, if None, with torch's own, which is left as a DataLoader leaves it.
-
-            >>> [part.batch["x"].tolist() for part in data.make_iterator(1, epochs=2)]
-            [[1], [2], [3], [1], [2], [3]]
+        ``dataloader_kwargs`` may have ``shuffle`` and ``drop_last``. Shuffled rows come in the order of torch's
+        DataLoader, with a generator of this ``seed`` or, if None, with torch's own, which ends in the same state.
+        Arguments are checked at once, not at the first mini-batch.
 
         Raises:
             SchemaError: ``mini_batch_size`` does not divide the rows and ``drop_last`` is not set; unknown arguments.
         """
-        from asyncrl.data.iterator import mini_batches
+        from torch.utils.data import DataLoader
 
-        return mini_batches(self, mini_batch_size, epochs=epochs, seed=seed, **dict(dataloader_kwargs or {}))
+        options = dict(dataloader_kwargs or {})
+        shuffle, drop_last = options.pop("shuffle", False), options.pop("drop_last", False)
+        if options:
+            raise SchemaError(f"make_iterator takes 'shuffle' and 'drop_last', got {sorted(options)}")
+        if mini_batch_size < 1:
+            raise SchemaError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
+        rows = len(self)
+        if rows % mini_batch_size and not drop_last:
+            raise SchemaError(
+                f"{rows} rows cannot be cut into mini-batches of {mini_batch_size}: choose a divisor, or drop_last=True"
+            )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader: Iterable[list[int]] = DataLoader(
+            cast("Any", range(rows)),
+            batch_size=mini_batch_size,
+            shuffle=shuffle,
+            drop_last=True,
+            generator=generator,
+            collate_fn=list,
+        )
+        batches = (index for _ in range(epochs) for index in loader)
+        if shuffle:
+            return (self.select_idxs(index) for index in batches)
+        return (self.slice(index[0], index[-1] + 1) for index in batches)
 
     # ------------------------------------------------------------------------------------------------------ columns
 
@@ -625,13 +588,10 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Only these columns and entries; None means all. Views, unless ``deepcopy``.
-
-            >>> data.select(["x"], [], []).columns().names
-            ['x']
+        """Return a batch of only these columns and entries; None means all. Views, unless ``deepcopy``.
 
         Raises:
-            SchemaError: naming a key that is not there.
+            SchemaError: naming a key that is missing.
         """
         columns = self.columns()
         tensors = _picked(columns.tensors, batch_keys, "batch")
@@ -648,14 +608,10 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Take these columns and entries out of *this* batch; None means none. Returns them as a batch.
-
-            >>> rest = data.select()
-            >>> rest.pop(["x"]).columns().names, rest.columns().names
-            (['x'], ['name'])
+        """Remove these columns and entries from *this* batch (None means none), and return them as a batch.
 
         Raises:
-            SchemaError: naming a key that is not there; nothing was taken then.
+            SchemaError: naming a key that is missing; nothing is removed then.
         """
         taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         columns = taken.columns()
@@ -668,9 +624,6 @@ class DataProto:
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Rename columns of either kind in *this* batch, and return it.
-
-            >>> data.select().rename("x", "y").columns().names
-            ['y', 'name']
 
         Raises:
             SchemaError: an old name is missing, a new one taken, or their numbers differ.
@@ -686,12 +639,8 @@ class DataProto:
         What both have must be equal, bit by bit. Either may be without tensors; a batch without any column takes the
         rows of the other.
 
-            >>> scores = DataProto.from_dict({"score": torch.tensor([0.5, 0.0, 1.0])})
-            >>> data.select().union(scores).columns().names
-            ['x', 'score', 'name']
-
         Raises:
-            SchemaError: rows differ in number, or naming the column or entry that differs; nothing was changed then.
+            SchemaError: rows differ in number, or naming the column or entry that differs; nothing is changed then.
         """
         columns = self.columns().union(other.columns())
         info = union_meta_info(self.meta_info, other.meta_info)
@@ -700,10 +649,7 @@ class DataProto:
         return self
 
     def with_columns(self, **columns: Any) -> DataProto:
-        """A new batch with these columns added or replaced: tensors, lists of tensors (ragged), arrays, lists.
-
-            >>> data.with_columns(double=data.batch["x"] * 2).batch["double"].tolist()
-            [2, 4, 6]
+        """Return a batch with these columns added or replaced: tensors, lists of tensors (ragged), arrays, lists.
 
         Raises:
             SchemaError: a column has another number of rows than this batch.
@@ -724,13 +670,7 @@ class DataProto:
     # ------------------------------------------------------------------------------------------------------- places
 
     def to(self, device: torch.device | str | int) -> DataProto:
-        """Move the tensors of *this* batch to ``device``, and return it.
-
-        What is set in its ``batch`` later moves there too, and what is cut out of it knows the device.
-
-        >>> data.select().to("cpu") == data
-        True
-        """
+        """Move the tensors of *this* batch to ``device``, and return it. Tensors that are set later move there too."""
         columns = self.columns()
         if self.batch is not None:
             moved = tensor_columns({name: value.to(device) for name, value in columns.tensors.items()})
@@ -739,60 +679,34 @@ class DataProto:
 
     @property
     def read_only(self) -> bool:
-        """Whether some column lies in memory that others read, so that nobody may write to it.
+        """Whether some column is in memory that others read, and must not be written to.
 
-        So it is after a batch came out of Ray's object store without a copy: its tensors are torch inference tensors,
-        its arrays read-only. Writing to an array raises ValueError. Writing to a tensor raises RuntimeError, but torch
-        has written by then: the error tells of damage, it does not prevent it (and inside ``inference_mode()``, or
-        through ``values()`` of a ragged column, there is not even an error). Autograd refuses to save such tensors for
-        a backward pass. Call :meth:`writable` before giving a batch to code that writes or trains; ``select_idxs``,
-        ``repeat``, ``concat`` and moving to a GPU yield ordinary tensors anyway.
+        That is so for a batch from Ray's object store: its tensors are torch inference tensors, its arrays read-only.
+        Writing to an array raises ValueError. Writing to a tensor raises RuntimeError, but after torch has written: the
+        error reports damage, it does not prevent it (and inside ``inference_mode()``, or through ``values()`` of a
+        ragged column, torch does not even raise). Autograd refuses to save such tensors for a backward pass. Call
+        :meth:`writable` before passing a batch to code that writes or trains; ``select_idxs``, ``repeat``, ``concat``
+        and moving to a GPU return ordinary tensors anyway.
 
         True as well for tensors that were made under ``torch.inference_mode()``, with the same remedy.
-
-            >>> data.read_only
-            False
         """
         return any(value.is_inference() for _, value in self._tensors()) or any(
             not array.flags.writeable for array in self.non_tensor_batch.values()
         )
 
     def writable(self) -> DataProto:
-        """This batch, or a copy of it if it is :attr:`read_only`.
-
-        >>> data.writable() is data
-        True
-        """
+        """Return this batch, or a copy of it if it is :attr:`read_only`."""
         return self.clone() if self.read_only else self
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write this batch to a file, completely or not at all. The format is that of ``asyncrl.data.disk``.
-
-            >>> from tempfile import TemporaryDirectory
-            >>> with TemporaryDirectory() as folder:
-            ...     data.save_to_disk(f"{folder}/batch")
-            ...     DataProto.load_from_disk(f"{folder}/batch") == data
-            True
-
-        Raises:
-            CodecError: naming the column or entry that holds something that is no data.
-        """
+        """Write this batch to a file, as :func:`asyncrl.data.disk.save` does."""
         from asyncrl.data.disk import save
 
         save(self, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str], mmap: bool = False) -> DataProto:
-        """The batch in a file; with ``mmap`` its columns are mapped, not read (see ``asyncrl.data.disk.load``).
-
-            >>> DataProto.load_from_disk("nowhere")  # doctest: +ELLIPSIS
-            Traceback (most recent call last):
-            FileNotFoundError: ...
-
-        Raises:
-            CodecError: the file is truncated, changed in any bit, of another format, or no batch.
-            OSError: it cannot be read.
-        """
+        """Read the batch in a file, as :func:`asyncrl.data.disk.load` does."""
         from asyncrl.data.disk import load
 
         return load(filepath, mmap=mmap)
@@ -804,13 +718,6 @@ class DataProto:
         return encode(self).__reduce_ex__(protocol)
 
     def clone(self) -> DataProto:
-        """A batch that shares nothing with this one.
-
-        >>> mine = data.clone()
-        >>> _ = mine.batch["x"].zero_()
-        >>> data.batch["x"].tolist()
-        [1, 2, 3]
-        """
         return self.select(deepcopy=True)
 
     def __copy__(self) -> DataProto:
@@ -821,7 +728,7 @@ class DataProto:
 
 
 def _sorted_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors and lists of tensors, and everything else."""
+    """Return tensors and lists of tensors, and everything else."""
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in columns.items():
@@ -837,3 +744,81 @@ def _picked(entries: Mapping[str, Any], keys: Iterable[str] | None, place: str) 
     if missing:
         raise SchemaError(f"{place} has no {missing}: it has {list(entries)}")
     return {key: entries[key] for key in entries if key in wanted}
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeat rows from the beginning until ``size_divisor`` divides their number; return the batch and how many.
+
+    A batch that fits already is returned as it is; otherwise the result is a copy and ``data`` is not changed.
+    A batch without rows fits every divisor.
+
+        >>> padded, pad_size = pad_dataproto_to_divisor(data, 4)
+        >>> padded.batch["x"].tolist(), pad_size
+        ([1, 2, 3, 1], 1)
+
+    Raises:
+        SchemaError: ``size_divisor`` is below 1.
+    """
+    if size_divisor < 1:
+        raise SchemaError(f"size_divisor must be at least 1, got {size_divisor}")
+    rows = len(data)
+    pad_size = -rows % size_divisor
+    if pad_size == 0:
+        return data, 0
+    return DataProto.concat([data, data.select_idxs(np.arange(pad_size) % rows)]), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Return ``data`` without its last ``pad_size`` rows, as a view.
+
+        >>> unpad_dataproto(data, 1).batch["x"].tolist()
+        [1, 2]
+
+    Raises:
+        SchemaError: ``pad_size`` is not in 0..B.
+    """
+    if not 0 <= pad_size <= len(data):
+        raise SchemaError(f"pad_size must lie in 0..{len(data)} (the number of rows), got {pad_size}")
+    return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Fold consecutive rows into a second dimension: columns ``[B, ...]`` become ``[N, B / N, ...]``.
+
+        >>> fold_batch_dim(data.repeat(2), 3).batch["x"].tolist()
+        [[1, 1], [2, 2], [3, 3]]
+
+    Raises:
+        SchemaError: ``new_batch_size`` does not divide the rows, or a column is ragged.
+    """
+    columns = _dense_columns(data)
+    if new_batch_size < 1 or columns.rows % new_batch_size:
+        raise SchemaError(f"{columns.rows} rows cannot be folded into {new_batch_size}")
+    inner = columns.rows // new_batch_size
+    fold = columns.apply(lambda value: value.reshape(new_batch_size, inner, *value.shape[1:]), rows=new_batch_size)
+    return data.with_rows(fold)
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Turn the first ``batch_dims`` dimensions of every column into rows. The counterpart of :func:`fold_batch_dim`.
+
+        >>> unfold_batch_dim(fold_batch_dim(data.repeat(2), 3)) == data.repeat(2)
+        True
+
+    Raises:
+        SchemaError: columns differ in these dimensions or have fewer, or a column is ragged.
+    """
+    columns = _dense_columns(data)
+    values: dict[str, Any] = {**columns.tensors, **columns.arrays}
+    leading = {name: tuple(each.shape[:batch_dims]) for name, each in values.items()}
+    if batch_dims < 1 or not leading or len(set(leading.values())) > 1 or len(min(leading.values())) < batch_dims:
+        raise SchemaError(f"columns must agree in their first {batch_dims} dimensions, got {leading}")
+    rows = math.prod(next(iter(leading.values())))
+    return data.with_rows(columns.apply(lambda value: value.reshape(rows, *value.shape[batch_dims:]), rows=rows))
+
+
+def _dense_columns(data: DataProto) -> Columns:
+    columns = data.columns()
+    if columns.ragged:
+        raise SchemaError(f"ragged columns {list(columns.ragged)} cannot be folded")
+    return columns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -13,14 +13,11 @@ from asyncrl.data.ragged import is_ragged, values_of
 from asyncrl.errors import SchemaError
 
 if TYPE_CHECKING:
-    from asyncrl.data.proto import DataProto
+    from asyncrl.data.plan import Header
 
-__all__ = ["Column", "ColumnKind", "Schema", "column_of"]
 
 ColumnKind: TypeAlias = Literal["tensor", "ragged", "array", "object"]
 """``tensor`` dense torch, ``ragged`` jagged torch, ``array`` numpy, ``object`` numpy of Python objects."""
-
-_KINDS = ("tensor", "ragged", "array", "object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +33,10 @@ class Column:
     dtype: str
     shape: tuple[int, ...] = ()
 
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind in ("tensor", "ragged")
+
     def __str__(self) -> str:
         sizes = ["*"] if self.kind == "ragged" else []
         sizes += [str(size) for size in self.shape]
@@ -45,7 +46,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Columns in order, tensors first. ``rows`` is None where any number is meant.
+    """Columns in order, tensors first. ``rows`` is None if any number is meant.
 
     >>> print(data.schema)
     rows: 3
@@ -58,11 +59,6 @@ class Schema:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the columns.
-
-        >>> data.schema.names
-        ('x', 'name')
-        """
         return tuple(column.name for column in self.columns)
 
     def __getitem__(self, name: str) -> Column:
@@ -71,30 +67,13 @@ class Schema:
                 return column
         raise KeyError(name)
 
-    @staticmethod
-    def of(data: DataProto) -> Schema:
-        """The schema that ``data`` has, with its number of rows.
-
-        >>> Schema.of(data).rows
-        3
-        """
-        return data.schema
-
     def any_rows(self) -> Schema:
-        """The same columns for any number of rows.
-
-        >>> data.schema.any_rows() == data[:1].schema.any_rows()
-        True
-        """
         return Schema(columns=self.columns, rows=None)
 
     def diff(self, other: Schema) -> str:
-        """What differs between this schema (expected) and ``other`` (found), one line each; empty if nothing does.
+        """Return the differences between this schema (expected) and ``other`` (found), one line each; "" if equal.
 
         The order of columns does not matter; rows matter only where both are given.
-
-            >>> print(data.schema.diff(data[:1].schema))
-            1 rows, expected 3
         """
         lines: list[str] = []
         found = {column.name: column for column in other.columns}
@@ -109,61 +88,28 @@ class Schema:
             lines.append(f"{other.rows} rows, expected {self.rows}")
         return "\n".join(lines)
 
-    def check(self, data: DataProto) -> None:
-        """Check that ``data`` has this schema.
-
-            >>> data.schema.any_rows().check(data[:1])
-
-        Raises:
-            SchemaError: listing every difference.
-        """
-        difference = self.diff(Schema.of(data))
-        if difference:
-            raise SchemaError("the batch does not have the declared schema:\n" + difference)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON: ``{"rows": ..., "columns": [{"name", "kind", "dtype", "shape"}]}``.
-
-        >>> data.schema.to_json()["columns"][0]
-        {'name': 'x', 'kind': 'tensor', 'dtype': 'int64', 'shape': []}
-        """
-        return {
-            "rows": self.rows,
-            "columns": [
-                {"name": each.name, "kind": each.kind, "dtype": each.dtype, "shape": list(each.shape)}
-                for each in self.columns
-            ],
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Schema:
-        """Counterpart of :meth:`to_json`.
-
-            >>> Schema.from_json(data.schema.to_json()) == data.schema
-            True
-
-        Raises:
-            SchemaError: ``value`` has another form.
-        """
-        try:
-            rows = value["rows"]
-            columns = tuple(
-                Column(each["name"], each["kind"], each["dtype"], tuple(each["shape"])) for each in value["columns"]
-            )
-        except (KeyError, TypeError) as error:
-            raise SchemaError(f"not a schema: {error!r}") from error
-        for column in columns:
-            if column.kind not in _KINDS:
-                raise SchemaError(f"column {column.name!r} is of kind {column.kind!r}, expected one of {_KINDS}")
-        return Schema(columns=columns, rows=rows)
-
     def __str__(self) -> str:
         rows = "any" if self.rows is None else str(self.rows)
         return "\n".join([f"rows: {rows}", *(f"{column.name}: {column}" for column in self.columns)])
 
 
+def common_schema(schemas: Sequence[Schema]) -> Schema:
+    """Return the columns that all batches to be concatenated have.
+
+    Raises:
+        SchemaError: there is no batch, or naming the first one that differs from batch 0, and each difference.
+    """
+    if not schemas:
+        raise SchemaError("concat needs at least one batch: the columns of none are unknown")
+    expected = schemas[0].any_rows()
+    for number, schema in enumerate(schemas[1:], start=1):
+        difference = expected.diff(schema)
+        if difference:
+            raise SchemaError(f"batch {number} does not fit batch 0 in concat:\n{difference}")
+    return expected
+
+
 def column_of(name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> Column:
-    """The schema of one column."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if is_ragged(value):
@@ -172,4 +118,31 @@ def column_of(name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> Column:
     shape = tuple(value.shape[1:])
     if value.dtype == object:
         return Column(name, "object", "object", shape)
-    return Column(name, "array", {"U": "str", "S": "bytes"}.get(value.dtype.kind, str(value.dtype)), shape)
+    return Column(name, "array", array_dtype_name(value.dtype), shape)
+
+
+def array_dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the dtype's name in a :class:`Column`, without the width of text and bytes."""
+    return {"U": "str", "S": "bytes"}.get(dtype.kind, str(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The number of rows and the columns that a method declares for its result; None if it does not."""
+
+    rows: int | None = None
+    schema: Schema | None = None
+
+    def check(self, header: Header, label: str) -> None:
+        """Raise :class:`SchemaError` if the batch that ``label`` returned differs."""
+        found: list[str] = []
+        if self.rows is not None and header.rows != self.rows:
+            found.append(f"{header.rows} rows, declared were {self.rows}")
+        if self.schema is not None and (difference := self.schema.any_rows().diff(header.schema)):
+            found.append(difference)
+        if found:
+            raise SchemaError(f"{label} returned another batch than it declares:\n" + "\n".join(found))
+
+    def with_rows(self, count: Callable[[int], int]) -> Declared | None:
+        """Return what is known of a batch with ``count(rows)`` rows and other columns made of this one."""
+        return None if self.rows is None else Declared(count(self.rows))

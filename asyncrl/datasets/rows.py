@@ -1,14 +1,14 @@
-"""What a row is, for each kind of training, read from records in the columns that the field uses.
+"""The rows of each kind of training, read from records with the columns that the field uses.
 
 =============== ======================================================================================================
 prompts (RL)    verl's: ``prompt`` (chat messages, or a text), ``data_source``, ``reward_model.ground_truth``,
                 ``extra_info``
 conversations   ``messages``; or ``prompt`` with ``response`` or ``completion``; or ShareGPT's ``conversations``;
                 ``tools`` beside them
-preferences     ``prompt``, ``chosen``, ``rejected``; or only the last two, as whole conversations with one beginning
+preferences     ``prompt``, ``chosen``, ``rejected``; or only the last two, as conversations with a common beginning
 =============== ======================================================================================================
 
-A column may be another one, and may lie inside one: ``columns = {prompt = "extra_info.question"}``.
+``columns`` maps these names to others, also to members of structs: ``columns = {prompt = "extra_info.question"}``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,9 @@ from typing import Any
 from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import Message, Tool
 
-__all__ = [
-    "Conversation",
-    "Preference",
-    "PromptRow",
-    "column_number",
-    "read_conversation",
-    "read_preference",
-    "read_prompt",
-]
-
 PROMPT_COLUMNS = ("prompt", "data_source", "ground_truth", "extra_info")
-CONVERSATION_COLUMNS = ("messages", "prompt", "response", "tools")
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected", "margin")
+CONVERSATION_COLUMNS = ("messages", "prompt", "response", "tools")
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 _MEDIA = ("images", "videos", "audios")
@@ -48,10 +38,10 @@ class PromptRow:
     """One problem of reinforcement learning.
 
     Attributes:
-        prompt: the conversation up to the policy's turn.
-        data_source: where it comes from; chooses the reward.
-        ground_truth: what the reward compares with; JSON.
-        extra_info: whatever else the reward wants to know.
+        prompt: the conversation before the policy's turn.
+        data_source: selects the reward rule.
+        ground_truth: expected answer for the rule; JSON.
+        extra_info: further data for the rule.
     """
 
     prompt: tuple[Message, ...]
@@ -61,13 +51,13 @@ class PromptRow:
 
     @property
     def key(self) -> bytes:
-        """Equal for equal prompts, and for nothing else."""
+        """Hash of the prompt, to find equal prompts."""
         return hashlib.blake2b(json.dumps(self.prompt, sort_keys=True).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A whole conversation with at least one turn of the assistant, for supervised training."""
+    """A conversation with at least one turn of the assistant, for supervised training."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -79,8 +69,8 @@ class Preference:
 
     Attributes:
         prompt: the conversation that both answer.
-        chosen, rejected: what follows it, each with at least one turn of the assistant.
-        margin: by how much the first is better, where somebody has said so.
+        chosen, rejected: the messages that follow it, each with at least one turn of the assistant.
+        margin: the measured difference in quality, or None.
     """
 
     prompt: tuple[Message, ...]
@@ -90,49 +80,55 @@ class Preference:
 
 
 def read_prompt(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> PromptRow:
-    """A prompt from a record; ``columns`` names others than :data:`PROMPT_COLUMNS` (above).
+    """Read a prompt; ``columns`` maps :data:`PROMPT_COLUMNS` to other names.
 
     Raises:
-        InvalidDataError: a column is missing or not what it should be, in words.
+        InvalidDataError: a column is missing or has a wrong value. Messages name neither file nor row.
     """
-    named = {"ground_truth": "reward_model.ground_truth", **(columns or {})}
-    for column in _MEDIA:
-        if record.get(column) is not None and len(record[column]) > 0:
-            raise InvalidDataError(f"has {column!r}, and models are trained on text here")
-    extra = _lookup(record, named.get("extra_info", "extra_info"), default=None)
-    source = _lookup(record, named.get("data_source", "data_source"), default="")
-    prompt = _said(_lookup(record, named.get("prompt", "prompt")), role="user", column=named.get("prompt", "prompt"))
+    given = columns or {}
+    names = {"ground_truth": "reward_model.ground_truth", **given}
+    for media in _MEDIA:
+        if record.get(media) is not None and len(record[media]) > 0:
+            raise InvalidDataError(f"has {media!r}, and only text is supported")
+
+    def optional(column: str) -> Any:  # one that the configuration names must be there
+        return _lookup(record, names.get(column, column), default=_MISSING if column in given else None)
+
+    extra, source = optional("extra_info"), optional("data_source")
+    prompt = _as_messages(
+        _lookup(record, names.get("prompt", "prompt")), role="user", column=names.get("prompt", "prompt")
+    )
     if prompt[-1]["role"] == "assistant":
         raise InvalidDataError("its prompt ends with a turn of the assistant, and that turn is the policy's")
     return PromptRow(
         prompt=prompt,
         data_source=str(source or ""),
-        ground_truth=_plain(_lookup(record, named["ground_truth"], default=None), column=named["ground_truth"]),
+        ground_truth=_plain(optional("ground_truth"), column=names["ground_truth"]),
         extra_info=_table(extra, column="extra_info"),
     )
 
 
 def read_conversation(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Conversation:
-    """A conversation from a record; ``columns`` names others than :data:`CONVERSATION_COLUMNS`.
+    """Read a conversation; ``columns`` maps :data:`CONVERSATION_COLUMNS` to other names.
 
     Raises:
-        InvalidDataError: as :func:`read_prompt`; or there is no turn of the assistant.
+        InvalidDataError: as :func:`read_prompt`; or the conversation has no turn of the assistant.
     """
-    named = columns or {}
-    if "messages" in named or (record.get("messages") is not None and "prompt" not in named):
-        column = named.get("messages", "messages")
+    names = columns or {}
+    if "messages" in names or (record.get("messages") is not None and "prompt" not in names):
+        column = names.get("messages", "messages")
         messages = _messages(_lookup(record, column), column=column)
-    elif record.get("conversations") is not None and "prompt" not in named:
+    elif record.get("conversations") is not None and "prompt" not in names:
         messages = _sharegpt(record["conversations"])
-    elif "prompt" in named or record.get("prompt") is not None:
-        column = named.get("prompt", "prompt")
-        prompt = _said(_lookup(record, column), role="user", column=column)
-        answer = named.get("response") or next((name for name in ("response", "completion") if name in record), None)
+    elif "prompt" in names or record.get("prompt") is not None:
+        column = names.get("prompt", "prompt")
+        prompt = _as_messages(_lookup(record, column), role="user", column=column)
+        answer = names.get("response") or next((name for name in ("response", "completion") if name in record), None)
         if answer is None:
             raise InvalidDataError(
                 f'has "{column}" but neither "response" nor "completion" (columns: {_names(record)})'
             )
-        messages = (*prompt, *_said(_lookup(record, answer), role="assistant", column=answer))
+        messages = (*prompt, *_as_messages(_lookup(record, answer), role="assistant", column=answer))
     else:
         raise InvalidDataError(
             'needs "messages", a list of {"role": TEXT, "content": TEXT}, or "prompt" and "response" '
@@ -140,24 +136,24 @@ def read_conversation(record: Mapping[str, Any], columns: Mapping[str, str] | No
         )
     if not any(message["role"] == "assistant" for message in messages):
         raise InvalidDataError('needs "messages" with at least one turn of the assistant')
-    return Conversation(messages=messages, tools=_tools(_lookup(record, named.get("tools", "tools"), default=None)))
+    return Conversation(messages=messages, tools=_tools(_lookup(record, names.get("tools", "tools"), default=None)))
 
 
 def read_preference(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Preference:
-    """A preference from a record; ``columns`` names others than :data:`PREFERENCE_COLUMNS`.
+    """Read a preference; ``columns`` maps prompt, chosen, rejected and margin to other names.
 
     Raises:
         InvalidDataError: as :func:`read_prompt`; or the two answers are the same, or answer different prompts.
     """
-    named = columns or {}
+    names = columns or {}
     sides = []
     for name in ("chosen", "rejected"):
-        column = named.get(name, name)
-        sides.append(_said(_lookup(record, column), role="assistant", column=column))
+        column = names.get(name, name)
+        sides.append(_as_messages(_lookup(record, column), role="assistant", column=column))
     chosen, rejected = sides
-    given = _lookup(record, named.get("prompt", "prompt"), default=None)
+    given = _lookup(record, names.get("prompt", "prompt"), default=None)
     if given is not None:
-        prompt = _said(given, role="user", column=named.get("prompt", "prompt"))
+        prompt = _as_messages(given, role="user", column=names.get("prompt", "prompt"))
         if chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:  # answers that repeat it
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
@@ -172,11 +168,11 @@ def read_preference(record: Mapping[str, Any], columns: Mapping[str, str] | None
             raise InvalidDataError(f'its "{name}" has no turn of the assistant after the prompt')
     if chosen == rejected:
         raise InvalidDataError('its "chosen" and "rejected" are the same: nothing is preferred')
-    return Preference(prompt=prompt, chosen=chosen, rejected=rejected, margin=_margin(record, named))
+    return Preference(prompt=prompt, chosen=chosen, rejected=rejected, margin=_margin(record, names))
 
 
-def _margin(record: Mapping[str, Any], named: Mapping[str, str]) -> float | None:
-    margin = _lookup(record, named.get("margin", "margin"), default=None)
+def _margin(record: Mapping[str, Any], names: Mapping[str, str]) -> float | None:
+    margin = _lookup(record, names.get("margin", "margin"), default=None)
     if margin is None:
         return None
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
@@ -185,14 +181,10 @@ def _margin(record: Mapping[str, Any], named: Mapping[str, str]) -> float | None
 
 
 def column_number(record: Mapping[str, Any], path: str, *, where: str) -> float:
-    """The number in a column, to sort by.
-
-    Raises:
-        InvalidDataError: there is none; ``where`` names the row.
-    """
+    """Return the number in a column; the InvalidDataError for a row without one names the row as ``where``."""
     value = _lookup(record, path, default=None)
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise InvalidDataError(f"{where}: needs a number in {path!r} to be sorted by it; it is {_short(value)}")
+        raise InvalidDataError(f"{where}: {path!r} must be a number to sort rows by it; it is {_short(value)}")
     return float(value)
 
 
@@ -200,16 +192,13 @@ _MISSING = object()
 
 
 def _lookup(record: Mapping[str, Any], path: str, *, default: Any = _MISSING) -> Any:
-    """The value at a dotted path; a struct that a file keeps as JSON text is read on the way."""
+    """Return the value at a dotted path; structs on the way may be JSON text."""
     value: Any = record
-    if path in record:  # a column whose name has dots
+    if path in record:  # a column with dots in its name
         return record[path]
     for key in path.split("."):
         if isinstance(value, str) and value[:1] == "{":
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise InvalidDataError(f"the text before .{key} in {path!r} is no JSON ({error})") from error
+            value = _from_json(value, f"the text before .{key} in {path!r}")
         if not isinstance(value, Mapping) or key not in value:
             if default is not _MISSING:
                 return default
@@ -222,14 +211,13 @@ def _names(record: Mapping[str, Any]) -> str:
     return ", ".join(map(str, record)) or "none"
 
 
-def _said(value: Any, *, role: str, column: str) -> tuple[Message, ...]:
-    """Messages, or the one that a text stands for."""
+def _as_messages(value: Any, *, role: str, column: str) -> tuple[Message, ...]:
+    """Read messages; a text is one message of ``role``."""
     return ({"role": role, "content": value},) if isinstance(value, str) else _messages(value, column=column)
 
 
 def _messages(value: Any, *, column: str) -> tuple[Message, ...]:
-    if hasattr(value, "tolist") and not isinstance(value, str):
-        value = value.tolist()
+    value = _as_list(value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         raise InvalidDataError(
             f'"{column}" must be messages, a list of {{"role": TEXT, "content": TEXT}}; it is {_short(value)}'
@@ -240,7 +228,7 @@ def _messages(value: Any, *, column: str) -> tuple[Message, ...]:
 def _message(value: Any, *, column: str) -> Message:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise InvalidDataError(f'"{column}" has a message without a role: {_short(value)}')
-    # Parquet gives every struct all members that any of them has: those that are null were not written.
+    # In parquet every struct has the members of all others; those that are null were not written.
     message: Message = {
         str(name): _plain(item, column=column) for name, item in value.items() if item is not None or name == "content"
     }
@@ -258,14 +246,12 @@ def _text(content: Any, *, column: str) -> str | None:
         kinds = {str(part.get("type")) for part in content}
         if kinds == {"text"}:
             return "".join(str(part.get("text") or "") for part in content)
-        raise InvalidDataError(
-            f'"{column}" has content of type {", ".join(sorted(kinds))}, and models are trained on text here'
-        )
-    raise InvalidDataError(f'"{column}" has content that is no text: {_short(content)}')
+        raise InvalidDataError(f'"{column}" has content of type {", ".join(sorted(kinds))}, and only text is supported')
+    raise InvalidDataError(f'"{column}" has content that is not text: {_short(content)}')
 
 
 def _sharegpt(value: Any) -> tuple[Message, ...]:
-    turns = value.tolist() if hasattr(value, "tolist") else value
+    turns = _as_list(value)
     messages = []
     for turn in turns if isinstance(turns, Sequence) and not isinstance(turns, str) else [turns]:
         role = _SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role")))) if isinstance(turn, Mapping) else None
@@ -281,19 +267,14 @@ def _sharegpt(value: Any) -> tuple[Message, ...]:
 
 
 def _tools(value: Any) -> tuple[Tool, ...]:
-    """Tools in OpenAI's form, as a list or as its JSON."""
+    """Read tools in OpenAI's format, as a list or as its JSON."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value else None
-        except json.JSONDecodeError as error:
-            raise InvalidDataError(f'"tools" is no JSON ({error})') from error
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+        value = _from_json(value, '"tools"') if value else None
     tools = []
-    for each in value or ():
+    for each in _as_list(value) or ():
         function = each.get("function", each) if isinstance(each, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InvalidDataError(f'"tools" must be declarations in the form of OpenAI; got {_short(each)}')
+            raise InvalidDataError(f'"tools" must be declarations in OpenAI\'s format; got {_short(each)}')
         plain = _table(function, column="tools")
         tools.append(
             Tool(
@@ -307,10 +288,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
 
 def _table(value: Any, *, column: str) -> dict[str, Any]:
     if isinstance(value, str) and value[:1] == "{":
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise InvalidDataError(f"{column!r} is a text that is no JSON ({error})") from error
+        value = _from_json(value, f"{column!r}, a text,")
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -319,13 +297,25 @@ def _table(value: Any, *, column: str) -> dict[str, Any]:
     return plain
 
 
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidDataError(f"{what} is not JSON ({error})") from error
+
+
+def _as_list(value: Any) -> Any:
+    """Return an array of numpy, as pandas has it in a column, as a list; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _plain(value: Any, *, column: str) -> Any:
-    """As JSON has it: a task travels as JSON to other processes and into the ledger."""
+    """Convert a value to JSON's types: tasks travel as JSON to other processes and into the ledger."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise InvalidDataError(f"{column!r} holds {value}, which JSON has no form for")
+            raise InvalidDataError(f"{column!r} holds {value}, which JSON cannot represent")
         return value
     if isinstance(value, Mapping):
         return {str(name): _plain(item, column=column) for name, item in value.items()}
@@ -335,7 +325,7 @@ def _plain(value: Any, *, column: str) -> Any:
         return str(value)
     if hasattr(value, "tolist") and not isinstance(value, type):  # arrays and scalars of numpy
         return _plain(value.tolist(), column=column)
-    raise InvalidDataError(f"{column!r} holds a {type(value).__name__}, which JSON has no form for")
+    raise InvalidDataError(f"{column!r} holds a {type(value).__name__}, which JSON cannot represent")
 
 
 def _short(value: object) -> str:

@@ -1,37 +1,41 @@
-"""Where rows come from: files of JSON lines and parquet, folders of them, and the Hugging Face hub.
+"""Sources of rows: files of JSON lines and parquet, folders of them, and the Hugging Face hub.
 
     train.parquet   data/*.jsonl   data/          hub:openai/gsm8k?name=main&split=train
 
-A source knows its length and gives any of its records by number, so that a shuffled run reads what it needs when it
-needs it. Parquet needs the package pyarrow, the hub the package datasets (``pip install asyncrl[hub]`` brings both).
+A source has a length and reads any record by its number, so a shuffled run reads rows on demand. Parquet needs the
+package pyarrow, and the hub the package datasets (``pip install asyncrl[hub]`` installs both).
 """
 
 from __future__ import annotations
 
 import glob
 import importlib
+import json
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from urllib.parse import parse_qsl
 
-from asyncrl.errors import ConfigError, InvalidDataError
-from asyncrl.parts import install_command
+import numpy as np
 
-from .json_lines import JsonLinesSource
+from asyncrl.errors import ConfigError, InvalidDataError
+from asyncrl.plugins import install_command
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["HubSource", "ParquetSource", "Record", "RowSource", "check_files", "open_sources"]
 
-Record: TypeAlias = dict[str, Any]
-"""One row as its file has it: columns by name."""
-
+_NEWLINE = 0x0A
+_BLANK = b" \t\r\n"
+_BLOCK_BYTES = 2**24
 _HUB = "hub:"
 _BLOCK_ROWS = 1024
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json")
 _HUB_OPTIONS = ("name", "split", "revision", "data_files", "data_dir")
+
+Record: TypeAlias = dict[str, Any]
+"""One row of a file: columns by name."""
 
 
 class RowSource(Protocol):
@@ -39,26 +43,98 @@ class RowSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it: a path, or the name on the hub."""
+        """Its name in messages: a path, or the name on the hub."""
         ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> Record:
-        """One record.
-
-        Raises:
-            InvalidDataError: it cannot be read, in words without file and number.
-        """
+        """Return one record; the InvalidDataError for an unreadable one names neither file nor number."""
         ...
 
     def where(self, number: int) -> str:
-        """File and place of a record, for messages."""
+        """Return the file and place of a record, for messages."""
         ...
 
 
+class JsonLinesSource:
+    """A file with one JSON object per line (blank lines are skipped), or with one array of objects.
+
+    Opening finds only the offsets of lines, and each line is parsed on demand; an array is parsed as a whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._records: list[Any] | None = None
+        try:
+            with path.open("rb") as file:
+                empty = not file.read(1)
+                self._map = None if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise InvalidDataError(f"{path} cannot be read: {error.strerror}") from error
+        if self._map is not None and self._map[:64].lstrip(_BLANK)[:1] == b"[":
+            self._records = self._array()
+            return
+        self._starts, self._ends, self._numbers = self._lines()
+
+    def __len__(self) -> int:
+        return len(self._records) if self._records is not None else len(self._starts)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if self._records is not None:
+            record = self._records[number]
+        else:
+            assert self._map is not None
+            try:
+                record = json.loads(self._map[self._starts[number] : self._ends[number]].decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise InvalidDataError(f"not UTF-8 text: {error}") from error
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise InvalidDataError(f"not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise InvalidDataError(f"a row must be an object with columns, not a {type(record).__name__}")
+        return record
+
+    def where(self, number: int) -> str:
+        """``FILE:LINE``, from 1; ``FILE, row NUMBER``, from 0, of an array."""
+        return f"{self.name}, row {number}" if self._records is not None else f"{self.name}:{self._numbers[number]}"
+
+    def _array(self) -> list[Any]:
+        assert self._map is not None
+        try:
+            records = json.loads(self._map[:])
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise InvalidDataError(f"{self.name} begins like an array of rows but is not JSON: {error}") from error
+        if not isinstance(records, list):
+            raise InvalidDataError(f"{self.name} begins like an array of rows but is not one")
+        return records
+
+    def _lines(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the start, the end and the number in the file, from 1, of each line that is not blank."""
+        starts, ends, numbers = [], [], []
+        start = 0
+        for number, end in enumerate(self._line_ends(), start=1):
+            assert self._map is not None
+            if self._map[start : min(end, start + 64)].strip(_BLANK) or self._map[start:end].strip(_BLANK):
+                starts.append(start)
+                ends.append(end)
+                numbers.append(number)
+            start = end + 1
+        return starts, ends, numbers
+
+    def _line_ends(self) -> list[int]:
+        if self._map is None:
+            return []
+        size = len(self._map)
+        found: list[int] = []
+        for offset in range(0, size, _BLOCK_BYTES):
+            block = np.frombuffer(self._map[offset : offset + _BLOCK_BYTES], dtype=np.uint8)
+            found += (np.flatnonzero(block == _NEWLINE) + offset).tolist()
+        return found if self._map[size - 1] == _NEWLINE else [*found, size]
+
+
 class ParquetSource:
-    """The rows of a parquet file, held in memory in Arrow's form, which is hardly larger than the file's content."""
+    """The rows of a parquet file, which are kept in memory in Arrow's format."""
 
     def __init__(self, path: Path, *, key: str = "files") -> None:
         parquet = _import("pyarrow.parquet", "pyarrow", needed_for=str(path), key=key)
@@ -76,23 +152,20 @@ class ParquetSource:
     def __getitem__(self, number: int) -> Record:
         place = number - self._first
         if not 0 <= place < len(self._block):
-            # Who asks for one row after the other gets them by the block, twenty times as fast.
+            # Sequential reads convert a block of rows at once, which is twenty times as fast.
             rows = _BLOCK_ROWS if place == len(self._block) > 0 else 1
             self._first, self._block, place = number, self._table.slice(number, rows).to_pylist(), 0
         return self._block[place]
 
     def where(self, number: int) -> str:
-        """``FILE, row NUMBER``, from 0."""
         return f"{self.name}, row {number}"
 
 
 class HubSource:
-    """One split of a data set of the Hugging Face hub, or of a folder that ``Dataset.save_to_disk`` wrote.
+    """One split of a data set on the Hugging Face hub (``owner/name``), or of a folder from ``Dataset.save_to_disk``.
 
-    Args:
-        data: its name on the hub, as ``owner/name``; or a folder.
-        options: of ``datasets.load_dataset``: name, split (``train`` by default), revision, data_files, data_dir.
-        key: the configuration's, for messages.
+    ``options`` are those of ``datasets.load_dataset``: name, split (``train`` by default), revision, data_files,
+    data_dir.
     """
 
     def __init__(self, data: str, /, *, key: str = "files", **options: str) -> None:
@@ -104,11 +177,11 @@ class HubSource:
                 loaded = datasets.load_from_disk(data)
             else:
                 loaded = datasets.load_dataset(data, split=split, **options)
-        except Exception as error:  # the library, the network and the data set's own files all have their say here
+        except Exception as error:  # the library, the network and the data set may raise anything
             raise ConfigError(
                 f"{key}: the data set {data!r} cannot be loaded: {type(error).__name__}: {_first_line(error)}",
                 path=key,
-                remedy="check its name, split and revision, and the way to the hub (HF_ENDPOINT, HF_TOKEN)",
+                remedy="check its name, split and revision, and the access to the hub (HF_ENDPOINT, HF_TOKEN)",
             ) from error
         if isinstance(loaded, datasets.DatasetDict):
             if split not in loaded:
@@ -125,20 +198,19 @@ class HubSource:
         return dict(self._rows[number])
 
     def where(self, number: int) -> str:
-        """``NAME (SPLIT), row NUMBER``, from 0."""
         return f"{self.name}, row {number}"
 
 
 def open_sources(files: str | Path | Sequence[str | Path], *, key: str = "files") -> list[RowSource]:
-    """Open everything that ``files`` names, in their order; a folder's or pattern's in that of their names.
+    """Open all sources in their order; files of a folder or pattern are sorted by name.
 
     Args:
         files: paths, patterns with ``*``, folders, or ``hub:owner/name?split=train``.
-        key: dotted key of the configuration that names them, for messages.
+        key: dotted key of the configuration, for messages.
 
     Raises:
-        ConfigError: nothing is there, its kind is unknown, or a package is missing.
-        InvalidDataError: a file is not what its name says.
+        ConfigError: a path matches no file, its kind is unknown, or a package is missing.
+        InvalidDataError: a file is damaged.
     """
     given = [files] if isinstance(files, str | Path) else list(files)
     if not given:
@@ -147,11 +219,7 @@ def open_sources(files: str | Path | Sequence[str | Path], *, key: str = "files"
 
 
 def check_files(files: str | Path | Sequence[str | Path], *, key: str) -> None:
-    """Check that everything ``files`` names is there, without reading it; the hub is not asked.
-
-    Raises:
-        ConfigError: as :func:`open_sources`.
-    """
+    """Raise ConfigError unless all ``files`` exist, without reading them or contacting the hub."""
     for each in [files] if isinstance(files, str | Path) else files:
         if not str(each).startswith(_HUB):
             _found(str(each), key=key)
@@ -165,13 +233,13 @@ def _open(text: str, *, key: str) -> list[RowSource]:
 
 
 def _found(text: str, *, key: str) -> list[Path]:
-    """The files that a path, folder or pattern names; or the one folder that the package datasets wrote."""
+    """Return the files of a path, folder or pattern, or a folder that the package datasets wrote."""
     path = Path(text).expanduser()
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return [path]
         paths = sorted(each for each in path.iterdir() if each.suffix in _SUFFIXES)
-        what = f"the folder {text!r} holds no file of rows"
+        what = f"the folder {text!r} has no files of rows"
     elif path.is_file():
         paths, what = [path], ""
     else:
@@ -192,7 +260,7 @@ def _open_file(path: Path, *, key: str) -> RowSource:
     if path.suffix in _SUFFIXES:
         return JsonLinesSource(path)
     raise ConfigError(
-        f"{key}: {str(path)!r} is of no kind that rows are read from", path=key, remedy=f"one of {', '.join(_SUFFIXES)}"
+        f"{key}: the kind of the file {str(path)!r} is unknown", path=key, remedy=f"one of {', '.join(_SUFFIXES)}"
     )
 
 
@@ -201,7 +269,9 @@ def _open_hub(text: str, *, key: str) -> RowSource:
     options = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := sorted(options.keys() - set(_HUB_OPTIONS)):
         raise ConfigError(
-            f"{key}: {_HUB}{text} has an option {unknown[0]!r}", path=key, remedy=f"one of {', '.join(_HUB_OPTIONS)}"
+            f"{key}: {_HUB}{text} has the unknown option {unknown[0]!r}",
+            path=key,
+            remedy=f"one of {', '.join(_HUB_OPTIONS)}",
         )
     if not name:
         raise ConfigError(f"{key}: {_HUB} names no data set", path=key, remedy='write "hub:owner/name?split=train"')

@@ -1,6 +1,6 @@
-"""Rules that say how good an answer is: by name, by data source, or a function of one's own.
+"""Reward rules: they score answers, by the name of a rule, by data source, or with a user's function.
 
-    answer --rule chosen by data_source--> verdict: a score, and the parts it was made of
+    answer --rule chosen by data_source--> verdict: a score and its parts
 
-A rule that cannot judge raises; no failure becomes a score.
+A rule that cannot judge raises an error; a failure never becomes a score.
 """

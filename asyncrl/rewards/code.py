@@ -1,60 +1,58 @@
-"""Code: whether a program passes its tests, each in a sandbox of its own."""
+"""The rule ``code``: run a program against its tests, each test in its own sandbox."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import secrets
+from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError, EnvironmentFailure, RewardError
-from asyncrl.rewards.rule import Answer, Verdict
-from asyncrl.rewards.sandbox import SandboxLimits, run_program
-
-__all__ = ["CodeRule", "program_in"]
+from asyncrl.errors import EnvironmentFailure, RewardError
+from asyncrl.rewards.rules import Answer, Verdict
+from asyncrl.rewards.sandbox import SandboxLimits, run_pair, run_program
+from asyncrl.rewards.scoring import check_count, check_seconds
+from asyncrl.runtime import run_all
 
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
-_HARNESS = """
+_ASSERTIONS = Path(__file__).with_name("code_program.py").read_text(encoding="utf-8")
+_CALL = """
 import json, os, sys
 spec = json.load(sys.stdin)
-told = os.dup(1)
+output = os.dup(1)
 os.dup2(2, 1)
 scope = {"__name__": "solution"}
 exec(compile(spec["program"], "solution.py", "exec"), scope)
-if "assertions" in spec:
-    exec(compile(spec["assertions"], "tests.py", "exec"), scope)
-else:
-    name = spec["function"]
-    function = scope[name] if name in scope else getattr(scope["Solution"](), name)
-    found = json.loads(json.dumps(function(*spec["arguments"])))
-    assert found == spec["expected"] or [found] == spec["expected"], f"{found!r} is not {spec['expected']!r}"
-os.write(told, spec["secret"].encode())
+name = spec["function"]
+function = scope[name] if name in scope else getattr(scope["Solution"](), name)
+os.write(output, json.dumps(function(*spec["arguments"])).encode())
 """
 
 
 class CodeRule:
-    """The share of its tests that a program passes, or 1 only if it passes all.
+    """Score 1 if a program passes all of its tests, else 0; with ``partial``, the share that it passes.
 
-    The program is the last fenced block of the answer (a Python one, if there is any), or all of it. Tests are the
-    ground truth, as a table or its JSON, in the forms that the field uses:
+    The program is the one that :func:`program_in` finds. The tests are the ground truth, as a table or its JSON:
 
     ============================================== ==================================================================
-    ``{"inputs": [...], "outputs": [...]}``         texts for standard input, and what must stand on standard output
+    ``{"inputs": [...], "outputs": [...]}``         texts for standard input, and the expected standard output
     the same with ``"fn_name": "f"``                arguments of ``f`` (or of ``Solution().f``) and its results
     ``["assert f(1) == 2", ...]``, or one text      statements that must not raise; each of a list is a test
     ============================================== ==================================================================
 
-    A program that raises, runs out of memory or time, or ends early has failed that test; a sandbox that cannot be set
-    up judges nothing and raises. Parts: ``passed`` (share), ``compiles``, ``deadlines`` (share of the tests).
+    The program gets the inputs alone: what it prints or returns is compared outside its process, and assertions run in
+    a sandbox of their own, where its functions and objects are called as if they were there
+    (:mod:`asyncrl.rewards.code_program`). A program that raises, runs out of memory or time, or exits early fails that
+    test. Parts: ``passed`` (share of the
+    tests), ``compiles``, ``deadlines`` (share of the tests).
 
     Args:
-        partial: whether a share of the tests is a share of the score.
+        partial: whether the share of passed tests is the score.
         processes: tests that run at once.
-        most_tests: tests of one answer, the first ones; more are left out.
+        most_tests: tests of one answer; only the first ones run.
         require_isolation: whether to refuse a machine where programs cannot be kept from network, files and other
-            processes; otherwise what the system does not allow is left out.
+            processes. Without it, programs run with the isolation that the system allows.
         deadline_s, memory_bytes: of one test; further limits in :class:`asyncrl.rewards.sandbox.SandboxLimits`.
     """
 
@@ -68,31 +66,24 @@ class CodeRule:
         deadline_s: float = 5.0,
         memory_bytes: int = 1 << 30,
     ) -> None:
-        for name, count in (("processes", processes), ("most_tests", most_tests), ("memory_bytes", memory_bytes)):
-            if count < 1:
-                raise ConfigError(f"{name} is {count}", path=name, remedy="1 or more")
-        if not 0 < deadline_s < 86_400:
-            raise ConfigError(f"deadline_s is {deadline_s}", path="deadline_s", remedy="a positive number of seconds")
+        check_count("processes", processes)
+        check_count("most_tests", most_tests)
+        check_count("memory_bytes", memory_bytes)
+        check_seconds("deadline_s", deadline_s)
         self._partial = partial
         self._most_tests = most_tests
         self._require_isolation = require_isolation
         self._limits = SandboxLimits(deadline_s=deadline_s, memory_bytes=memory_bytes)
-        self._places = asyncio.Semaphore(processes)
+        self._running = asyncio.Semaphore(processes)
 
     async def judge(self, answer: Answer) -> Verdict:
-        """As :meth:`asyncrl.rewards.rule.RewardRule.judge`."""
         tests = _tests(answer.ground_truth)[: self._most_tests]
         program = program_in(answer.solution_str)
         try:
             compile(program, "solution.py", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return Verdict(score=0.0, parts={"passed": 0.0, "compiles": 0.0, "deadlines": 0.0})
-        try:
-            async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(self._passes(program, test)) for test in tests]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group.exceptions[0].__cause__
-        ends = [task.result() for task in tasks]
+        ends = await run_all(self._run_test(program, test) for test in tests)
         passed = ends.count("passed") / len(ends)
         return Verdict(
             score=passed if self._partial else float(passed == 1.0),
@@ -100,28 +91,32 @@ class CodeRule:
         )
 
     async def close(self) -> None:
-        """Nothing outlives a verdict."""
+        """Do nothing: each test closes its own sandbox."""
 
-    async def _passes(self, program: str, test: dict[str, Any]) -> str:
-        async with self._places:
-            if "stdin" in test:
+    async def _run_test(self, program: str, test: dict[str, Any]) -> str:
+        """Return ``passed``, or how the program ended."""
+        async with self._running:
+            if "assertions" in test:
+                sides = {"solution": program, "tests": test["assertions"]}
+                end, judged = await run_pair(_ASSERTIONS, sides, limits=self._limits)
+                right = judged.how == "exited" and judged.code == 0
+            elif "stdin" in test:
                 end = await run_program({"main.py": program}, "main.py", stdin=test["stdin"], limits=self._limits)
                 right = end.how == "exited" and end.code == 0 and _same_output(end.stdout, test["stdout"])
             else:
-                # A program that ends the process early, or prints what it likes, does not know the secret.
-                secret = secrets.token_hex(16)
-                spec = json.dumps({"program": program, "secret": secret, **test})
-                end = await run_program({"main.py": _HARNESS}, "main.py", stdin=spec, limits=self._limits)
-                right = end.how == "exited" and end.code == 0 and end.stdout == secret
-        if self._require_isolation and not (end.isolation.network and end.isolation.files and end.isolation.processes):
+                call = {"program": program, "function": test["function"], "arguments": test["arguments"]}
+                end = await run_program({"main.py": _CALL}, "main.py", stdin=json.dumps(call), limits=self._limits)
+                right = end.how == "exited" and end.code == 0 and _is_result(end.stdout, test["expected"])
+        if self._require_isolation and end.isolation.missing:
             raise EnvironmentFailure(
-                "this machine does not allow programs to be isolated (user namespaces), and require_isolation is set"
+                f"this machine does not allow programs an own {', '.join(end.isolation.missing)} (user namespaces, "
+                "seccomp: see asyncrl doctor), and require_isolation is set"
             )
         return "passed" if right else end.how
 
 
 def program_in(text: str) -> str:
-    """The program in an answer: its last fenced block that says Python, else its last one, else all of it."""
+    """Return the last fenced block of an answer that is marked as Python, else its last block, else all of it."""
     blocks = _FENCE.findall(text)
     if not blocks:
         return text
@@ -130,16 +125,12 @@ def program_in(text: str) -> str:
 
 
 def _tests(given: Any) -> list[dict[str, Any]]:
-    """Tests out of a ground truth.
-
-    Raises:
-        RewardError: it has none: the row is wrong, not the answer.
-    """
+    """Read the tests in a ground truth; raise RewardError if it has none."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except json.JSONDecodeError:
-            given = [given]  # statements as they stand
+            given = [given]  # assert statements
     if isinstance(given, dict) and "assert_case" in given:
         given = given["assert_case"]
     if isinstance(given, list) and given and all(isinstance(test, str) for test in given):
@@ -163,10 +154,10 @@ def _tests(given: Any) -> list[dict[str, Any]]:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Arguments of a call: a list, or as some files have it a text with one JSON value per line.
+    """Read the arguments of a call: a list, or a text with one JSON value per line (APPS).
 
     Raises:
-        RewardError: the text is something else: the row is wrong, not the answer.
+        RewardError: the text is not JSON; the row is wrong, not the answer.
     """
     if isinstance(given, str):
         try:
@@ -191,8 +182,16 @@ def _text(given: Any) -> str:
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
+def _is_result(text: str, expected: Any) -> bool:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(found == expected or [found] == expected)
+
+
 def _same_output(found: str, wanted: str) -> bool:
-    """Equal but for white space at the ends of lines and blank lines at the end."""
+    """Compare outputs, ignoring white space at the ends of lines and blank lines at the end."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,4 +1,7 @@
-"""Rules that compare texts. All are functions with verl's signature."""
+"""Rules that compare an answer's text with the ground truth: functions with verl's signature.
+
+``math_score`` compares mathematics with the package math-verify; ``reasoning_gym_score`` calls reasoning-gym's scorers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 import unicodedata
 from typing import Any
 
-__all__ = ["exact", "gsm8k", "json_schema", "regex"]
+from asyncrl.errors import ConfigError
 
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _GSM8K = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
@@ -15,34 +18,36 @@ _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
 def exact(solution_str: str, ground_truth: Any, *, tag: str = "", ignore_case: bool = False) -> float:
-    """1 if the answer is the ground truth, else 0; white space around and between words does not count.
+    """Return 1 if the answer equals the ground truth, else 0; runs of white space count as one space.
 
         >>> exact("so <answer> forty  two </answer>", "Forty two", tag="answer", ignore_case=True)
         1.0
 
     Args:
         solution_str: the answer.
-        ground_truth: a text or number, or a list of which any will do.
-        tag: the text in the last pair ``<tag>...</tag>`` is the answer; 0 where there is none.
-        ignore_case: whether capitals are as good as small letters.
+        ground_truth: a text or number, or a list of accepted ones.
+        tag: compare only the text in the last pair ``<tag>...</tag>``; an answer without one scores 0.
+        ignore_case: whether upper and lower case are equal.
     """
     answer = _tagged(solution_str, tag) if tag else solution_str
     if answer is None:
         return 0.0
-    rights = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    return float(_normal(answer, ignore_case=ignore_case) in {_normal(str(r), ignore_case=ignore_case) for r in rights})
+    accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    return float(
+        _normal(answer, ignore_case=ignore_case) in [_normal(str(a), ignore_case=ignore_case) for a in accepted]
+    )
 
 
 def regex(solution_str: str, ground_truth: Any, *, pattern: str, group: int | str | None = None) -> float:
-    r"""1 if ``pattern`` is found in the answer, else 0; with a ``group``, if its last match there is the ground truth.
+    r"""Return 1 if ``pattern`` is found, else 0; with a ``group``, 1 if its last match is the ground truth.
 
         >>> regex("x = 3, y = 4", "4", pattern=r"= (\d)", group=1)
         1.0
 
     Args:
         solution_str: the answer.
-        ground_truth: what the group must be; not looked at without one.
-        pattern: a regular expression of Python; ``(?s)`` in front lets dots match line ends.
+        ground_truth: the expected text of the group; unused without a group.
+        pattern: a Python regular expression; ``(?s)`` in front lets dots match line ends.
         group: number or name.
     """
     matches = list(re.finditer(pattern, solution_str))
@@ -51,22 +56,29 @@ def regex(solution_str: str, ground_truth: Any, *, pattern: str, group: int | st
     return exact(matches[-1].group(group) or "", ground_truth)
 
 
+def _check_pattern(key: str, *, pattern: object = "", **others: object) -> None:
+    del others
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        remedy = "write a Python regular expression"
+        raise ConfigError(
+            f"{key}.pattern = {pattern!r}: {error}; {remedy}", path=f"{key}.pattern", remedy=remedy
+        ) from error
+
+
+regex.check_options = _check_pattern  # type: ignore[attr-defined]
+
+
 def json_schema(
     solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, schema: dict[str, Any] | None = None
 ) -> float:
-    """1 if the answer is JSON of a schema, else 0. It may stand in a fenced block, of which the last counts.
+    """Return 1 if the answer, or its last fenced block, is JSON that matches a schema, else 0.
 
         >>> json_schema('{"age": 7}', None, {}, schema={"type": "object", "required": ["age"]})
         1.0
 
-    Args:
-        solution_str: the answer.
-        ground_truth: not looked at.
-        extra_info: its ``schema`` (a table, or JSON text) is the row's own.
-        schema: of all rows.
-
-    Raises:
-        ValueError: there is no schema.
+    The row's ``extra_info["schema"]`` (a table, or JSON text) overrides ``schema``; without both it raises ValueError.
     """
     from jsonschema.validators import validator_for
 
@@ -86,15 +98,15 @@ def json_schema(
 
 
 def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float:
-    r"""1 if the number behind the last ``####`` is the ground truth, as GSM8K's own answers are written.
+    r"""Return 1 if the number after the last ``####`` equals the ground truth, else 0.
 
         >>> gsm8k("6 times 7 is 42\n#### 42", "42"), gsm8k("it is 42", "42"), gsm8k("it is 42", "42", strict=False)
         (1.0, 0.0, 1.0)
 
     Args:
         solution_str: the answer.
-        ground_truth: a number, also as text.
-        strict: otherwise, the last number of the answer counts where there is no ``####``.
+        ground_truth: a number, or its text.
+        strict: False compares the last number of an answer without ``####``.
     """
     found = _GSM8K.findall(solution_str) or ([] if strict else _NUMBER.findall(solution_str))
     return float(bool(found) and _same_number(found[-1], str(ground_truth)))
@@ -116,3 +128,72 @@ def _same_number(one: str, other: str) -> bool:
         return float(one.replace(",", "")) == float(other.replace(",", "").strip())
     except ValueError:
         return False
+
+
+def math_score(solution_str: str, ground_truth: Any, *, boxed: bool = False, float_rounding: int = 6) -> float:
+    r"""Return 1 if the result equals the ground truth, else 0: ``\frac12`` is ``0.5``, ``{1,2}`` is ``{2,1}``.
+
+    It must run in the main thread of a separate process: math-verify limits its time with alarms, and sympy may still
+    not terminate.
+
+        >>> math_score(r"that is \boxed{\frac{1}{2}}", "0.5")
+        1.0
+
+    Args:
+        solution_str: the answer; the last ``\boxed{}`` is preferred, then LaTeX, then plain expressions.
+        ground_truth: LaTeX or a plain expression, or a list of accepted ones.
+        boxed: whether an answer without ``\boxed{}`` scores 0.
+        float_rounding: decimals to which numbers are compared.
+
+    Raises:
+        ValueError: the ground truth cannot be parsed; the row is wrong, not the answer.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    readers = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    golds = []
+    for right in ground_truth if isinstance(ground_truth, list) else [ground_truth]:
+        text = str(right)
+        gold = parse(f"\\boxed{{{text}}}", readers) or parse(text, readers)
+        if not gold:
+            raise ValueError(f"math-verify cannot parse the ground truth {text!r}: write LaTeX or a plain expression")
+        golds.append(gold)
+    at = solution_str.rfind("\\boxed")
+    if boxed and at < 0:
+        return 0.0
+    answer = parse(solution_str[max(at, 0) :], readers)  # text before the last box is ignored
+    return float(any(verify(gold, answer, float_rounding=float_rounding) for gold in golds))
+
+
+def reasoning_gym_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, tag: str = "answer"
+) -> float:
+    """Return the data set's own score (0..1) of the text in the last pair of tags; 0 without tags.
+
+    Args:
+        data_source: ``reasoning_gym/NAME``; ``extra_info.dataset`` overrides the name.
+        solution_str: the answer.
+        ground_truth: the entry's answer.
+        extra_info: ``entry`` is the data set's entry (``question``, ``answer``, ``metadata``), or its JSON.
+        tag: empty scores the whole text.
+
+    Raises:
+        ValueError: the data set is unknown, or the row has no entry.
+    """
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    name = str(extra_info.get("dataset") or data_source.rpartition("/")[2])
+    if name not in DATASETS:
+        raise ValueError(f"reasoning-gym has no data set {name!r}: the row's data_source is {data_source!r}")
+    entry = extra_info.get("entry")
+    if isinstance(entry, str):
+        entry = json.loads(entry)
+    if not isinstance(entry, dict):
+        raise ValueError("reasoning_gym needs the row's extra_info.entry: the data set's entry, or its JSON")
+    answer = _tagged(solution_str, tag) if tag else solution_str
+    if answer is None:
+        return 0.0
+    entry = {"answer": ground_truth, "metadata": {}, **entry}
+    score: Any = reasoning_gym.get_score_answer_fn(name)  # the package's annotation is wrong
+    return float(score(answer=answer.strip(), entry=entry))

@@ -1,99 +1,255 @@
-"""What stands between a foreign program and this machine; run as ``python -I sandbox_program.py SPEC -- COMMAND...``.
+"""Isolates and limits an untrusted program: ``python -I -S sandbox_program.py SPEC -- COMMAND...``.
 
-Takes away what the system allows to be taken away, by namespaces of the kernel that need no privilege, then limits what
-is left, and becomes the command. Standard library only: it starts for every program.
+It enters those unprivileged kernel namespaces that the system allows, sets resource limits, gives up all privileges and
+executes the command. It imports only the standard library, because it starts for every program.
 
-    user       a user of its own, so that the others can be made
-    network    a network of its own, without a single interface
-    processes  a process tree of its own: when this process dies, everything in it does, sessions and groups or not
-    files      the file system read-only, but for a small one in memory at the working folder
+    user          a user without privileges, 65534 where root starts it
+    network       a network without any interface, and no abstract sockets
+    processes     a separate process tree: all of it dies with this process, whatever its sessions and groups
+    files         a file system of its own: the interpreter and the system's libraries, read-only, and a small one in
+                  memory at the working folder, which is also ``/tmp``
+    system_calls  a filter (seccomp): no mounts, namespaces, tracing, keys, kernel memory that no limit counts, or
+                  families of sockets other than Unix and IP
 
-SPEC is JSON: ``{"folder": ..., "memory_bytes": ..., "cpu_s": ..., "file_bytes": ..., "files": ..., "children": ...,
-"report": FD}``. What could be had is written to the descriptor ``report`` as JSON, before the command begins.
+SPEC is JSON: ``{"folder": ..., "visible": [PATH, ...], "memory_bytes": ..., "cpu_s": ..., "file_bytes": ...,
+"files": ..., "children": ..., "report": FD}``. Before the command begins, the isolation achieved is written to the
+descriptor ``report`` as JSON.
+
+The program knows no system call that would give it a privilege: it has no capability, cannot get one (no_new_privs),
+and cannot make a namespace in which it had some. Its mounts belong to a namespace in which only this process has any.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import platform
 import resource
 import signal
+import struct
 import sys
 
-_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_NEWIPC = (
-    0x00020000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-    0x08000000,
+_UNPRIVILEGED = 65534
+
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
+_CLONE_NEWIPC, _CLONE_NEWUTS, _CLONE_NEWCGROUP = 0x08000000, 0x04000000, 0x02000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = (
+    *(1, 2, 4, 8, 32, 4096, 16384),
+    1 << 18,
 )
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 16384, 1 << 18
-_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _SYS_MOUNT_SETATTR = -100, 0x8000, 1, 442
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_MNT_DETACH = 2
+_AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_CAPABILITY_VERSION = 0x20080522
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_WATCH_S = 0.1
+
+# Numbers of system calls: x86_64, aarch64.
+_SOCKET, _CLONE, _CLONE3, _PIVOT_ROOT = (41, 198), (56, 220), (435, 435), (155, 41)
+_SOCKET_FAMILIES = (1, 2, 10)  # Unix, IPv4, IPv6: others (VSOCK, ALG) are not of a network namespace
+_REFUSED = (
+    *((165, 40), (166, 39), _PIVOT_ROOT, (161, 51)),  # mount, umount2, pivot_root, chroot
+    *((number, number) for number in range(428, 434)),  # open_tree, move_mount, fsopen, fsconfig, fsmount, fspick
+    (442, 442),  # mount_setattr
+    *((272, 97), (308, 268)),  # unshare, setns
+    *((101, 117), (310, 270), (311, 271)),  # ptrace, process_vm_readv, process_vm_writev
+    *((319, 279), (447, 447), (29, 194), (68, 186), (64, 190)),  # memfd_create, memfd_secret, shmget, msgget, semget
+    *((248, 217), (249, 218), (250, 219)),  # add_key, request_key, keyctl
+    *((321, 280), (298, 241), (323, 282), (425, 425)),  # bpf, perf_event_open, userfaultfd, io_uring_setup
+    *((303, 264), (304, 265)),  # name_to_handle_at, open_by_handle_at
+    *((175, 105), (313, 273), (176, 106), (246, 104)),  # init_module, finit_module, delete_module, kexec_load
+)
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""The column in the numbers above, and the kernel's name of the architecture."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Isolate, limit, become the command; the parent of a process tree of its own stays and passes its end on."""
+    """Isolate, limit and execute the command; with a separate process tree, its parent stays and ends like it."""
     spec = json.loads(sys.argv[1])
     command = sys.argv[3:]
-    had = {"user": _own_user(), "network": False, "processes": False, "files": False}
-    if had["user"]:
-        had["network"] = _unshare(_CLONE_NEWNET | _CLONE_NEWIPC)
-        had["files"] = _unshare(_CLONE_NEWNS) and _read_only(spec["folder"], spec["file_bytes"])
+    user = _own_user()
+    had = {"user": user is not None, "network": False, "processes": False, "files": False}
+    own_mounts = False
+    if user is not None:
+        had["network"] = _unshare(_CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS)
+        own_mounts = _unshare(_CLONE_NEWNS)
         had["processes"] = _unshare(_CLONE_NEWPID)
+    end_tree = _begin_tree(spec) if had["processes"] else None
+    had["files"] = own_mounts and _own_root(spec, with_proc=had["processes"])
+    filter_ = _system_call_filter()
+    had["system_calls"] = filter_ is not None
     os.write(spec["report"], json.dumps(had).encode())
     os.close(spec["report"])
-    if had["processes"]:
-        _begin_tree()
+    # Without files of its own a program keeps our user: another could not read its folder.
+    _drop_privileges(user if had["files"] else None)
+    if end_tree is not None:
+        _fork_program(end_tree)
     os.chdir(spec["folder"])
     _limit(spec, own_user=had["user"])
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    os.execv(command[0], command)  # noqa: S606  the very thing it is for
+    if filter_ is not None:
+        _set_filter(filter_)
+    os.execv(command[0], command)  # noqa: S606  the purpose of this program
 
 
 def _unshare(flags: int) -> bool:
     return bool(_libc.unshare(flags) == 0)
 
 
-def _own_user() -> bool:
+# ---------------------------------------------------------------------------------------------------------------- user
+
+
+def _own_user() -> int | None:
+    """Enter a user namespace, and return the user to become before the program begins; None if it is not allowed.
+
+    Root maps itself, to set up the sandbox, and 65534, whom limits on processes hold; they do not hold root.
+    """
     user, group = os.getuid(), os.getgid()
-    if not _unshare(_CLONE_NEWUSER):
-        return False
+    if user == 0:
+        reading, writing = os.pipe()
+        mapper = os.fork()  # stays outside, where it may map more than one user
+        if mapper == 0:
+            _map_from_outside(reading, writing)
+        entered = _unshare(_CLONE_NEWUSER)
+        os.close(reading)
+        if entered:
+            os.write(writing, b"1")
+        os.close(writing)
+        mapped = os.waitpid(mapper, 0)[1] == 0
+        if entered and mapped:
+            os.setgroups([])
+            return _UNPRIVILEGED
+    else:
+        entered = _unshare(_CLONE_NEWUSER)
+    if not entered:
+        return None
+    inner = (user or _UNPRIVILEGED, group or _UNPRIVILEGED)
     try:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-            handle = os.open(f"/proc/self/{name}", os.O_WRONLY)
-            try:
-                os.write(handle, text.encode())
-            finally:
-                os.close(handle)
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{inner[0]} {user} 1"),
+            ("gid_map", f"{inner[1]} {group} 1"),
+        ):
+            _write(f"/proc/self/{name}", text)
     except OSError:
-        return False
-    return True
+        return None
+    return inner[0]
 
 
-def _read_only(folder: str, size_bytes: int) -> bool:
-    """All mounts read-only, then a file system in memory over ``folder``, which has what lay in it before."""
+def _map_from_outside(reading: int, writing: int) -> None:
+    os.close(writing)
+    if os.read(reading, 1):
+        with contextlib.suppress(OSError):
+            for name in ("uid_map", "gid_map"):
+                _write(f"/proc/{os.getppid()}/{name}", f"0 0 1\n{_UNPRIVILEGED} {_UNPRIVILEGED} 1\n")
+            os._exit(0)
+    os._exit(1)
+
+
+def _drop_privileges(user: int | None) -> None:
+    """Become ``user`` (None: stay), without any capability, for good."""
+    for capability in range(64):
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    if user is not None and user != os.getuid():
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    _libc.capset(header, bytes(24))
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def _own_root(spec: dict[str, object], *, with_proc: bool) -> bool:
+    """Make a root with what the program may see; its folder's files move into memory."""
+    folder, visible, size = str(spec["folder"]), spec["visible"], spec["file_bytes"]
+    assert isinstance(visible, list)
     kept = {}
     for name in os.listdir(folder):  # noqa: PTH208  pathlib costs milliseconds of every start
         with open(os.path.join(folder, name), "rb") as file:  # noqa: PTH118, PTH123  likewise
             kept[name] = file.read()
-    if _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
+    try:
+        _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+        _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=1024,mode=0755")
+    except OSError:
         return False
-    read_only = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
-    changed = _libc.syscall(
-        _SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, ctypes.byref(read_only), ctypes.sizeof(read_only)
-    )
-    options = f"size={size_bytes},mode=0700".encode()
-    if changed != 0 or _libc.mount(b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options) != 0:
+    try:
+        for path in visible:
+            _show(path, folder + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+        for name in _DEVICES:
+            _show(f"/dev/{name}", f"{folder}/dev/{name}", _MS_RDONLY | _MS_NOSUID | _MS_NOEXEC)
+        inner = folder + folder
+        os.makedirs(inner)  # noqa: PTH103  likewise
+        os.makedirs(f"{folder}/proc")  # noqa: PTH103  likewise
+        if with_proc:
+            with contextlib.suppress(OSError):  # refused where the system hides parts of its own
+                flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+                _mount("proc", f"{folder}/proc", "proc", flags)
+        _mount("tmpfs", inner, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=4096,mode=0777")
+        for name, target in (("tmp", folder), ("dev/shm", folder), ("dev/fd", "/proc/self/fd")):
+            if not os.path.lexists(f"{folder}/{name}"):
+                os.symlink(target, f"{folder}/{name}")  # noqa: PTH211  likewise
+        for name, content in kept.items():
+            with open(os.path.join(inner, name), "wb") as file:  # noqa: PTH118, PTH123  likewise
+                file.write(content)
+        os.chdir(folder)
+        _check(_libc.syscall(_PIVOT_ROOT[_MACHINES[platform.machine()][0]], b".", b"."))
+        _check(_libc.umount2(b".", _MNT_DETACH))
+        _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+        os.chdir("/")
+    except (OSError, KeyError):
+        os.chdir("/")
+        _libc.umount2(folder.encode(), _MNT_DETACH)
         return False
-    for name, content in kept.items():
-        with open(os.path.join(folder, name), "wb") as file:  # noqa: PTH118, PTH123  likewise
-            file.write(content)
     return True
+
+
+def _show(path: str, target: str, flags: int) -> None:
+    """Bind ``path`` at ``target``; a path that does not exist is left out, and a link stays a link."""
+    if not os.path.lexists(path):
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120  likewise
+    if os.path.islink(path):  # noqa: PTH114  likewise
+        os.symlink(os.readlink(path), target)  # noqa: PTH115, PTH211  likewise
+        return
+    if os.path.isdir(path):  # noqa: PTH112  likewise
+        os.makedirs(target, exist_ok=True)  # noqa: PTH103  likewise
+    else:
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT))
+    _mount(path, target, None, _MS_BIND | _MS_REC)
+    attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)  # the first bits of MOUNT_ATTR_* are those of MS_*
+    _check(
+        _libc.syscall(
+            *(_SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE),
+            *(ctypes.byref(attributes), ctypes.sizeof(attributes)),
+        )
+    )
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    given = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    _check(_libc.mount(given[0], given[1], given[2], flags, given[3]))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _write(path: str, text: str) -> None:
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        os.write(handle, text.encode())
+    finally:
+        os.close(handle)
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
 
 
 def _limit(spec: dict[str, int], *, own_user: bool) -> None:
@@ -102,9 +258,10 @@ def _limit(spec: dict[str, int], *, own_user: bool) -> None:
         resource.RLIMIT_AS: spec["memory_bytes"],
         resource.RLIMIT_FSIZE: spec["file_bytes"],
         resource.RLIMIT_NOFILE: spec["files"],
+        resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_CORE: 0,
     }
-    if own_user:  # otherwise it would count every process of the user, ours among them
+    if own_user:  # otherwise it would count all processes of the real user
         limits[resource.RLIMIT_NPROC] = spec["children"]
     for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
@@ -113,37 +270,109 @@ def _limit(spec: dict[str, int], *, own_user: bool) -> None:
             resource.setrlimit(which, (most, most))
 
 
-def _begin_tree() -> None:
-    """Fork twice; only the program's own process returns.
+def _system_call_filter() -> bytes | None:
+    """Return the filter as a program of the kernel's packet filter; None where the kernel or this file has none."""
+    # A kernel with filters looks for the program where there is none (EFAULT); another refuses the mode (EINVAL).
+    supported = _libc.prctl(_PR_SET_SECCOMP, 2, None, 0, 0) == -1 and ctypes.get_errno() == errno.EFAULT
+    if platform.machine() not in _MACHINES or not supported:
+        return None
+    column, architecture = _MACHINES[platform.machine()]
+    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    error = 0x00050000  # SECCOMP_RET_ERRNO
+    not_permitted, no_such_call, no_such_family = error | 1, error | 38, error | 97
+    number, argument = 0, 16  # offsets in the kernel's record of a call; its first argument's low half
+    lines: list[tuple[int, int, int, int]] = []
 
-    This process stays outside and ends as the program does, when all of its tree is gone; SIGTERM ends the tree. The
-    first process inside only waits: the kernel shields it from signals, which a program must be able to die of.
+    def deny(test: int, value: int, answer: int) -> None:
+        lines.extend([(test, 0, 1, value), (end, 0, 0, answer)])
+
+    lines += [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, not_permitted), (load, 0, 0, number)]
+    deny(at_least, 0x40000000, no_such_call)  # the x32 numbers of x86_64
+    for numbers in _REFUSED:
+        deny(equal, numbers[column], not_permitted)
+    deny(equal, _CLONE3[column], no_such_call)  # its flags lie in memory; libraries then use clone
+    namespaces = _CLONE_NEWNS | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
+    namespaces |= _CLONE_NEWUTS | _CLONE_NEWCGROUP
+    lines += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, argument)]
+    deny(any_bit, namespaces, not_permitted)
+    lines += [(load, 0, 0, number), (equal, 0, 2 + len(_SOCKET_FAMILIES), _SOCKET[column]), (load, 0, 0, argument)]
+    left = len(_SOCKET_FAMILIES)
+    for family in _SOCKET_FAMILIES:
+        lines.append((equal, left, 0, family))
+        left -= 1
+    lines += [(end, 0, 0, no_such_family), (end, 0, 0, 0x7FFF0000)]  # SECCOMP_RET_ALLOW
+    return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def _set_filter(program: bytes) -> None:
+    lines = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(lines))
+    if _libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0) != 0:
+        os._exit(70)  # it has been promised; without it nothing runs
+
+
+# ---------------------------------------------------------------------------------------------------------------- tree
+
+
+def _begin_tree(spec: dict[str, int]) -> int:
+    """Fork the first process of the tree; only it returns, with the descriptor for the program's exit code.
+
+    This process stays outside the tree, ends as the program does when the tree has ended, and kills it on SIGTERM and
+    when all of it together holds more memory than one process may: it then ends by SIGSEGV.
     """
-    ends, tells = os.pipe()
+    reading, writing = os.pipe()
     awaited = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # kept until they are asked for: none can come between two lines
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # blocked until sigwait: none is lost
     first = os.fork()
-    if first:
-        os.close(tells)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _close_standard()
-        while os.waitpid(first, os.WNOHANG)[0] != first:
-            if signal.sigwait(awaited) == signal.SIGTERM:
-                os.kill(first, signal.SIGKILL)
-        told = os.read(ends, 16)
-        _end_like(int(told) if told else -signal.SIGKILL)
+    if first == 0:
+        os.close(reading)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        return writing
+    os.close(writing)
+    os.close(spec["report"])
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.close(ends)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+    _close_standard()
+    too_much = False
+    while os.waitpid(first, os.WNOHANG)[0] != first:
+        received = signal.sigtimedwait(awaited, _WATCH_S)
+        too_much = too_much or (received is None and _memory_of_tree() > spec["memory_bytes"])
+        if too_much or (received is not None and received.si_signo == signal.SIGTERM):
+            os.kill(first, signal.SIGKILL)
+    code = os.read(reading, 16)
+    _end_like(-signal.SIGSEGV if too_much else int(code) if code else -signal.SIGKILL)
+    raise AssertionError
+
+
+def _fork_program(writing: int) -> None:
+    """Fork; only the program's own process returns.
+
+    The first process of the tree only waits: the kernel protects it from signals, which a program must be able to die
+    of.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not before: a change of user resets it
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # its descriptors and memory are not the program's
     program = os.fork()
     if program:
         _close_standard()
-        while True:  # orphans are ours now, too
+        while True:  # orphans of the tree are reaped here, too
             process, status = os.waitpid(-1, 0)
             if process == program:
-                os.write(tells, str(os.waitstatus_to_exitcode(status)).encode())
+                os.write(writing, str(os.waitstatus_to_exitcode(status)).encode())
                 os._exit(0)
-    os.close(tells)
+    os.close(writing)
+
+
+def _memory_of_tree() -> int:
+    """Return the bytes that all processes of the tree hold together, shared pages counted once; 0 without its /proc.
+
+    This process is in the system's /proc, and not in the tree's.
+    """
+    total = 0
+    for name in os.listdir("/proc") if not os.path.exists("/proc/self") else ():  # noqa: PTH110, PTH208  likewise
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/smaps_rollup", "rb") as file:  # noqa: PTH123
+                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
+    return total
 
 
 def _close_standard() -> None:

@@ -1,10 +1,11 @@
-"""The program that a scoring process runs: user functions, one row at a time, away from the event loop.
+"""The program of a scoring process: it calls a user's function, one row at a time.
 
-Started as a file, ``python scoring_program.py FD``, by :mod:`asyncrl.rewards.scoring_process`. It imports the standard
-library and the user's module, nothing else, so that a start costs what the user's module costs.
+:mod:`asyncrl.rewards.scoring` starts it as ``python scoring_program.py FD``. It imports only the standard library and
+the user's module, so that a start costs no more than that module.
 
-On the socket ``FD``, every message is 4 bytes of length (big endian) and a body. Requests are pickled, because columns
-may hold any object and come from our own parent; replies are JSON, because they come from the user's code.
+On the socket ``FD``, every message is 4 bytes of length (big endian) and a body. Requests are 16 random bytes and a
+pickle, because columns may hold any object and the parent is trusted; replies are JSON, because the user's code is not.
+A reply repeats the random bytes of its request as ``to``: what the function writes to the socket is not taken for one.
 
     parent                                             program
     {"path": sys.path, "function": "module:name"}  ->
@@ -13,49 +14,121 @@ may hold any object and come from our own parent; replies are JSON, because they
                                                    <-  {"value": 1.0}, {"value": {"score": 1.0, "format": 0.5}},
                                                        {"not_a_number": repr} or {"error": traceback}
 
-The function runs in the main thread (libraries that set alarms need that); a second thread watches the socket. When it
-closes, because the parent closed it or died, the whole process group is killed: nothing is left behind.
+The function runs in a child of this process, in its main thread (libraries that set alarms need that). This process
+only waits: when the child ends, the parent closes the socket or dies, or SIGTERM comes, it kills everything that the
+function started, whatever its sessions and groups (it adopts their orphans), and ends as the child did.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
 import os
 import pickle
-import queue
+import select
 import signal
 import socket
 import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
+_NONCE = 16
 _REPR_CHARACTERS = 200
+_ERROR_CHARACTERS = 100_000
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def main() -> None:
-    """Import the function, then answer requests until the parent closes the socket."""
-    # Descriptor numbers are inherited; the parent's end is not.
+    """Fork the process that runs the function; wait until it or the parent ends, and end all that it started."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    # A child that the function forks must not keep it open: our parent is to see our end.
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux only the group is killed
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, _ignore)
+    keeper, program = os.getpid(), os.fork()
+    if program == 0:
+        signal.set_wakeup_fd(-1)
+        os.close(reading)
+        os.close(writing)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == keeper:
+            _serve(connection)
+        os._exit(0)
+    events = select.poll()
+    events.register(connection, 0)  # POLLHUP alone: the program reads the requests
+    events.register(reading, select.POLLIN)
+    status: int | None = None
+    while status is None:
+        happened = dict(events.poll())
+        ordered = reading in happened and signal.SIGTERM in os.read(reading, 64)
+        status = _reap(program)
+        if status is None and (ordered or connection.fileno() in happened):
+            os.kill(program, signal.SIGKILL)
+            status = os.waitpid(program, 0)[1]
+    _kill_descendants()
+    _end_like(os.waitstatus_to_exitcode(status))
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing: the number goes to the pipe."""
+
+
+def _reap(program: int) -> int | None:
+    """Wait for children that have ended; return the program's status if it is among them."""
+    status: int | None = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = ended[1] if ended[0] == program else status
+    return status
+
+
+def _kill_descendants() -> None:
+    """Kill and await the children until there is none: when one has died, its own children are this process's."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    with contextlib.suppress(ChildProcessError, OSError):  # none is left; or the kernel does not list them
+        while True:
+            for pid in map(int, children.read_text().split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _end_like(code: int) -> None:
+    if code < 0:
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _serve(connection: socket.socket) -> None:
+    """Import the function, then answer requests until the parent closes the socket."""
+    # A child that the function forks must not keep the socket open: the parent must see the end of this process.
     os.register_at_fork(after_in_child=connection.close)
-    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
+    body = _receive(connection)
     try:
-        function = _load(requests.get())
+        function = _load(pickle.loads(body[_NONCE:]))  # noqa: S301  # from our own parent
         reply: dict[str, Any] = {"ready": True}
-    except BaseException:  # noqa: BLE001  # whatever the user's module raises, SystemExit too, is the parent's to tell
+    except BaseException:  # noqa: BLE001  # a user's module may raise anything, SystemExit too; the parent reports it
         function, reply = None, {"error": traceback.format_exc()}
-    _write(connection, reply)
+    _write(connection, body, reply)
     while function is not None:
-        _write(connection, _answer(function, requests.get()))
+        body = _receive(connection)
+        _write(connection, body, _answer(function, body[_NONCE:]))
 
 
 def _load(hello: dict[str, Any]) -> Callable[..., Any]:
@@ -77,13 +150,13 @@ def _answer(function: Callable[..., Any], request: bytes) -> dict[str, Any]:
 
 
 def load_file(path: str) -> Any:
-    """The module in a file; what lies beside it can be imported by it."""
+    """Import a file as a module; it may import modules from its own folder."""
     name, folder = Path(path).stem, str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no module")
+        raise ImportError(f"{path} is not a Python module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -91,7 +164,7 @@ def load_file(path: str) -> Any:
 
 
 def as_value(value: Any) -> dict[str, Any]:
-    """``{"value": ...}`` of a number, or of a table with a number ``score``; else ``{"not_a_number": why}``.
+    """Return ``{"value": ...}`` for a number or a table with a number ``score``, else ``{"not_a_number": why}``.
 
     Of a table's other members those that are numbers stay: they are what the score was made of.
     """
@@ -107,63 +180,50 @@ def as_value(value: Any) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> dict[str, Any]:
-    """``{"value": float}`` if ``value`` is one finite float32, else ``{"not_a_number": why}``.
-
-    Booleans count as 0 and 1; scalars of numpy and torch as what they hold (that is the vendors' edge of ``Any``).
-    """
+    """Return ``{"value": float}`` for a finite float32, a boolean or a scalar of numpy or torch, as above."""
     shown = _shown(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, int | float):
         return {"not_a_number": f"{shown} of type {type(value).__name__}"}
     if not abs(value) <= _LARGEST_FLOAT32:  # nan compares as false; an int may be too large for a float
-        return {"not_a_number": f"{shown}, which is no finite float32"}
+        return {"not_a_number": f"{shown}, which is not a finite float32"}
     return {"value": float(value)}
 
 
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:_REPR_CHARACTERS]
-    except Exception:  # noqa: BLE001  # a user's repr raises what it likes, and an int of 5,000 digits has none
-        return f"some {type(value).__name__}"
+    except Exception:  # noqa: BLE001  # a user's repr may raise anything, and an int of 5,000 digits has none
+        return f"a value of type {type(value).__name__}"
 
 
-def _read(connection: socket.socket, requests: queue.SimpleQueue[Any]) -> None:
-    hello = True
-    while (body := _receive(connection)) is not None:
-        requests.put(pickle.loads(body) if hello else body)  # noqa: S301  # from our own parent
-        hello = False
-    _end()
+def _receive(connection: socket.socket) -> bytes:
+    """Return a message; end this process if the parent closed the socket."""
+    return _exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0])
 
 
-def _end() -> None:
-    os.killpg(os.getpid(), signal.SIGKILL)  # we lead our group: this kills us and whatever the function started
-
-
-def _receive(connection: socket.socket) -> bytes | None:
-    header = _exactly(connection, _LENGTH.size)
-    return None if header is None else _exactly(connection, _LENGTH.unpack(header)[0])
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
+def _exactly(connection: socket.socket, count: int) -> bytes:
     body = bytearray()
     while len(body) < count:
         try:
             part = connection.recv(min(count - len(body), 1 << 20))
         except ConnectionError:
-            return None
+            part = b""
         if not part:
-            return None
+            os._exit(0)
         body += part
     return bytes(body)
 
 
-def _write(connection: socket.socket, reply: dict[str, Any]) -> None:
-    body = json.dumps(reply).encode()
+def _write(connection: socket.socket, request: bytes, reply: dict[str, Any]) -> None:
+    if "error" in reply:
+        reply["error"] = reply["error"][-_ERROR_CHARACTERS:]
+    body = json.dumps({**reply, "to": request[:_NONCE].hex()}).encode()
     try:
         connection.sendall(_LENGTH.pack(len(body)) + body)
     except ConnectionError:
-        _end()
+        os._exit(0)
 
 
 if __name__ == "__main__":

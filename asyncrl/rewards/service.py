@@ -1,18 +1,120 @@
-"""Rules that are somebody else's: a reward over HTTP, and a language model as a judge."""
+"""Rules that call a service: a reward over HTTP, and a language model as a judge."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ConfigError, EnvironmentFailure, RewardError
-from asyncrl.rewards.json_service import JSONService
-from asyncrl.rewards.rule import Answer, Verdict
-from asyncrl.rewards.scoring_process import checked_value
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RewardError
+from asyncrl.rewards.rules import Answer, Verdict
+from asyncrl.rewards.scoring import check_count, check_seconds, checked_value
 from asyncrl.rewards.scoring_program import as_value
+from asyncrl.runtime import run_all
 
-__all__ = ["HTTPRule", "JudgeRule"]
+if TYPE_CHECKING:
+    import aiohttp
+
+
+_LARGEST_REPLY_BYTES = 1 << 24
+_FIRST_DELAY_S = 0.1
+_RETRIED = {408, 425, 429, 500, 502, 503, 504}
+
+
+class JSONService:
+    """Posts JSON to one URL, with at most ``concurrency`` requests at a time.
+
+    Failed connections and status 408, 425, 429 and 5xx are retried until the deadline, after a pause that doubles.
+
+    Redirects are not followed, because they might send the key elsewhere.
+
+    Args:
+        url: of all requests.
+        deadline_s: for one answer, all attempts together; waiting for one of the ``concurrency`` places does not count.
+        concurrency: requests at once.
+        key_variable: environment variable that holds a bearer token; empty for none.
+    """
+
+    def __init__(self, url: str, *, deadline_s: float, concurrency: int, key_variable: str = "") -> None:
+        if not re.match(r"https?://[^/\s]+", url):
+            raise ConfigError(f"url is {url!r}", path="url", remedy="http://host:port/path")
+        check_seconds("deadline_s", deadline_s)
+        check_count("concurrency", concurrency)
+        if key_variable and not os.environ.get(key_variable):
+            raise ConfigError(
+                f"api_key_env names {key_variable}, which is not set here", path="api_key_env", remedy="set it"
+            )
+        self.url = url
+        self._deadline_s = deadline_s
+        self._running = asyncio.Semaphore(concurrency)
+        self._key = os.environ.get(key_variable, "") if key_variable else ""
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, body: dict[str, Any]) -> Any:
+        """Post ``body`` and return the decoded JSON of the reply.
+
+        Raises:
+            EnvironmentDeadlineError: no attempt succeeded before the deadline.
+            RewardError: the service refused the request, or its reply is not JSON.
+        """
+        last = "no reply"
+        try:
+            async with self._running, asyncio.timeout(self._deadline_s):
+                delay_s = _FIRST_DELAY_S
+                while True:
+                    answered, last = await self._try(body)
+                    if answered is not None:
+                        return answered[0]
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(2 * delay_s, self._deadline_s)
+        except TimeoutError:
+            raise EnvironmentDeadlineError(
+                f"{self.url} gave no answer within {self._deadline_s:g} s; last attempt: {last}"
+            ) from None
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _try(self, body: dict[str, Any]) -> tuple[tuple[Any] | None, str]:
+        """Make one attempt: return the decoded reply in a tuple, or None and the reason to retry."""
+        import aiohttp
+
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            async with self._session.post(self.url, json=body, allow_redirects=False) as reply:
+                content = await _read(reply.content)
+                status = reply.status
+        except (aiohttp.ClientError, OSError) as error:
+            return None, f"{type(error).__name__}: {error}"
+        shown = content[:200].decode("utf-8", "replace").strip()
+        if status in _RETRIED:
+            return None, f"status {status}: {shown}"
+        if not 200 <= status < 300:
+            raise RewardError(f"{self.url} refused a request with status {status}: {shown}", how="raised")
+        if len(content) > _LARGEST_REPLY_BYTES:
+            raise RewardError(f"{self.url} answered more than the limit of {_LARGEST_REPLY_BYTES} bytes", how="value")
+        try:
+            return (json.loads(content),), ""
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise RewardError(f"{self.url} must answer JSON, got: {shown}", how="value") from error
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    """Read to the end, or to one byte past the limit; a single ``read(n)`` returns only what has arrived so far."""
+    parts: list[bytes] = []
+    left = _LARGEST_REPLY_BYTES + 1
+    while left and (part := await content.read(left)):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
 
 JUDGE_PROMPT = """You grade the answer to a question. Compare it with the reference answer.
 
@@ -29,16 +131,13 @@ Explain briefly. Then write a last line "Score: N", with a whole number N from {
 
 
 class HTTPRule:
-    """A reward by HTTP: ``POST url`` with verl's four arguments and ``prompt`` as JSON; a number comes back.
+    """Scores over HTTP: ``POST url`` with verl's four arguments and ``prompt`` as JSON returns a number.
 
-    The answer may also be a table with ``score``, whose other numbers become parts.
+    The reply may also be a table with ``score``, whose other numbers become parts. Limits and retries are those of
+    :class:`JSONService`; a refused request ends the run, because every retry would be refused, too.
 
     Args:
-        url: where to.
-        deadline_s: for one answer, all tries together, from when it is sent: waiting for one of the ``concurrency``
-            places does not count. Connections that fail and status 408, 425, 429 and 5xx are tried again; any other
-            refusal ends the run, since it would be refused for ever.
-        concurrency: requests at once.
+        url, deadline_s, concurrency: as for :class:`JSONService`.
         api_key_env: environment variable that holds a bearer token.
     """
 
@@ -46,33 +145,28 @@ class HTTPRule:
         self._service = JSONService(url, deadline_s=deadline_s, concurrency=concurrency, key_variable=api_key_env)
 
     async def judge(self, answer: Answer) -> Verdict:
-        """As :meth:`asyncrl.rewards.rule.RewardRule.judge`."""
         reply = await self._service.post({**answer.as_arguments(), "prompt": list(answer.prompt)})
         try:
-            value = checked_value(as_value(reply))
+            return Verdict.of(checked_value(as_value(reply)))
         except RewardError as error:
             raise RewardError(f"{self._service.url} {error}", how="value") from None
-        if isinstance(value, dict):
-            return Verdict(score=value["score"], parts={name: part for name, part in value.items() if name != "score"})
-        return Verdict(score=value)
 
     async def close(self) -> None:
-        """Close its connections."""
         await self._service.close()
 
 
 class JudgeRule:
-    """A language model as a judge, behind any address that speaks OpenAI's chat completions (``asyncrl serve`` does).
+    """Scores with a language model as a judge, behind any OpenAI chat completions API (``asyncrl serve`` has one).
 
     Args:
-        base_url: up to and with ``/v1``.
+        base_url: up to and including ``/v1``.
         model: its name there.
-        prompt: with ``{question}``, ``{answer}``, ``{ground_truth}``, ``{low}`` and ``{high}``, each filled in once.
+        prompt: template with ``{question}``, ``{answer}``, ``{ground_truth}``, ``{low}`` and ``{high}``.
         pattern: its first group is the score in the judge's text; the last match counts.
-        low, high: the scale; scores become 0..1 on it.
-        votes: opinions asked for; the score is their mean, ``agreement`` (a part) the share that equals the commonest.
+        low, high: the scale, which is mapped to 0..1.
+        votes: judgements of one answer; the score is their mean, the part ``agreement`` the share of the commonest.
         max_tokens, temperature: of the judge.
-        attempts: times a judge is asked again that wrote no score; then it costs the rollout.
+        attempts: requests for one vote until the judge writes a score; then the rollout fails.
         deadline_s, concurrency, api_key_env: as for :class:`HTTPRule`.
     """
 
@@ -103,10 +197,12 @@ class JudgeRule:
             raise ConfigError(f"pattern is {pattern!r}", path="pattern", remedy="its first group is the score")
         if not low < high:
             raise ConfigError(f"the scale goes from {low} to {high}", path="high", remedy="more than low")
-        if votes < 1 or attempts < 1:
-            raise ConfigError(f"votes is {votes} and attempts {attempts}", path="votes", remedy="1 or more")
+        check_count("votes", votes)
+        check_count("attempts", attempts)
         if "{answer}" not in prompt:
-            raise ConfigError("the judge's prompt has no {answer}", path="prompt", remedy="it is what is judged")
+            raise ConfigError(
+                "the judge's prompt has no {answer}", path="prompt", remedy="add {answer} where the answer belongs"
+            )
         self._service = JSONService(
             f"{base_url.rstrip('/')}/chat/completions",
             deadline_s=deadline_s,
@@ -118,8 +214,7 @@ class JudgeRule:
         self._votes, self._attempts = votes, attempts
 
     async def judge(self, answer: Answer) -> Verdict:
-        """As :meth:`asyncrl.rewards.rule.RewardRule.judge`."""
-        question = next((str(said["content"]) for said in reversed(answer.prompt) if said["role"] == "user"), "")
+        question = next((str(each["content"]) for each in reversed(answer.prompt) if each["role"] == "user"), "")
         filled = {
             "question": question,
             "answer": answer.solution_str,
@@ -127,38 +222,32 @@ class JudgeRule:
             "low": f"{self._low:g}",
             "high": f"{self._high:g}",
         }
-        # In one pass: an answer that writes {ground_truth} gets nothing for it.
+        # In one pass: a placeholder inside the answer is not replaced.
         text = re.sub(r"\{(question|answer|ground_truth|low|high)\}", lambda found: filled[found[1]], self._prompt)
-        try:
-            async with asyncio.TaskGroup() as asked:
-                votes = [asked.create_task(self._vote(text, number)) for number in range(self._votes)]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group.exceptions[0].__cause__
-        scores = [vote.result() for vote in votes]
+        scores = await run_all(self._vote(text, number) for number in range(self._votes))
         agreement = max(map(scores.count, scores)) / len(scores)
         return Verdict(score=sum(scores) / len(scores), parts={"agreement": agreement} if self._votes > 1 else {})
 
     async def close(self) -> None:
-        """Close its connections."""
         await self._service.close()
 
     async def _vote(self, text: str, number: int) -> float:
-        said = ""
+        content = ""
         for attempt in range(self._attempts):
             body = {**self._body, "messages": [{"role": "user", "content": text}]}
             if self._votes > 1 or attempt:
                 body["seed"] = number * self._attempts + attempt
             reply = await self._service.post(body)
             try:
-                said = str(reply["choices"][0]["message"]["content"] or "")
+                content = str(reply["choices"][0]["message"]["content"] or "")
             except (KeyError, IndexError, TypeError) as error:
                 shown = json.dumps(reply)[:200]
-                raise RewardError(f"{self._service.url} answered no chat completion: {shown}", how="value") from error
-            if found := list(self._pattern.finditer(said)):
+                raise RewardError(f"{self._service.url} must answer a chat completion: {shown}", how="value") from error
+            if found := list(self._pattern.finditer(content)):
                 score = float(found[-1][1])
                 if self._low <= score <= self._high:
                     return (score - self._low) / (self._high - self._low)
         raise EnvironmentFailure(
             f"the judge at {self._service.url} wrote no score from {self._low:g} to {self._high:g} in {self._attempts} "
-            f"attempts; last: {said[-200:]!r}"
+            f"attempts; last reply: {content[-200:]!r}"
         )

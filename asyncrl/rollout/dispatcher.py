@@ -1,173 +1,207 @@
-"""The requests of a pool: who waits at the door, who is on which replica, who goes on elsewhere."""
+"""The requests of a pool of engines: which are queued, which are on which replica, and how they go on elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
+import logging
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 
-from asyncrl.errors import (
-    DeadlineError,
-    EngineClosedError,
-    EngineError,
-    InfrastructureError,
-    InvalidDataError,
-    OverloadedError,
-)
+from asyncrl.errors import DeadlineError, EngineError, InfrastructureError, InvalidDataError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, PauseMode
 from asyncrl.rollout.admission import Admission, Ticket
-from asyncrl.rollout.attempt import Attempt, Lost
-from asyncrl.rollout.continuation import Continuation
-from asyncrl.rollout.pool_options import PoolOptions
-from asyncrl.rollout.replica import Replica
-from asyncrl.rollout.routing import LengthEstimate, affinity_key, choose
+from asyncrl.rollout.engine_replica import Attempt, AttemptEnded, EngineReplica
+from asyncrl.rollout.replica import PoolOptions, ReplicaSet
+from asyncrl.rollout.router import LengthEstimate, affinity_key, choose
 
-__all__ = ["Dispatcher"]
+_log = logging.getLogger(__name__)
+
+
+class RequestContinuation:
+    """A request over the engines that work on it, one after another.
+
+    Tokens are taken once, in order, each with its log-prob and version; :meth:`request` is for the next engine: prompt
+    and tokens so far, none of which it delivers again.
+
+    >>> from asyncrl.interfaces import SamplingParams
+    >>> asked = GenerationRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_new_tokens=3))
+    >>> continuation = RequestContinuation(asked)
+    >>> continuation.request() is asked
+    True
+    >>> chunk = continuation.take(GenerationChunk(token_ids=(7,), log_probs=(-1.0,), weight_versions=(4,)))
+    >>> again = continuation.request()
+    >>> again.request_id, again.prompt_token_ids, again.continued_tokens, continuation.version
+    ('a~1', (1, 7), 1, 4)
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._attempts = 0
+        self.version = 0
+        """Version of the newest token: no engine with older weights may go on."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self._request.sampling.max_new_tokens - self._request.continued_tokens - len(self._tokens)
+
+    def request(self) -> GenerationRequest:
+        """Return the request for the next engine, under an id of its own: the last engine may still hold the old id."""
+        asked = self._request
+        attempt, self._attempts = self._attempts, self._attempts + 1
+        if not attempt and not self._tokens:
+            return asked
+        if self._tokens:  # the prompt's log-probs came with the first
+            asked = replace(asked, sampling=replace(asked.sampling, prompt_log_probs=None))
+        return replace(
+            asked,
+            request_id=f"{asked.request_id}~{attempt}" if attempt else asked.request_id,
+            prompt_token_ids=(*asked.prompt_token_ids, *self._tokens),
+            continued_tokens=asked.continued_tokens + len(self._tokens),
+        )
+
+    def take(self, chunk: GenerationChunk) -> GenerationChunk:
+        """Add a chunk, and return it.
+
+        Raises:
+            EngineError: no engine may send it (a token without log-prob or version, a version that falls, more tokens
+                than were requested). Nothing of it is taken.
+            InvalidDataError: the likeliest tokens, or the prompt's log-probs, were requested, and the engine does not
+                report them.
+        """
+        versions = chunk.weight_versions
+        if not len(chunk.token_ids) == len(chunk.log_probs) == len(versions):
+            raise EngineError(
+                f"{len(chunk.token_ids)} tokens came with {len(chunk.log_probs)} log-probs and {len(versions)} versions"
+            )
+        if len(chunk.token_ids) > self.left:
+            raise EngineError(f"{len(chunk.token_ids)} tokens came where {self.left} were left to come")
+        if self._request.sampling.top_log_probs and len(chunk.top_log_probs) != len(versions):
+            # The request's fault, not the engine's: every replica would refuse it.
+            raise InvalidDataError("the engine does not report the likeliest tokens: ask without top_log_probs")
+        prompt_tokens = len(self._request.prompt_token_ids) - self._request.continued_tokens
+        scored = self._request.sampling.prompt_log_probs is not None and versions and not self._tokens
+        if scored and len(chunk.prompt_log_probs) != prompt_tokens:
+            raise InvalidDataError("the engine does not report log-probs of prompts: ask without prompt_log_probs")
+        before = self.version
+        for version in versions:
+            if version < before:
+                raise EngineError(f"a token of weight version {version} came after one of {before}")
+            before = version
+        self.version = before
+        self._tokens += chunk.token_ids
+        return chunk
+
 
 _ABORTED = GenerationChunk(token_ids=(), log_probs=(), weight_versions=(), finish_reason="abort")
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """A request that the pool holds."""
+class _HeldRequest:
+    """A request that the pool holds.
+
+    It waits in the queue until ``admitted`` is done, and has ``begun`` once an engine has a request for it.
+    ``failures`` counts consecutive attempts without a token; ``failed_at`` is the replica of the last one.
+    """
 
     request: GenerationRequest
-    continuation: Continuation
+    continuation: RequestContinuation
     ticket: Ticket
     key: str | None
-    door: asyncio.Future[None]
+    admitted: asyncio.Future[None]
     attempt: Attempt | None = None
     begun: bool = False
     aborted: bool = False
-    vain: int = 0
+    failures: int = 0
     failed_at: str = ""
 
     @property
     def finished(self) -> bool:
-        """Whether an engine has said its last chunk, read or not."""
+        """Whether an engine has sent its last chunk, read or not."""
         reason = None if self.attempt is None else self.attempt.finish_reason
         return reason is not None and (reason != "abort" or self.aborted)
 
-    def open(self) -> None:
-        """It need not wait at the door any longer."""
-        if not self.door.done():
-            self.door.set_result(None)
+    def admit(self) -> None:
+        if not self.admitted.done():
+            self.admitted.set_result(None)
 
 
 @dataclass(slots=True)
 class RequestCounters:
+    """What became of requests; as :class:`asyncrl.rollout.replica.PoolStatistics`."""
+
     accepted: int = 0
     finished: int = 0
     aborted: int = 0
     failed: int = 0
     left: int = 0
-    refused: int = 0
     migrations: int = 0
     tokens: int = 0
 
 
 class Dispatcher:
-    """Takes requests in and sees each through to its end, over as many replicas as it needs.
+    """Accepts requests and brings each to its end, over as many replicas as it needs.
 
-    Args:
-        replicas: by name; the pool's own dictionary, which changes.
-        options: the pool's.
-
-    Attributes:
-        counters: what became of requests.
-        paused: whether and how the pool is paused: nothing begins then, and with ``drain`` only what has begun goes on.
+    While it is ``paused`` nothing begins, and with ``drain`` only what has begun goes on.
     """
 
-    def __init__(self, replicas: Mapping[str, Replica], options: PoolOptions) -> None:
-        self._replicas = replicas
+    def __init__(self, replica_set: ReplicaSet[EngineReplica], options: PoolOptions) -> None:
+        self._set = replica_set
+        self._changes = replica_set.changes
         self._options = options
-        self._held: dict[str, _Held] = {}
-        self._at_door: dict[Ticket, _Held] = {}
-        self._admission = Admission(options.admission)
+        self._held: dict[str, _HeldRequest] = {}
+        self._queued: dict[Ticket, _HeldRequest] = {}
+        self._admission = Admission(max_running=options.max_running)
         self._lengths = LengthEstimate()
-        self._ends_s: deque[float] = deque(maxlen=64)
-        self._changed = asyncio.Event()
-        self._tasks: asyncio.TaskGroup | None = None
-        self._closed = False
         self.paused: PauseMode | None = None
         self.counters = RequestCounters()
 
     @property
     def waiting(self) -> int:
-        """Requests that are on no replica."""
         return len(self._held) - self.running
 
     @property
     def running(self) -> int:
-        """Requests that are on one."""
         return sum(held.attempt is not None for held in self._held.values())
 
-    def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Requests may come; ``tasks`` owns what reads from engines."""
-        self._tasks = tasks
-
     def close(self) -> None:
-        """End every request with :class:`EngineClosedError`. Idempotent."""
-        self._closed = True
+        """End every request with an :class:`EngineClosedError`. Idempotent."""
         for held in self._held.values():
-            held.open()
+            held.admit()
             if held.attempt is not None:
-                held.attempt.take_back("the pool is closed")
-        self.tell()
-
-    def tell(self) -> None:
-        """Wake whoever waits for a replica, or for a pause to end."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+                held.attempt.requeue("the pool is closed")
+        self._changes.notify()
 
     def pause(self, mode: PauseMode | None) -> None:
         """Begin, change or end a pause."""
         self.paused = mode
-        self.tell()
+        self._changes.notify()
 
     async def drained(self) -> None:
-        """Wait until engines have finished all that has begun, or until the pause is another one.
-
-        What readers have not read yet waits for them.
-        """
+        """Wait until engines have finished all that has begun, read or not, or until the pause is another one."""
         while self.paused == "drain" and any(held.begun and not held.finished for held in self._held.values()):
-            await self._changed.wait()
-            self._open()
-
-    def _open(self) -> asyncio.TaskGroup:
-        if self._closed:
-            raise EngineClosedError("the pool is closed")
-        if self._tasks is None:
-            raise EngineError("the pool has not been started: await pool.start() first")
-        return self._tasks
+            await self._changes.wait()
+            self._set.open_tasks()
 
     async def generate(
         self, request: GenerationRequest, *, session: str | None = None, tenant: str = ""
     ) -> AsyncGenerator[GenerationChunk, None]:
-        """Stream one request from the replica that suits best; see :class:`asyncrl.interfaces.TokenGenerator`.
-
-        Args:
-            request: its id is unique among the requests that the pool holds.
-            session: requests of one session go to one replica where that costs little.
-            tenant: whose request it is; tenants share the pool fairly.
-
-        Raises:
-            OverloadedError: the queue is full.
-            DeadlineError: no replica serves, and none has come back in time.
-            EngineError: replica after replica failed at it.
-        """
-        tasks = self._open()
-        held = self._take_in(request, session=session, tenant=tenant)
+        self._set.open_tasks()
+        held = self._accept(request, session=session, tenant=tenant)
         last: GenerationChunk | None = None
         failed = False
         try:
             while last is None:
-                chosen = await self._place(held)
-                if chosen is None:
+                replica = await self._place(held)
+                if replica is None:
                     last = _ABORTED
                     break
-                replica, attempt = self._begin(held, chosen, tasks)
+                attempt = self._begin(held, replica)
                 try:
                     while last is None and (chunk := await self._next(held, replica, attempt)) is not None:
                         if chunk.finish_reason is None:
@@ -181,38 +215,34 @@ class Dispatcher:
             failed = True
             raise
         finally:
-            self._let_go(held, None if last is None else last.finish_reason, failed=failed)
+            self._release(held, None if last is None else last.finish_reason, failed=failed)
         assert last is not None, "the loop ends with it, or with an exception"
         yield last  # everything is settled by then: a reader may stop at it
 
-    def _take_in(self, request: GenerationRequest, *, session: str | None, tenant: str) -> _Held:
+    def _accept(self, request: GenerationRequest, *, session: str | None, tenant: str) -> _HeldRequest:
         if request.request_id in self._held:
             raise InvalidDataError(f"request id {request.request_id!r} is in use; ids are unique")
         ticket = Ticket(tenant, self._work(request, sampled=0))
-        try:
-            self._admission.enter(ticket, retry_after_s=self._retry_after_s())
-        except OverloadedError:
-            self.counters.refused += 1
-            raise
+        self._admission.enter(ticket)
         self.counters.accepted += 1
-        begun = len(request.prompt_token_ids) - request.continued_tokens
-        held = _Held(
+        prompt = len(request.prompt_token_ids) - request.continued_tokens
+        held = _HeldRequest(
             request,
-            Continuation(request),
+            RequestContinuation(request),
             ticket,
-            affinity_key(request.prompt_token_ids[:begun], session=session, prefix_tokens=self._options.prefix_tokens),
-            door=asyncio.get_running_loop().create_future(),
+            affinity_key(request.prompt_token_ids[:prompt], session=session, prefix_tokens=self._options.prefix_tokens),
+            admitted=asyncio.get_running_loop().create_future(),
         )
         self._held[request.request_id] = held
         if ticket.granted:
-            held.open()
+            held.admit()
         else:
-            self._at_door[ticket] = held
+            self._queued[ticket] = held
         return held
 
-    def _let_go(self, held: _Held, reason: FinishReason | None, *, failed: bool) -> None:
+    def _release(self, held: _HeldRequest, reason: FinishReason | None, *, failed: bool) -> None:
         del self._held[held.request.request_id]
-        self._at_door.pop(held.ticket, None)
+        self._queued.pop(held.ticket, None)
         counters = self.counters
         if failed:
             counters.failed += 1
@@ -223,11 +253,10 @@ class Dispatcher:
         else:
             counters.finished += 1
             self._lengths.observe(held.request.continued_tokens + held.continuation.tokens)
-        self._ends_s.append(asyncio.get_running_loop().time())
         for ticket in self._admission.leave(held.ticket):
-            self._at_door.pop(ticket).open()
+            self._queued.pop(ticket).admit()
         if self.paused == "drain":
-            self.tell()
+            self._changes.notify()
 
     def _work(self, request: GenerationRequest, *, sampled: int) -> float:
         return self._lengths.work(
@@ -236,49 +265,41 @@ class Dispatcher:
             limit=request.sampling.max_new_tokens,
         )
 
-    def _retry_after_s(self) -> float:
-        """When a place is likely to be free, at the rate at which requests have ended lately."""
-        if len(self._ends_s) < 2:
-            return 1.0
-        lasted_s = asyncio.get_running_loop().time() - self._ends_s[0]
-        return min(max(1.0, lasted_s / len(self._ends_s) * (self._admission.waiting + 1)), 60.0)
-
-    async def _place(self, held: _Held) -> Replica | None:
-        """Wait at the door, and for a replica; None if the request is aborted meanwhile.
+    async def _place(self, held: _HeldRequest) -> EngineReplica | None:
+        """Wait in the queue, and for a replica; None if the request is aborted meanwhile.
 
         Raises:
-            DeadlineError: no replica was there for ``wait_s``.
+            DeadlineError: no replica served for ``wait_s``.
         """
-        await held.door
+        await held.admitted
         loop = asyncio.get_running_loop()
-        since: float | None = None
+        since_s: float | None = None
         while True:
-            changed = self._changed
-            self._open()
+            self._set.open_tasks()
             if held.aborted:
                 return None
             if self.paused is not None and not (self.paused == "drain" and held.begun):
-                since = None
-                await changed.wait()
+                since_s = None
+                await self._changes.wait()
                 continue
             name = self._choose(held)
             if name is not None:
-                return self._replicas[name]
-            since = loop.time() if since is None else since
+                return self._set.replicas[name]
+            since_s = loop.time() if since_s is None else since_s
             try:
-                async with asyncio.timeout_at(since + self._options.wait_s):
-                    await changed.wait()
+                async with asyncio.timeout_at(since_s + self._options.wait_s):
+                    await self._changes.wait()
             except TimeoutError:
-                reasons = "; ".join(f"{name}: {one.health.reason}" for name, one in self._replicas.items())
+                reasons = "; ".join(f"{name}: {one.health.reason}" for name, one in self._set.replicas.items())
                 raise DeadlineError(
-                    f"no replica has served for {self._options.wait_s:g} s: {reasons or 'there is none'}",
+                    f"no replica has served for {self._options.wait_s:g} s: {reasons or 'the pool has none'}",
                     waiting_for="a replica",
                     timeout_s=self._options.wait_s,
                 ) from None
 
-    def _choose(self, held: _Held) -> str | None:
-        """The replica it goes to; one that has just failed at it only if there is no other."""
-        loads = [replica.load for replica in self._replicas.values()]
+    def _choose(self, held: _HeldRequest) -> str | None:
+        """Return the replica for the request; the one that has just failed at it only if no other serves."""
+        loads = [replica.load for replica in self._set.replicas.values()]
         others = [load for load in loads if load.name != held.failed_at]
         for candidates in (others, loads):
             name = choose(candidates, key=held.key, margin=self._options.margin, min_version=held.continuation.version)
@@ -286,83 +307,82 @@ class Dispatcher:
                 return name
         return None
 
-    def _begin(self, held: _Held, replica: Replica, tasks: asyncio.TaskGroup) -> tuple[Replica, Attempt]:
-        assert replica.engine is not None, "a replica that serves has an engine"
-        state = held.continuation
-
+    def _begin(self, held: _HeldRequest, replica: EngineReplica) -> Attempt:
         def ended(attempt: Attempt) -> None:
             replica.end(attempt)
             if self.paused == "drain":
-                self.tell()
+                self._changes.notify()
 
         attempt = Attempt(
-            replica.engine,
-            state.request(),
-            number=replica.health.engine,
-            work=self._work(held.request, sampled=state.tokens),
+            replica.running(),
+            held.continuation.request(),
+            incarnation=replica.health.incarnation,
+            work=self._work(held.request, sampled=held.continuation.tokens),
             ended=ended,
-            tasks=tasks,
+            spawn=self._set.spawn,
         )
         self.counters.migrations += held.begun
         held.begun = True
         held.attempt = attempt
         replica.begin(attempt)
-        return replica, attempt
+        return attempt
 
-    async def _next(self, held: _Held, replica: Replica, attempt: Attempt) -> GenerationChunk | None:
-        """The next chunk of this attempt; None if another replica has to go on."""
-        number = attempt.engine_number
+    async def _next(self, held: _HeldRequest, replica: EngineReplica, attempt: Attempt) -> GenerationChunk | None:
+        """Return the next chunk of this attempt; None if another replica has to go on."""
+        health, incarnation = replica.health, attempt.incarnation
         try:
             chunk = held.continuation.take(await attempt.next_chunk())
-        except Lost as lost:
-            if lost.vain:
-                held.failed_at = replica.name
-            self._give_up_on(held, lost, vain=lost.vain)
+        except AttemptEnded as lost:
+            self._attempt_failed(held, replica, lost, counts=lost.blames_request)
             return None
-        except InfrastructureError as error:
-            if not self._closed:
-                replica.generation_failed(number, str(error))
-            held.failed_at = replica.name
-            self._give_up_on(held, error, vain=True)
+        except InvalidDataError:  # the request's fault
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever else an engine raises is its replica's failure
+            if not isinstance(error, InfrastructureError):
+                _log.warning("replica %s failed at request %s", replica.name, held.request.request_id, exc_info=True)
+            if not self._set.closing:
+                replica.react(health.generation_failed(incarnation, str(error) or type(error).__name__))
+            self._attempt_failed(held, replica, error, counts=True)
             return None
         tokens = len(chunk.token_ids)
         if tokens:
-            held.vain, held.failed_at = 0, ""
-            replica.heard(attempt, tokens)
+            held.failures, held.failed_at = 0, ""
+            replica.count_tokens(attempt, tokens)
             self.counters.tokens += tokens
         if chunk.finish_reason is None:
             return chunk
-        if chunk.finish_reason == "abort" and not held.aborted:  # the engine's own doing: Lost comes next
+        if chunk.finish_reason == "abort" and not held.aborted:  # the engine's own decision: AttemptEnded comes next
             return replace(chunk, finish_reason=None) if tokens else await self._next(held, replica, attempt)
-        replica.generation_succeeded(number)
+        replica.react(health.generation_succeeded(incarnation))
         return chunk
 
-    def _give_up_on(self, held: _Held, error: InfrastructureError, *, vain: bool) -> None:
-        """The attempt failed. Raise if the request has had its share of them."""
-        held.vain += vain
-        if held.vain >= self._options.vain_attempts and not held.aborted:
+    def _attempt_failed(self, held: _HeldRequest, replica: EngineReplica, error: Exception, *, counts: bool) -> None:
+        """Raise if the request has failed as often as it may."""
+        if counts:
+            held.failures += 1
+            held.failed_at = replica.name
+        if held.failures >= self._options.max_failures and not held.aborted:
             raise EngineError(
-                f"{held.vain} replicas in a row failed at request {held.request.request_id!r}; the last one: {error}"
+                f"{held.failures} replicas in a row failed at request {held.request.request_id!r}; "
+                f"the last one: {error}"
             ) from error
 
     async def abort_all(self) -> None:
-        """End every request that is held."""
         await self._abort(list(self._held.values()))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ``abort``; what it has generated is delivered. False if it is unknown."""
         held = self._held.get(request_id)
         if held is None or held.aborted:
             return False
         await self._abort([held])
         return True
 
-    async def _abort(self, requests: Iterable[_Held]) -> None:
+    async def _abort(self, requests: Iterable[_HeldRequest]) -> None:
         attempts = []
         for held in requests:
             held.aborted = True
-            held.open()
+            held.admit()
             if held.attempt is not None:
                 attempts.append(held.attempt)
-        self.tell()
+        self._changes.notify()
         await asyncio.gather(*(attempt.abort() for attempt in attempts))

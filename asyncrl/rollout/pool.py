@@ -1,9 +1,8 @@
-"""The pool: rollout replicas that are asked as one, and get new weights without stopping.
+"""The trainer's pool: whole groups of rollouts are dispatched to replicas, and done again when a replica dies.
 
-Where a call goes is decided in :mod:`asyncrl.rollout.routing`, who may serve in :mod:`asyncrl.weights.publication`;
-here the decisions are carried out. A replica is a worker group, so it may span several ranks. What a replica was doing
-when it died or was fenced is done again elsewhere, from the prompt; a dead one is made again, and serves when it holds
-the current weights.
+A replica is a group of :class:`asyncrl.rollout.worker.RolloutWorker`, so it may span several ranks. Its life, the
+publication of weights and the laws of both are those of :mod:`asyncrl.rollout.replica`; this module adds which rollouts
+are on which replica, and the token counts of instances, living and dead.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import (
     DeadlineError,
-    EngineClosedError,
     EngineError,
     EnvironmentFailure,
     GroupClosedError,
-    InfrastructureError,
     RequestAbortedError,
     ResourceError,
     RolloutsLostError,
@@ -32,27 +29,25 @@ from asyncrl.errors import (
     WorkerDiedError,
 )
 from asyncrl.interfaces import KVCachePolicy
-from asyncrl.rollout.metering import meter_tokens
-from asyncrl.rollout.routing import ReplicaLoad, choose
-from asyncrl.rollout.weight_updates import WeightUpdates
-from asyncrl.weights.manifest import WeightManifest
-from asyncrl.weights.publication import Ended
-
-__all__ = ["RolloutPool", "TokenCounts"]
+from asyncrl.rollout.health import HealthPolicy
+from asyncrl.rollout.publication import Ended
+from asyncrl.rollout.replica import Replica, ReplicaSet, Supervision
+from asyncrl.rollout.router import ReplicaLoad, choose
+from asyncrl.rollout.work import sum_totals
+from asyncrl.rollout.worker import meter_tokens
+from asyncrl.weights import WeightManifest
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_DELAY_S = 60.0
+_LOST_INSTANCE = (WorkerDiedError, GroupClosedError, EngineError)
+"""What a call of a worker group raises when the group, or its engine, cannot go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Tokens that the pool's engines delivered for one purpose.
+    """Tokens that the pool's engines delivered for one purpose, those of dead instances included.
 
-    Attributes:
-        delivered: all of them, by engines that are gone, too.
-        in_flight: those that running episodes hold.
-        lost: those of episodes that were begun again elsewhere.
+    ``in_flight`` are those that running episodes hold, ``lost`` those of episodes that were begun again elsewhere.
     """
 
     delivered: int
@@ -60,56 +55,134 @@ class TokenCounts:
     lost: int = 0
 
 
+class _Call(NamedTuple):
+    """Rollouts that were sent and not answered: how many rows, and when they were sent, by the loop's clock."""
+
+    rows: int
+    sent_s: float
+
+
 @dataclass(slots=True, eq=False)
-class _Life:
-    """A worker group under a replica's name, from its start to its death.
+class _WorkerGroup:
+    """An instance of a replica: a started worker group.
 
     Attributes:
-        group: a worker group of RolloutWorkers: its methods are bound at run time.
         meter: file in which its token counts outlive it.
-        reason: why it does not serve.
         answered: tokens that its answers account for, by purpose.
-        calls: rollouts sent and not answered, and how many rows each has.
-        placed_s: when they were sent, by the loop's clock.
-        taken_back: those that are done elsewhere instead.
-        reserved: for rollouts that other replicas died under; nothing else is sent here.
+        requeued: rollouts of its that are done elsewhere instead.
+        reserved: whether it is kept for rollouts under which other replicas died: nothing else is sent to it.
+        times: where the time of its episodes went (:class:`asyncrl.rollout.work.EpisodeTimes`), as of its last answer.
     """
 
+    name: str
     group: Any
+    weight_version: int
     meter: Path | None = None
-    serving: bool = False
-    reason: str = ""
-    dead: bool = False
     answered: Counter[str] = field(default_factory=Counter)
-    calls: dict[DataProtoFuture, int] = field(default_factory=dict)
-    placed_s: dict[DataProtoFuture, float] = field(default_factory=dict)
-    taken_back: set[DataProtoFuture] = field(default_factory=set)
+    calls: dict[DataProtoFuture, _Call] = field(default_factory=dict)
+    requeued: set[DataProtoFuture] = field(default_factory=set)
     reserved: bool = False
+    times: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def take_back(self) -> None:
-        """What it was doing is done elsewhere."""
-        for call in self.calls:
-            self.taken_back.add(call)
+    async def close(self) -> None:
+        """Do nothing: the pool's owner, which made the group, closes it."""
+
+
+class WorkerGroupReplica(Replica[_WorkerGroup]):
+    """A replica of worker groups; ``start`` makes one and loads the model on it."""
+
+    def __init__(
+        self,
+        name: str,
+        owner: ReplicaSet[WorkerGroupReplica],
+        start: Callable[[str], Awaitable[_WorkerGroup]],
+        kv_cache: KVCachePolicy,
+    ) -> None:
+        super().__init__(name, owner)
+        self._start_group = start
+        self._kv_cache: KVCachePolicy = kv_cache
+        self.on_state: Callable[[str, str], None] = lambda _name, _state: None
+
+    def react(self, changed: bool) -> None:
+        super().react(changed)
+        self.report()
+
+    def report(self) -> None:
+        """Report what it does: ``busy`` or ``idle``; ``weights`` while it is fenced, ``restart`` while it is gone."""
+        busy = self.instance is not None and self.instance.calls
+        state = "weights" if self.health.state == "stale" else "restart"
+        self.on_state(self.name, ("busy" if busy else "idle") if self.serves else state)
+
+    @property
+    def load(self) -> ReplicaLoad:
+        rows = 0 if self.instance is None else sum(call.rows for call in self.instance.calls.values())
+        return ReplicaLoad(name=self.name, work=rows, serving=self.serves)
+
+    @property
+    def reserved(self) -> bool:
+        return self.instance is not None and self.instance.reserved
+
+    async def make(self) -> _WorkerGroup:
+        return await self._start_group(self.name)
+
+    def lost(self, instance: _WorkerGroup, error: Exception) -> None:
+        """Mark the instance dead, if it still runs: a call of it found it so."""
+        if self.instance is instance:
+            _log.warning("replica %s is lost: %s", self.name, error)
+            self.mark_dead(self.health.incarnation, str(error).partition("\n")[0])
+
+    def requeue(self, reason: str, *, died: bool = False) -> None:
+        if self.instance is not None:
+            for call in self.instance.calls:
+                self.instance.requeued.add(call)
+                call.cancel()
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        instance = self.running()
+        await self._update(instance, instance.group.prepare_weights(manifest))
+
+    async def commit_weights(self, version: int) -> None:
+        instance = self.running()
+        await self._update(instance, instance.group.commit_weights(version, self._kv_cache))
+
+    async def _update(self, instance: _WorkerGroup, call: Any) -> None:
+        try:
+            await call
+        except _LOST_INSTANCE as error:
+            self.lost(instance, error)
+            raise
+        except asyncio.CancelledError:
             call.cancel()
+            raise
+
+    def explain(self, now_s: float) -> str:
+        state = "serves" if self.serves else "is dead" if self.health.state == "dead" else "does not serve"
+        state += ", reserved for rollouts under which other replicas died" if self.reserved else ""
+        if not self.serves and self.health.coming_back:
+            state += " and is being made again"
+        calls = {} if self.instance is None else self.instance.calls
+        longest_s = max((now_s - call.sent_s for call in calls.values()), default=0.0)
+        doing = f"{len(calls)} groups on it, the longest for {longest_s:.1f} s" if calls else "idle"
+        return f"replica {self.name} {state}, {doing}"
 
 
-class _Closed(Exception):
-    """Ends the pool's tasks."""
+class _Requeued(Exception):
+    """The rollouts have to be done on another replica, through no fault of theirs."""
 
 
 class RolloutPool:
-    """Replicas of :class:`asyncrl.rollout.worker.RolloutWorker` behind one face. Used from one event loop.
+    """Replicas of :class:`asyncrl.rollout.worker.RolloutWorker` that are used as one. Used from one event loop.
 
     Args:
-        replicas: worker groups by name. The pool does not close them: whoever made them does.
-        kv_cache: what running requests do with keys and values of older weights when new ones are committed.
+        replicas: worker groups by name. Their maker closes them, not the pool.
         deadline_s: seconds each replica has for each phase of a weight update; past it, it is fenced.
-        rollout_deadline_s: seconds a call of :meth:`rollout` may take; past it, it fails.
-        revive: makes the worker group of a dead replica again, ready for its start; None leaves the dead alone.
-        attempts: replicas that may die or fail under the same rollouts before these fail: they may be the reason. The
-            last one has nothing else to do then, so that no other rollouts are taken for it.
-        restarts: starts in a row that may fail before a replica is given up.
-        restart_s: seconds before the first of them; doubled after each that fails.
+        rollout_deadline_s: seconds a call of :meth:`rollout` may take, all attempts together; past it, it fails.
+        revive: makes the worker group of a dead replica again, ready for its start; without it, a dead replica stays
+            dead.
+        attempts: replicas that may die or fail under the same rollouts before these fail, since they may be the cause.
+            The last replica has no other work at that time, so that no other rollouts can be mistaken for the cause.
+        restarts: consecutive starts that may fail before a replica is given up.
+        restart_s: seconds before the first of them; the delay doubles after each that fails.
     """
 
     def __init__(
@@ -124,384 +197,297 @@ class RolloutPool:
         restarts: int = 5,
         restart_s: float = 0.5,
     ) -> None:
-        self._lives = {name: _Life(group) for name, group in replicas.items()}
-        self._past: list[_Life] = []
-        self._reviving: set[str] = set()
+        self._first_groups = dict(replicas)
         self._kv_cache: KVCachePolicy = kv_cache
-        self._deadline_s = deadline_s
         self._rollout_deadline_s = rollout_deadline_s
         self._revive = revive
         self._attempts = attempts
-        self._restarts = restarts
-        self._restart_s = restart_s
-        self._changed = asyncio.Event()
-        self._closing = asyncio.Event()
-        self._updates: WeightUpdates | None = None
-        self._tasks: asyncio.TaskGroup | None = None
-        self._owner: asyncio.Task[None] | None = None
-        self._failure: Exception | None = None
+        supervision = Supervision(
+            health=HealthPolicy(
+                weight_failures=None,  # a fenced replica is sent every later version
+                restart_s=restart_s,
+                max_restart_s=max(restart_s, 60.0),
+                max_failed_starts=restarts if revive is not None else 0,
+            ),
+            start_s=None,
+        )
+        self._set: ReplicaSet[WorkerGroupReplica] = ReplicaSet("rollout pool", supervision, deadline_s=deadline_s)
+        self._replicas = self._set.replicas
+        self._instances: list[_WorkerGroup] = []
+        """Every instance so far, dead ones included: their tokens count."""
         self._model_path, self._first_version = "", 0
         self._on_turns: Callable[[bytes], None] | None = None
+        self._on_state: Callable[[str, str], None] = lambda _name, _state: None
 
     @property
     def weight_version(self) -> int:
-        """Version that every serving replica holds, or is just getting.
-
-        Raises:
-            WeightError: the pool was not started.
-        """
-        return self._weights().version
+        """Version that every serving replica holds, or is just getting."""
+        return self._set.updates.version
 
     @property
     def needed_versions(self) -> frozenset[int]:
-        """Published versions whose bytes must stay available, for replicas that are made again."""
-        return self._weights().needed_versions
-
-    def _weights(self) -> WeightUpdates:
-        if self._updates is None:
-            raise WeightError("the pool serves no weights yet: call start(model_path, weight_version=...) first")
-        return self._updates
+        return self._set.updates.needed_versions
 
     # ------------------------------------------------------------------------------------------------------- life
 
     async def start(self, model_path: str, *, weight_version: int) -> None:
-        """Load the model on every replica, all at once, and serve it as ``weight_version``."""
+        """Load the model on every replica, all at once, and serve it as ``weight_version``.
+
+        Raises:
+            Exception: what the first replica that cannot start failed with. The pool is closed then.
+        """
         self._model_path, self._first_version = model_path, weight_version
-        await asyncio.gather(*(self._load(life) for life in self._lives.values()))
-        opened: asyncio.Future[WeightUpdates] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(opened, weight_version), name="rollout pool")
-        self._updates = await opened
-        for name, life in self._lives.items():
-            self._listen_to(life)
-            self._updates.joined(name, holds=weight_version)
+        await self._set.open(weight_version=weight_version)
+        for name in self._first_groups:
+            replica = WorkerGroupReplica(name, self._set, self._start_group, self._kv_cache)
+            replica.on_state = self._on_state
+            self._set.add(replica)
+
+        async def settled(replica: WorkerGroupReplica) -> None:
+            await replica.settled.wait()
+            self._set.open_tasks()
+            if replica.failure is not None:
+                raise replica.failure
+
+        try:
+            await asyncio.gather(*(settled(replica) for replica in list(self._replicas.values())))
+        except BaseException:
+            await self._set.close()
+            raise
 
     def on_turns(self, listener: Callable[[bytes], None]) -> None:
-        """Tell ``listener`` of turns as they end (:mod:`asyncrl.rollout.turns`). Before :meth:`start`."""
+        """Give ``listener`` turns as they end (:mod:`asyncrl.rollout.turns`). Before :meth:`start`."""
         self._on_turns = listener
 
-    def _listen_to(self, life: _Life) -> None:
-        if self._on_turns is not None and self._tasks is not None:
-            self._tasks.create_task(self._listen(life, self._on_turns), name="turns")
+    def on_state(self, listener: Callable[[str, str], None]) -> None:
+        """Give ``listener`` names of replicas with :meth:`WorkerGroupReplica.report`'s states. Before :meth:`start`."""
+        self._on_state = listener
 
-    async def _listen(self, life: _Life, listener: Callable[[bytes], None]) -> None:
-        """Ask for turns for as long as the replica lives."""
-        while not life.dead:
-            call = life.group.turns()
+    async def aclose(self) -> None:
+        """Stop the replicas' supervision and weight updates; pending calls fail. Idempotent.
+
+        Raises:
+            ExceptionGroup: what broke the pool before.
+        """
+        await self._set.close()
+
+    async def _start_group(self, name: str) -> _WorkerGroup:
+        """Return the first worker group of a replica, or the next one, with the model loaded."""
+        group = self._first_groups.pop(name, None)
+        if group is None:
+            assert self._revive is not None, "without it, a replica is given up when its first group is dead"
+            group = await self._revive(name)
+        await group.start(self._model_path, self._first_version)
+        meter = (await group.engine_statistics()).get("meter")
+        instance = _WorkerGroup(name, group, self._first_version, Path(meter) if meter else None)
+        self._instances.append(instance)
+        if self._on_turns is not None:
+            self._set.spawn(self._listen(group, self._on_turns), name=f"turns of {name}")
+        return instance
+
+    async def _listen(self, group: Any, listener: Callable[[bytes], None]) -> None:
+        while True:
+            call = group.turns()
             try:
                 content: bytes = await call
             except (WorkerDiedError, GroupClosedError):
-                return  # whoever waits for its rollouts buries it
+                return  # the rollouts on it find it dead, and count that
             except asyncio.CancelledError:
                 call.cancel()
                 raise
             listener(content)
-
-    async def aclose(self) -> None:
-        """Stop reviving replicas and updating weights; who waits for that is told. Idempotent.
-
-        Raises:
-            ExceptionGroup: what ended the pool before.
-        """
-        self._closing.set()
-        if self._owner is not None:
-            await self._owner
-
-    async def _own(self, opened: asyncio.Future[WeightUpdates], version: int) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                opened.set_result(
-                    WeightUpdates(
-                        version=version,
-                        prepare=self._prepare,
-                        commit=self._commit,
-                        serve=self._serve,
-                        fence=self._fence,
-                        tasks=tasks,
-                        deadline_s=self._deadline_s,
-                    )
-                )
-                await self._closing.wait()
-                raise _Closed
-        except* _Closed:
-            pass
-        except* Exception as failure:
-            self._failure = failure
-            _log.exception("the rollout pool ended")
-            raise
-        finally:
-            self._closing.set()
-            self._tell()
-
-    async def _load(self, life: _Life) -> None:
-        await life.group.start(self._model_path, self._first_version)
-        answer = await life.group.engine_statistics()
-        meter = answer.get("meter")
-        life.meter = Path(meter) if meter else None
-
-    def _closed(self) -> EngineClosedError:
-        why = "is closed" if self._failure is None else f"failed: {self._failure}"
-        return EngineClosedError(f"the rollout pool {why}")
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     # --------------------------------------------------------------------------------------------------- rollouts
 
     async def rollout(
         self, prompts: DataProto, *, again: Callable[[], Awaitable[DataProto]] | None = None
     ) -> DataProtoFuture:
-        """Roll the rows out on the replica that has least to do; returns when they are there, as a future of them.
+        """Roll the rows out on the replica that has least to do; return a future of them when they are complete.
 
         Rollouts of a replica that dies or is fenced meanwhile are done again on another, with the prompts that
-        ``again`` gives, if it is given.
+        ``again`` gives for each further attempt, if it is given.
 
         Raises:
             ResourceError: no replica serves, and none is coming back.
-            EngineClosedError: ... because the pool is closed.
+            EngineClosedError: the pool is closed.
             RolloutsLostError: ``attempts`` replicas died or failed under these rows.
             EnvironmentFailure: as :meth:`asyncrl.rollout.worker.RolloutWorker.rollout`.
-            DeadlineError: they were not there in time.
+            DeadlineError: they were not complete in time.
         """
-        purpose: str = prompts.meta_info["purpose"]
         failures = 0
-        sent = False
+        attempt = 0
+        deadline_s = self._rollout_deadline_s
+        ends_s = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         while True:
-            if sent and again is not None:
+            if attempt and again is not None:
                 prompts = await again()
-            sent = True
+            attempt += 1
             alone = 0 < failures == self._attempts - 1
-            name, life = await self._place(alone=alone)
-            call: DataProtoFuture = life.group.rollout(prompts)
-            if self._rollout_deadline_s is not None:
-                call.deadline(self._rollout_deadline_s)
-            life.calls[call] = len(prompts)
-            life.placed_s[call] = asyncio.get_running_loop().time()
+            replica, instance = await self._place(alone=alone, ends_s=ends_s)
             try:
-                header = await call.header()
-            except EnvironmentFailure as failure:
-                life.answered[purpose] += failure.tokens_generated
+                return await self._send(replica, instance, prompts, ends_s=ends_s)
+            except DeadlineError as error:
+                message = f"rollouts were not complete after {deadline_s:g} s, in attempt {attempt}: {error}"
+                raise DeadlineError(message, waiting_for=error.waiting_for, timeout_s=deadline_s or 0.0) from error
+            except _Requeued:
+                self._set.open_tasks()  # raises if it is the pool that closes
+            except RequestAbortedError:  # an EngineError, but no sign of a dead engine
                 raise
-            except RequestAbortedError as error:
-                life.answered[purpose] += error.tokens_generated
-                raise
-            except (WorkerDiedError, GroupClosedError, EngineError) as error:
-                self._bury(name, life, str(error))
+            except _LOST_INSTANCE as error:
+                replica.lost(instance, error)
                 failures += 1
-                if self._closing.is_set():
+                if self._set.closing:
                     raise
                 if failures >= self._attempts:
-                    why = f"{failures} replicas died or failed under the same rollouts; the last one: {error}"
-                    _log.warning("rollouts are given up: %s", why)
-                    raise RolloutsLostError(why) from error
-            except (asyncio.CancelledError, concurrent.futures.CancelledError):
-                task = asyncio.current_task()
-                if call not in life.taken_back or (task is not None and task.cancelling()):
-                    call.cancel()
-                    raise
-            else:
-                meta = header.meta_info
-                answered = meta.get("summary", {}).get("tokens", 0) + meta.get("wasted_tokens", 0)
-                life.answered[purpose] += answered - meta.get("continued", {}).get("tokens", 0)  # of another life
-                return call
+                    reason = f"{failures} replicas died or failed under the same rollouts; the last one: {error}"
+                    _log.warning("rollouts are given up: %s", reason)
+                    raise RolloutsLostError(reason) from error
             finally:
-                del life.calls[call], life.placed_s[call]
-                if life.reserved:
-                    life.reserved = not alone  # somebody else waits for it to have nothing to do
-                    self._tell()
+                if instance.reserved:
+                    instance.reserved = not alone  # other rollouts wait until it has nothing to do
+                    self._set.changes.notify()
 
-    async def _place(self, *, alone: bool) -> tuple[str, _Life]:
-        """The serving replica with the fewest rows; waits while one is coming back, or until it has none."""
+    async def _send(
+        self, replica: WorkerGroupReplica, instance: _WorkerGroup, prompts: DataProto, *, ends_s: float | None
+    ) -> DataProtoFuture:
+        """Send the rollouts to one worker group; count the tokens that its answer accounts for."""
+        purpose: str = prompts.meta_info["purpose"]
+        call: DataProtoFuture = instance.group.rollout(prompts)
+        now_s = asyncio.get_running_loop().time()
+        if ends_s is not None:
+            call.deadline(max(ends_s - now_s, 1e-3))
+        instance.calls[call] = _Call(len(prompts), now_s)
+        replica.report()
         try:
-            async with asyncio.timeout(self._rollout_deadline_s):
+            header = await call.header()
+        except (EnvironmentFailure, RequestAbortedError) as error:
+            instance.answered[purpose] += error.tokens_generated
+            raise
+        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+            task = asyncio.current_task()
+            if call in instance.requeued and not (task is not None and task.cancelling()):
+                raise _Requeued from None
+            call.cancel()
+            raise
+        finally:
+            del instance.calls[call]
+            replica.report()
+        meta = header.meta_info
+        instance.times = max(instance.times, meta.get("times", {}), key=lambda times: times.get("requests", 0))
+        tokens = meta.get("summary", {}).get("tokens", 0) + meta.get("wasted_tokens", 0)
+        instance.answered[purpose] += tokens - meta.get("continued", {}).get("tokens", 0)  # sampled by another instance
+        return call
+
+    async def _place(self, *, alone: bool, ends_s: float | None) -> tuple[WorkerGroupReplica, _WorkerGroup]:
+        """Wait for the serving replica with the fewest rows, and with ``alone`` until it has none."""
+        try:
+            async with asyncio.timeout_at(ends_s):
                 while True:
-                    changed = self._changed
-                    name = choose(
-                        ReplicaLoad(name=name, rows=sum(life.calls.values()), serving=life.serving)
-                        for name, life in self._lives.items()
-                        if not life.reserved
-                    )
-                    if name is not None and (not alone or await self._emptied(self._lives[name])):
-                        return name, self._lives[name]
+                    name = choose(replica.load for replica in self._replicas.values() if not replica.reserved)
                     if name is not None:
+                        replica = self._replicas[name]
+                        instance = replica.running()
+                        if not alone or await self._reserve(replica, instance):
+                            return replica, instance
                         continue
-                    reserved = any(life.serving and life.reserved for life in self._lives.values())
-                    if self._closing.is_set():
-                        raise self._closed() from self._failure
-                    if not (self._reviving or reserved):
-                        reasons = "; ".join(f"{name}: {life.reason}" for name, life in self._lives.items())
-                        raise ResourceError(f"no rollout replica serves: {reasons or 'there is none'}")
-                    await changed.wait()
+                    self._set.open_tasks()
+                    replicas = self._replicas.values()
+                    if not any(each.health.coming_back or (each.serves and each.reserved) for each in replicas):
+                        reasons = "; ".join(f"{each.name}: {each.health.reason}" for each in replicas)
+                        raise ResourceError(f"no rollout replica serves: {reasons or 'the pool has none'}")
+                    await self._set.changes.wait()
         except TimeoutError:
             raise DeadlineError(
-                f"no rollout replica served for {self._rollout_deadline_s:g} s",
+                f"no rollout replica served until the rollouts' {self._rollout_deadline_s:g} s were over",
                 waiting_for="a replica",
                 timeout_s=self._rollout_deadline_s or 0.0,
             ) from None
 
-    async def _emptied(self, life: _Life) -> bool:
-        """Reserve a replica and wait until it has nothing to do; False, and free again, if it stops serving before."""
-        life.reserved = True
+    async def _reserve(self, replica: WorkerGroupReplica, instance: _WorkerGroup) -> bool:
+        """Wait until the instance has nothing to do, and reserve it; False if it stops serving before."""
+        instance.reserved = True
+        reserved = False
         try:
-            while life.calls and life.serving and not self._closing.is_set():
-                await self._changed.wait()
-        except BaseException:
-            life.reserved = False
-            self._tell()
-            raise
-        life.reserved = life.serving
-        return life.serving
-
-    # ---------------------------------------------------------------------------------------------- life and death
-
-    def _bury(self, name: str, life: _Life, reason: str) -> None:
-        """The replica's process or engine is gone: what it had is done elsewhere, and it is made again."""
-        if life.dead:
-            return
-        life.dead, life.serving = True, False
-        life.reason = reason.partition("\n")[0]
-        life.take_back()
-        self._past.append(life)
-        if self._updates is not None and not self._closing.is_set():
-            self._updates.left(name)
-            if self._revive is not None and self._tasks is not None:
-                self._reviving.add(name)
-                self._tasks.create_task(self._bring_back(name), name=f"bringing {name} back")
-        _log.warning("replica %s is lost: %s", name, reason)
-        self._tell()
-
-    async def _bring_back(self, name: str) -> None:
-        assert self._revive is not None
-        delay_s = self._restart_s
-        for _ in range(self._restarts):
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-            try:
-                life = _Life(await self._revive(name))
-                await self._load(life)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it costs one start, and not the pool
-                first_line, _, _ = str(error).partition("\n")
-                reason = self._lives[name].reason = f"it could not be made again: {first_line}"
-                _log.warning("replica %s: %s", name, reason, exc_info=not isinstance(error, InfrastructureError))
-                continue
-            self._lives[name] = life
-            self._listen_to(life)
-            self._weights().joined(name, holds=self._first_version)
-            return
-        self._reviving.discard(name)
-        self._tell()
-
-    def _serve(self, name: str, version: int) -> None:
-        self._lives[name].serving = True
-        if name in self._reviving:
-            self._reviving.discard(name)
-            _log.warning("replica %s is back, with weight version %d", name, version)
-        self._tell()
-
-    def _fence(self, name: str, reason: str) -> None:
-        self._lives[name].serving = False
-        self._lives[name].reason = reason
-        self._lives[name].take_back()
-        self._reviving.discard(name)
-        self._tell()
+            while instance.calls and replica.serves and not self._set.closing:
+                await self._set.changes.wait()
+            reserved = replica.serves and replica.instance is instance
+        finally:
+            if not reserved:
+                instance.reserved = False
+                self._set.changes.notify()
+        return reserved
 
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def publish(self, manifest: WeightManifest) -> Ended:
-        """Bring a published version into every serving replica; they go on generating meanwhile.
-
-        Every replica fetches and verifies it before the first one samples from it. One that fails is fenced: its
-        rollouts are done elsewhere, and it is sent the next version.
+        """Bring a version into every serving replica, while they generate; fence those that fail until the next one.
 
         Raises:
             WeightError: no replica is left that serves, and none is coming back.
             WeightVersionError: the version is not newer than the one served.
             EngineClosedError: the pool is closed, or closes meanwhile.
         """
-        updates = self._weights()
-        if self._closing.is_set():
-            raise self._closed() from self._failure
-        try:
-            ended = await updates.publish(manifest)
-        except EngineClosedError:
-            assert self._owner is not None, "there are updates once there is an owner"
-            await asyncio.wait([self._owner])  # it may have more to say
-            raise self._closed() from self._failure
-        if not self._reviving and not any(life.serving for life in self._lives.values()):
+        ended = await self._set.publish(manifest)
+        if not any(replica.serves or replica.health.coming_back for replica in self._replicas.values()):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
         return ended
 
-    async def _prepare(self, name: str, manifest: WeightManifest) -> None:
-        life = self._lives[name]
-        await self._ask(name, life, life.group.prepare_weights(manifest))
-
-    async def _commit(self, name: str, version: int) -> None:
-        life = self._lives[name]
-        await self._ask(name, life, life.group.commit_weights(version, self._kv_cache))
-
-    async def _ask(self, name: str, life: _Life, call: Any) -> None:
-        try:
-            await call.deadline(self._deadline_s)
-        except (WorkerDiedError, GroupClosedError, EngineError) as error:
-            self._bury(name, life, str(error))
-            raise
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+    # ----------------------------------------------------------------------------------------------- observation
 
     def explain(self) -> tuple[str, ...]:
-        """One sentence for every replica: whether it serves, what it does, and for how long."""
+        """Return one sentence for every replica: whether it serves, what it does, and for how long."""
         now_s = asyncio.get_running_loop().time()
-        sentences = []
-        for name, life in self._lives.items():
-            state = "serves" if life.serving else "is dead" if life.dead else "does not serve"
-            state += ", reserved for rollouts that others died under" if life.reserved else ""
-            if name in self._reviving:
-                state += " and is being made again"
-            longest_s = max((now_s - life.placed_s[call] for call in life.calls), default=0.0)
-            doing = f", {len(life.calls)} groups on it, the longest for {longest_s:.1f} s" if life.calls else ", idle"
-            sentences.append(f"replica {name} {state}{doing}")
-        return tuple(sentences)
-
-    # ------------------------------------------------------------------------------------------------ token counts
+        return tuple(replica.explain(now_s) for replica in self._replicas.values())
 
     async def token_counts(self, purpose: str = "train") -> TokenCounts:
-        """Add up the token meters of replicas, living and dead. Exact when nothing is being generated.
+        """Add up the token meters of instances, living and dead. Exact when nothing is being generated.
 
-        What was lost is what a replica delivered beyond its answers, where calls of it were taken back; no worker can
-        tell, because an answer may cross the taking back.
+        What was lost is what an instance delivered beyond its answers, if calls of it were requeued; no worker can
+        know, because an answer may cross the cancellation.
         """
         delivered = in_flight = lost = 0
-        for _, life, answer in await self._told():
-            if life.dead:  # after it had answered: counted below
+        answers = dict((await self._engine_statistics()).values())
+        living = {replica.instance for replica in self._replicas.values()}  # one may have died after it had answered
+        for instance in tuple(self._instances):
+            answered = instance.answered[purpose]
+            if instance in living and instance in answers:
+                counts = answers[instance]
+                delivered += counts["delivered"][purpose]
+                in_flight += counts["in_flight"][purpose]
+                if instance.requeued:
+                    lost += counts["delivered"][purpose] - counts["in_flight"][purpose] - answered
                 continue
-            delivered += answer["delivered"][purpose]
-            in_flight += answer["in_flight"][purpose]
-            if life.taken_back:
-                lost += answer["delivered"][purpose] - answer["in_flight"][purpose] - life.answered[purpose]
-        for life in tuple(self._past):
-            counted = life.answered[purpose]  # all that is known of the dead without a file
-            if life.meter is not None:
-                counted = await asyncio.to_thread(meter_tokens, life.meter, purpose)
+            counted = answered  # all that is known of a dead instance without a file
+            if instance.meter is not None:
+                counted = await asyncio.to_thread(meter_tokens, instance.meter, purpose)
             delivered += counted
-            lost += counted - life.answered[purpose]
+            lost += counted - answered
         return TokenCounts(delivered=delivered, in_flight=in_flight, lost=lost)
 
+    def times(self) -> dict[str, dict[str, float]]:
+        """Return by replica where the time of its episodes went (:class:`asyncrl.rollout.work.EpisodeTimes`)."""
+        found: dict[str, dict[str, float]] = {}
+        for each in self._instances:
+            before = found.get(each.name, {})
+            most = max(before.get("rows_most", 0.0), each.times.get("rows_most", 0.0))  # one followed the other
+            found[each.name] = sum_totals((before, each.times)) | {"rows_most": most}
+        return found
+
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Each living replica's :meth:`asyncrl.rollout.worker.RolloutWorker.engine_statistics`, by name."""
-        return {name: answer for name, _, answer in await self._told()}
+        """Return each living replica's :meth:`asyncrl.rollout.worker.RolloutWorker.engine_statistics`, by name."""
+        return {name: answer for name, (_, answer) in (await self._engine_statistics()).items()}
 
-    async def _told(self) -> list[tuple[str, _Life, dict[str, Any]]]:
-        """The statistics of those that live; one that is found dead is buried."""
+    async def _engine_statistics(self) -> dict[str, tuple[_WorkerGroup, dict[str, Any]]]:
+        """Return the statistics of living instances; this may find a replica dead."""
+        found = {}
 
-        async def ask(name: str, life: _Life) -> tuple[str, _Life, dict[str, Any]] | None:
+        async def ask(replica: WorkerGroupReplica, instance: _WorkerGroup) -> None:
             try:
-                return name, life, await life.group.engine_statistics()
-            except (WorkerDiedError, GroupClosedError, EngineError) as error:
-                self._bury(name, life, str(error))
-                return None
+                found[replica.name] = instance, await instance.group.engine_statistics()
+            except _LOST_INSTANCE as error:
+                replica.lost(instance, error)
 
-        asked = [ask(name, life) for name, life in self._lives.items() if not life.dead]
-        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        replicas = self._replicas.values()
+        await asyncio.gather(*(ask(each, each.instance) for each in replicas if each.instance is not None))
+        return found

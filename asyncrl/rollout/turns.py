@@ -1,13 +1,13 @@
-"""Turns of episodes under way: told to the ledger as they end, and taken up again where a run was killed.
+"""Turns of unfinished episodes: recorded in the ledger as they end, and continued after a run was killed.
 
-A rollout worker tells each turn when it has sampled it (:class:`TurnFeed`); whoever keeps the ledger asks for the new
-ones (:meth:`asyncrl.rollout.worker.RolloutWorker.turns`). A resumed run hands a prompt's recorded turns out with it.
-Its worker takes tokens, log-probs and versions from them instead of the engine, and shows them to the environment anew.
-As long as that answers as it did, the trajectory goes on, token for token; where it does not, it is begun again
-(:class:`Continuation` counts why).
+A rollout worker puts each turn into its :class:`TurnFeed` when it is sampled; the run fetches new turns with
+:meth:`asyncrl.rollout.worker.RolloutWorker.turns` and writes them to the ledger. A resumed run sends the recorded turns
+of a prompt along with it. The worker then takes tokens, log-probs and versions from them instead of the engine, and
+passes them to the environment anew. While the environment answers as recorded, the trajectory goes on, token for token;
+otherwise it is begun again, and :class:`Continuation` counts why.
 
-An episode that is begun again, after a failure of its environment or because that answered differently, begins another
-*chain* of turns. Turns are numbered through all chains of a row, and the last chain is the one that counts.
+An episode that is begun again begins another *chain* of turns. Turns are numbered through all chains of a row, and the
+last chain is the one that counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,39 +27,24 @@ from asyncrl.errors import CodecError
 from asyncrl.interfaces import FinishReason, Generation
 from asyncrl.ledger import SampledTurn
 
-__all__ = [
-    "Continuation",
-    "Continued",
-    "RowTurns",
-    "TurnFeed",
-    "TurnRecord",
-    "decode_turns",
-    "encode_turns",
-    "last_chains",
-    "sampled_turns",
-]
+_T = TypeVar("_T")
 
 
 class TurnRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A sampled turn, and what the model read before it. It begins as :class:`asyncrl.ledger.SampledTurn` does.
+    """A sampled turn, and what the model read before it. Its first fields are :class:`asyncrl.ledger.SampledTurn`'s.
 
     Attributes:
-        slot: number of the prompt.
-        attempt: at that prompt.
-        row: number of the rollout in its group.
-        turn: how many turns this row had sampled before, in all chains of this attempt.
-        tokens: sampled ones.
+        turn: number of the turn in this attempt at the row, counted through all chains.
         chain: how often the row was begun before.
         place: number of the turn in its chain.
         trial: how often its environment had failed; seeds depend on it.
-        heard: int32, little-endian: tokens since the turn before (prompt, or the environment's answer).
+        context: int32, little-endian: tokens since the turn before (prompt, or the environment's answer).
         token_ids: int32, little-endian: the sampled ones.
         log_probs: float32, little-endian, of these.
         spans: ``(version, end)`` of runs of one weight version among them, in order.
-        finish_reason: of the turn.
     """
 
-    slot: int
+    group_id: int
     attempt: int
     row: int
     turn: int
@@ -66,7 +52,7 @@ class TurnRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     chain: int
     place: int
     trial: int
-    heard: bytes
+    context: bytes
     token_ids: bytes
     log_probs: bytes
     spans: tuple[tuple[int, int], ...]
@@ -74,15 +60,13 @@ class TurnRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def newest_version(self) -> int:
-        """Highest version that sampled one of them; -1 without any."""
+        """Highest version that sampled one of the tokens; -1 without tokens."""
         return max((version for version, _end in self.spans), default=-1)
 
-    def heard_ids(self) -> tuple[int, ...]:
-        """Tokens the model read before the turn."""
-        return tuple(np.frombuffer(self.heard, dtype="<i4").tolist())
+    def context_ids(self) -> tuple[int, ...]:
+        return tuple(np.frombuffer(self.context, dtype="<i4").tolist())
 
     def generation(self) -> Generation:
-        """What the engine had answered."""
         versions: list[int] = []
         for version, end in self.spans:
             versions += [version] * (end - len(versions))
@@ -95,36 +79,36 @@ class TurnRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 def encode_turns(turns: Iterable[TurnRecord]) -> bytes:
-    """Turns as bytes."""
     return _ENCODER.encode(list(turns))
 
 
 def decode_turns(content: bytes) -> list[TurnRecord]:
-    """Counterpart of :func:`encode_turns`.
+    """Return the turns that :func:`encode_turns` wrote.
 
     Raises:
-        CodecError: these bytes are no turns.
+        CodecError: these bytes are not turns.
     """
-    try:
-        return _DECODER.decode(content)
-    except (UnicodeError, msgspec.MsgspecError) as error:
-        raise CodecError(f"not the turns of a rollout: {error}") from error
+    return _decode(_DECODER, content)
 
 
 def sampled_turns(content: bytes) -> tuple[SampledTurn, ...]:
-    """Which turns these bytes hold, without their tokens.
+    """Return which turns these bytes hold, without their tokens.
 
     Raises:
-        CodecError: these bytes are no turns.
+        CodecError: these bytes are not turns.
     """
+    return _decode(_HEADS, content)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], content: bytes) -> _T:
     try:
-        return _HEADS.decode(content)
+        return decoder.decode(content)
     except (UnicodeError, msgspec.MsgspecError) as error:
         raise CodecError(f"not the turns of a rollout: {error}") from error
 
 
 def last_chains(turns: Iterable[TurnRecord]) -> dict[int, list[TurnRecord]]:
-    """By row: the last chain of the newest attempt that has one, in order, as far as it has no gap."""
+    """Return by row the last chain of the newest attempt that has one, in order, as far as it has no gap."""
     found: dict[int, list[TurnRecord]] = {}
     for turn in sorted(turns, key=lambda each: (each.row, each.attempt, each.turn)):
         chain = found.setdefault(turn.row, [])
@@ -134,70 +118,70 @@ def last_chains(turns: Iterable[TurnRecord]) -> dict[int, list[TurnRecord]]:
     return {row: [turn for place, turn in enumerate(chain) if turn.place == place] for row, chain in found.items()}
 
 
-class _Sampled(msgspec.Struct, kw_only=True):
-    """A turn as it was sampled. Turns of a group that is complete by the time they are asked for are never encoded."""
+class _Position(NamedTuple):
+    """The place of a turn, as in :class:`TurnRecord`."""
 
-    slot: int
+    group_id: int
     attempt: int
     row: int
-    turn: int
-    chain: int
-    place: int
-    trial: int
-    heard: Sequence[int]
+    turn: int = 0
+    chain: int = -1
+    place: int = 0
+    trial: int = 0
+
+
+@dataclass(slots=True)
+class _SampledTurn:
+    """A turn as it was sampled. Turns of a group that is complete when they are fetched are never encoded."""
+
+    position: _Position
+    context: Sequence[int]
     generation: Generation
 
     def record(self) -> TurnRecord:
-        told = self.generation
-        ends: list[tuple[int, int]] = []
+        generation = self.generation
+        spans: list[tuple[int, int]] = []
         end = 0
-        for version, run in groupby(told.weight_versions):
+        for version, run in groupby(generation.weight_versions):
             end += sum(1 for _ in run)
-            ends.append((version, end))
+            spans.append((version, end))
+        tokens = len(generation.token_ids)
         return TurnRecord(
-            slot=self.slot,
-            attempt=self.attempt,
-            row=self.row,
-            turn=self.turn,
-            tokens=len(told.token_ids),
-            chain=self.chain,
-            place=self.place,
-            trial=self.trial,
-            heard=struct.pack(f"<{len(self.heard)}i", *self.heard),
-            token_ids=struct.pack(f"<{len(told.token_ids)}i", *told.token_ids),
-            log_probs=struct.pack(f"<{len(told.log_probs)}f", *told.log_probs),
-            spans=tuple(ends),
-            finish_reason=told.finish_reason,
+            **self.position._asdict(),
+            tokens=tokens,
+            context=struct.pack(f"<{len(self.context)}i", *self.context),
+            token_ids=struct.pack(f"<{tokens}i", *generation.token_ids),
+            log_probs=struct.pack(f"<{tokens}f", *generation.log_probs),
+            spans=tuple(spans),
+            finish_reason=generation.finish_reason,
         )
 
 
 class TurnFeed:
-    """New turns of this worker, until somebody asks for them.
-
-    Args:
-        gather_s: how long turns are gathered after the first, so that many travel together.
-    """
+    """New turns of a worker, until they are fetched; gathered for ``gather_s`` after the first, to travel together."""
 
     def __init__(self, *, gather_s: float) -> None:
         self._gather_s = gather_s
-        self._turns: dict[tuple[int, int], list[_Sampled]] = {}  # by slot and attempt
-        self._some = asyncio.Event()
+        self._turns: dict[tuple[int, int], list[_SampledTurn]] = {}  # by group_id and attempt
+        self._added = asyncio.Event()
 
-    def tell(self, turn: _Sampled) -> None:
-        """A turn has ended."""
-        self._turns.setdefault((turn.slot, turn.attempt), []).append(turn)
-        self._some.set()
+    def add(self, turn: _SampledTurn) -> None:
+        self._turns.setdefault((turn.position.group_id, turn.position.attempt), []).append(turn)
+        self._added.set()
 
-    def forget(self, slot: int, attempt: int) -> None:
-        """The group is complete: its rows tell its turns."""
-        self._turns.pop((slot, attempt), None)
+    def forget(self, group_id: int, attempt: int) -> None:
+        """Drop the turns of a group that is complete: its rows contain them."""
+        self._turns.pop((group_id, attempt), None)
 
     async def drain(self) -> bytes:
-        """Wait for turns; those that were told since the last time, in order within their group, encoded."""
-        while not self._turns:
-            self._some.clear()
-            await self._some.wait()
+        """Wait for turns; return those since the last call, in order within their group, encoded."""
+        gathered = False
+        while not (self._turns and gathered):  # their groups may have become complete meanwhile
+            if not self._turns:
+                self._added.clear()
+                await self._added.wait()
             await asyncio.sleep(self._gather_s)
+            gathered = True
         groups, self._turns = self._turns, {}
         return encode_turns(turn.record() for turns in groups.values() for turn in turns)
 
@@ -206,10 +190,8 @@ class TurnFeed:
 class Continued:
     """What became of the recorded turns of a group.
 
-    Attributes:
-        rows: trajectories that went on from them.
-        tokens: sampled tokens of theirs that are part of these.
-        restarted: trajectories that were begun again instead, by reason.
+    ``rows`` trajectories were continued from them, which hold ``tokens`` recorded tokens; others were ``restarted``, by
+    reason.
     """
 
     rows: int = 0
@@ -218,7 +200,7 @@ class Continued:
 
 
 class Continuation:
-    """Recorded turns on their way back into episodes, and the count of what became of them."""
+    """Recorded turns that the episodes of a group are continued from, and what became of them."""
 
     def __init__(self, content: bytes = b"") -> None:
         self._chains = last_chains(decode_turns(content)) if content else {}
@@ -226,62 +208,39 @@ class Continuation:
         self._restarted: Counter[str] = Counter()
 
     def of_row(self, row: int) -> Sequence[TurnRecord]:
-        """Recorded turns of a row; none as a rule."""
         return self._chains.get(row, ())
 
-    def went_on(self, row: int, *, tokens: int) -> None:
-        """The trajectory of the row has these recorded tokens in it, if there are any."""
+    def continued(self, row: int, *, tokens: int) -> None:
+        """Count the recorded tokens in the finished trajectory of a row."""
         if tokens:
             self._tokens[row] = tokens
 
     def restarted(self, why: str) -> None:
-        """A row was begun again without them."""
+        """Count a row that was begun again without recorded turns."""
         self._restarted[why] += 1
 
     def outcome(self) -> Continued:
-        """What became of them, when the group is done."""
         return Continued(rows=len(self._tokens), tokens=sum(self._tokens.values()), restarted=dict(self._restarted))
 
 
-class RowTurns:
-    """Writes down the turns of one row of one attempt, chain by chain.
+class TurnRecorder:
+    """Records the turns of one row of one attempt, chain by chain, into ``feed``; None where turns are not recorded."""
 
-    Args:
-        feed: told of every turn; None where nobody keeps them.
-        slot: number of the prompt.
-        attempt: at it.
-        row: number in its group.
-    """
-
-    def __init__(self, feed: TurnFeed | None, *, slot: int, attempt: int, row: int) -> None:
+    def __init__(self, feed: TurnFeed | None, *, group_id: int, attempt: int, row: int) -> None:
+        self.row = row
         self._feed = feed
-        self._slot, self._attempt, self._row = slot, attempt, row
-        self._turn, self._chain, self._place, self._trial = 0, -1, 0, 0
+        self._position = _Position(group_id=group_id, attempt=attempt, row=row)
 
     def begin(self, *, trial: int) -> None:
-        """The episode begins, for the first time or again."""
-        self._chain += 1
-        self._place, self._trial = 0, trial
+        """Begin a chain of turns, for an episode that begins, for the first time or again."""
+        self._position = self._position._replace(chain=self._position.chain + 1, place=0, trial=trial)
 
-    def sampled(self, heard: Sequence[int], generation: Generation) -> None:
-        """A turn has ended."""
+    def sampled(self, context: Sequence[int], generation: Generation) -> None:
         if self._feed is None:
             return
-        self._feed.tell(
-            _Sampled(
-                slot=self._slot,
-                attempt=self._attempt,
-                row=self._row,
-                turn=self._turn,
-                chain=self._chain,
-                place=self._place,
-                trial=self._trial,
-                heard=heard,
-                generation=generation,
-            )
-        )
-        self._turn += 1
-        self._place += 1
+        position = self._position
+        self._feed.add(_SampledTurn(position, context, generation))
+        self._position = position._replace(turn=position.turn + 1, place=position.place + 1)
 
 
 _ENCODER = msgspec.msgpack.Encoder()

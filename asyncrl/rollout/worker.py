@@ -1,62 +1,177 @@
-"""A rollout replica as a worker: an engine, the environments its agents act in, and the weights that arrive."""
+"""The rollout worker: an engine, the environments that its episodes run in, and the weights that arrive.
+
+Its :class:`TokenMeter` counts tokens where they come out of the engine, whatever becomes of them afterwards. It may
+keep the counts in a file that is mapped into memory: they outlive the process that counts, however it ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import mmap
+import os
+import secrets
+import struct
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.chat import ChatRenderer, load_renderer
-from asyncrl.agents.episode import Diverged, run_episode
 from asyncrl.data import DataProto
 from asyncrl.errors import EnvironmentFailure, RequestAbortedError
+from asyncrl.foreign import Failures
 from asyncrl.interfaces import (
-    Closable,
+    ClosableFactory,
     EnvironmentFactory,
+    EnvironmentReplay,
+    GenerationChunk,
+    GenerationRequest,
     KVCachePolicy,
-    PauseMode,
     RolloutEngine,
     SamplingParams,
     Task,
+    TokenGenerator,
 )
-from asyncrl.parts import load_part, make_part
-from asyncrl.rollout.metering import MeteredEngine, TokenMeter
-from asyncrl.rollout.prompts import derive_seed
-from asyncrl.rollout.record import encode_rows
-from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory, trajectories_to_batch
-from asyncrl.rollout.turns import Continuation, RowTurns, TurnFeed
-from asyncrl.rollout.weight_fetch import fetch_into
+from asyncrl.plugins import Part, load_part, make_part
+from asyncrl.rollout.chat import ChatRenderer, load_renderer
+from asyncrl.rollout.episode import Diverged, run_episode
+from asyncrl.rollout.replica import fetch_into
+from asyncrl.rollout.trajectory import (
+    REWARD_PARTS,
+    Trajectory,
+    check_seeds,
+    derive_seed,
+    encode_rows,
+    trajectories_to_batch,
+)
+from asyncrl.rollout.turns import Continuation, TurnFeed, TurnRecorder
+from asyncrl.rollout.work import EpisodeTimes
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
-from asyncrl.weights.manifest import WeightManifest
-from asyncrl.weights.transport import TransportSpec
+from asyncrl.weights import TransportSpec, WeightManifest
 
-__all__ = ["EpisodeLimits", "RolloutSpec", "RolloutWorker"]
+_log = logging.getLogger(__name__)
+
+_PURPOSES = ("train", "eval", "baseline")
+_COUNTS = struct.Struct("<qqq")
+
+
+@dataclass(slots=True, eq=False)
+class TokenAccount:
+    """``tokens`` that the engine delivered; of them ``wasted`` in episodes that failed, by the episodes' own count."""
+
+    purpose: str
+    tokens: int = 0
+    wasted: int = 0
+
+
+class TokenMeter:
+    """Tokens delivered by an engine, by purpose, and how many of them belong to unfinished work.
+
+    Tokens trained on, dropped and in flight must add up to ``delivered``: the meter is the independent side of that
+    equation. Counts are also kept in a file of its own in ``folder``, if given.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.path: Path | None = None
+        self._file: mmap.mmap | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.tokens"
+            with self.path.open("x+b") as file:
+                file.write(bytes(_COUNTS.size))
+                file.flush()
+                self._file = mmap.mmap(file.fileno(), _COUNTS.size)
+        self._delivered: Counter[str] = Counter()
+        self._accounts: set[TokenAccount] = set()
+
+    @contextmanager
+    def account(self, purpose: str) -> Iterator[TokenAccount]:
+        """Open an account for one piece of work; its tokens are in flight until the block ends."""
+        account = TokenAccount(purpose)
+        self._accounts.add(account)
+        try:
+            yield account
+        finally:
+            self._accounts.remove(account)
+
+    def count(self, account: TokenAccount, tokens: int) -> None:
+        account.tokens += tokens
+        self._delivered[account.purpose] += tokens
+        if self._file is not None:
+            _COUNTS.pack_into(self._file, 0, *(self._delivered[purpose] for purpose in _PURPOSES))
+
+    def delivered(self, purpose: str) -> int:
+        return self._delivered[purpose]
+
+    def in_flight(self, purpose: str) -> int:
+        """Return the tokens delivered to accounts of this purpose that are still open."""
+        return sum(account.tokens for account in self._accounts if account.purpose == purpose)
+
+
+def meter_tokens(file: Path, purpose: str) -> int:
+    """Return the tokens that the meter with this file has counted; its process may have ended."""
+    return int(_COUNTS.unpack(file.read_bytes())[_PURPOSES.index(purpose)])
+
+
+def metered_tokens(folder: Path, purpose: str) -> int:
+    """Return the tokens that all meters with a file in ``folder`` have counted. Damaged files count as none."""
+    tokens = 0
+    for file in folder.glob("*.tokens"):
+        try:
+            tokens += meter_tokens(file, purpose)
+        except (OSError, struct.error):
+            _log.warning("%s is damaged: the tokens that it counted are not known", file)
+    return tokens
+
+
+class MeteredEngine:
+    """A :class:`~asyncrl.interfaces.TokenGenerator` over an engine, counted into one account and into ``times``."""
+
+    def __init__(
+        self, engine: TokenGenerator, meter: TokenMeter, account: TokenAccount, times: EpisodeTimes | None = None
+    ) -> None:
+        self._engine = engine
+        self._meter = meter
+        self._account = account
+        self._times = times or EpisodeTimes()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        stream = self._engine.generate(request)
+        with self._times.request() as tokens:
+            try:
+                async for chunk in stream:
+                    self._meter.count(self._account, len(chunk.token_ids))
+                    tokens.append(len(chunk.token_ids))
+                    yield chunk
+            finally:
+                if (aclose := getattr(stream, "aclose", None)) is not None:
+                    await aclose()
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._engine.abort(request_id)
+
 
 GREEDY_PURPOSES = ("eval", "baseline")
-"""What is rolled out greedily: held-out tasks, and the answer that a policy's samples are compared with."""
+"""Purposes whose rollouts are greedy: held-out tasks, and the answer that a policy's samples are compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     """What bounds one episode.
 
-        >>> EpisodeLimits(max_turns=4, max_tokens=2048, deadline_s=10.0).max_attempts
-        3
-
     Attributes:
         max_turns: assistant turns.
-        max_tokens: tokens of the whole trajectory, prompt and environment included.
+        max_seq_len: tokens of the whole trajectory, prompt and environment included.
         deadline_s: seconds for each call of the environment.
         latency_s: seconds added to each step of the environment (a simulated slow tool).
         max_attempts: how often an episode is tried when its environment fails.
     """
 
     max_turns: int
-    max_tokens: int
+    max_seq_len: int
     deadline_s: float = 60.0
     latency_s: float = 0.0
     max_attempts: int = 3
@@ -64,13 +179,13 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """Everything a replica is made from; picklable. Part names are entry points or dotted paths.
+    """Everything a rollout worker is made from; picklable. Part names are entry points or dotted paths.
 
         >>> spec = RolloutSpec(
         ...     engine="asyncrl.testing:EchoEngine",  # repeats its prompt
         ...     environment="asyncrl.testing:EchoFactory",  # poses {"word": ...}, and {"turns": ...} of them
         ...     transport=TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="run-1"),
-        ...     limits=EpisodeLimits(max_turns=2, max_tokens=64),
+        ...     limits=EpisodeLimits(max_turns=2, max_seq_len=64),
         ...     sampling=SamplingParams(max_new_tokens=16),
         ...     gather_s=0.0,
         ... )
@@ -80,19 +195,17 @@ class RolloutSpec:
     Attributes:
         engine: of ``asyncrl.rollout_engines``.
         environment: of ``asyncrl.environments``.
-        transport: the pullers' end of the weights' way.
-        limits: of each episode.
-        sampling: of each turn, unless the rows that ask for rollouts say otherwise.
-        engine_given: the engine's keyword arguments that the run decides.
-        engine_options: those that the user does.
-        environment_options: the environment's keyword arguments.
-        chat: options of :func:`asyncrl.agents.chat.load_renderer`.
+        sampling: of each turn, unless the prompt rows replace fields of it.
+        engine_given: the engine's keyword arguments that the run sets.
+        engine_options: those that the user sets.
+        chat: options of :func:`asyncrl.rollout.chat.load_renderer`.
         meter_folder: where token counts are kept so that they outlive the process; None for nowhere.
         gather_s: seconds for which turns that are to be recorded are gathered.
+        seed: of the run, which the seeds of rows to train on must follow from; None does not check them.
     """
 
-    engine: str
-    environment: str
+    engine: Part
+    environment: Part
     transport: TransportSpec
     limits: EpisodeLimits
     sampling: SamplingParams
@@ -102,32 +215,33 @@ class RolloutSpec:
     chat: Mapping[str, Any] = field(default_factory=dict)
     meter_folder: Path | None = None
     gather_s: float = 0.2
+    seed: int | None = None
 
 
 class RolloutWorker(Worker):
     """Runs episodes on its engine. Everything is ``async``: rollouts, weights and statistics share one event loop.
 
+    With the ``spec`` of :class:`RolloutSpec` and the folder of a ``model``:
+
         >>> worker = RolloutWorker(spec)
         >>> _ = asyncio.run(worker.start(model, weight_version=3))
-        >>> asked = prompt_rows([{"word": "word0"}] * 2, slot=7, seeds=[1, 2], purpose="train")
+        >>> asked = prompt_rows([{"word": "word0"}] * 2, group_id=7, seeds=[1, 2], purpose="train")
         >>> rows = asyncio.run(worker.rollout(asked))
         >>> rows.batch["weight_versions"][0].tolist()  # the prompt's five tokens, and the four that were sampled
         [-1, -1, -1, -1, -1, 3, 3, 3, 3]
         >>> asyncio.run(worker.aclose())
 
-    The examples of the methods have the same ``spec``, that of :class:`RolloutSpec`, and the same ``model``, a folder.
-
-    Args:
-        spec: what the replica is made from.
-
     Raises:
         ConfigError: there is no such environment or transport, or it has no such option.
+        EngineError: from every method that uses the engine: it is closed or gone.
+        RuntimeError: from every method that uses the engine: :meth:`start` was not called.
     """
 
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
         self._spec = spec
         self._meter = TokenMeter(spec.meter_folder)
+        self._times = EpisodeTimes()
         self._turns = TurnFeed(gather_s=spec.gather_s)
         self._engine: RolloutEngine | None = None
         self._renderer: ChatRenderer | None = None
@@ -138,17 +252,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def start(self, model_path: str, weight_version: int) -> float:
-        """Load the model and begin to serve ``weight_version``. Returns the seconds it took.
-
-            >>> worker = RolloutWorker(spec)
-            >>> asyncio.run(worker.start(model, weight_version=3)) >= 0
-            True
-            >>> asyncio.run(worker.engine_statistics())["engine"]["weight_version"]
-            3
-
-        Args:
-            model_path: as the engine takes it; its tokenizer has a chat template.
-            weight_version: version of these weights.
+        """Load a model with a chat template, and serve it as ``weight_version``. Return the seconds it took.
 
         Raises:
             ConfigError: there is no such engine, it has no such option, or the chat template cannot be used.
@@ -159,7 +263,7 @@ class RolloutWorker(Worker):
         spec = self._spec
         given = {"weight_version": weight_version, **spec.engine_given}
         part = load_part("asyncrl.rollout_engines", spec.engine, path="rollout.engine")
-        if "transport" in signature(part).parameters:  # it fetches weights itself
+        if part.pulls_weights:
             given["transport"] = spec.transport
         engine: RolloutEngine = make_part(
             "asyncrl.rollout_engines",
@@ -175,20 +279,13 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def rollout(self, prompts: DataProto) -> DataProto:
-        """Run one episode per row (:func:`asyncrl.rollout.prompts.prompt_rows`), all at once.
+        """Run one episode per row (:func:`asyncrl.rollout.trajectory.prompt_rows`), all at once.
 
-        Returns the trajectory columns [B] of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
-        group's summary. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says.
-
-            >>> worker = RolloutWorker(spec)
-            >>> _ = asyncio.run(worker.start(model, weight_version=3))
-            >>> asked = prompt_rows([{"word": "word0"}] * 2, slot=7, seeds=[1, 2], purpose="train")
-            >>> summary = asyncio.run(worker.rollout(asked)).meta_info["summary"]
-            >>> summary["slot"], summary["lengths"], summary["version_tokens"]
-            (7, (4, 4), {3: 8})
+        Return the trajectory columns [B] of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
+        group's summary and, by cause, the ``failures`` of attempts. With a ``purpose`` of ``eval`` or ``baseline`` they
+        are greedy, or as ``sampling`` says.
 
         Raises:
-            RuntimeError: the worker was not started.
             EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
                 sampled for the group, finished episodes included.
         """
@@ -196,26 +293,30 @@ class RolloutWorker(Worker):
         purpose: str = prompts.meta_info["purpose"]
         tasks: list[Task] = list(prompts.non_tensor_batch["task"])
         seeds = [int(seed) for seed in prompts.batch["seed"]]
-        slot = int(prompts.batch["slot"][0])
+        group_id = int(prompts.batch["group_id"][0])
+        if purpose == "train" and self._spec.seed is not None:
+            check_seeds(seeds, run_seed=self._spec.seed, purpose=purpose, group_id=group_id)
         sampling = self._sampling(purpose, prompts.meta_info.get("sampling", {}))
         attempt: int | None = prompts.meta_info.get("attempt")
         continuation = Continuation(prompts.meta_info.get("turns", b""))
+        failures = Failures()
         feed = self._turns if attempt is not None else None
         with self._meter.account(purpose) as account:
-            engine = MeteredEngine(self._running_engine(), self._meter, account)
+            engine = MeteredEngine(self._running_engine(), self._meter, account, self._times)
             try:
                 async with asyncio.TaskGroup() as episodes:
                     running = [
                         episodes.create_task(
                             self._episode(
                                 engine,
+                                account,
                                 task,
                                 sampling,
-                                f"{purpose}-{slot}-{row}",
+                                f"{purpose}-{group_id}-{row}",
                                 seed,
-                                row=row,
-                                turns=RowTurns(feed, slot=slot, attempt=attempt or 0, row=row),
+                                turns=TurnRecorder(feed, group_id=group_id, attempt=attempt or 0, row=row),
                                 continuation=continuation,
+                                failures=failures,
                             ),
                             name=f"row {row}",
                         )
@@ -225,14 +326,16 @@ class RolloutWorker(Worker):
                 failure = _first_failure(group)
                 if isinstance(failure, EnvironmentFailure | RequestAbortedError):
                     failure.tokens_generated = account.tokens
-                raise failure from None
+                if isinstance(failure, EnvironmentFailure):
+                    failure.causes = failures
+                raise failure from failure.__cause__
         trajectories = [task.result() for task in running]
-        batch = trajectories_to_batch(trajectories, slot=slot)
+        batch = trajectories_to_batch(trajectories, group_id=group_id)
         continued = continuation.outcome()
-        wasted = account.tokens + continued.tokens - batch.meta_info["summary"]["tokens"]
-        batch.meta_info |= {"wasted_tokens": wasted, "continued": asdict(continued)}
+        batch.meta_info |= {"wasted_tokens": account.wasted, "continued": asdict(continued), "failures": dict(failures)}
+        batch.meta_info["times"] = dict(self._times.totals)
         if attempt is not None:
-            self._turns.forget(slot, attempt)
+            self._turns.forget(group_id, attempt)
         if prompts.meta_info.get("record"):
             batch.meta_info["record"] = encode_rows(trajectories)
         if prompts.meta_info.get("sample"):
@@ -248,48 +351,54 @@ class RolloutWorker(Worker):
     async def _episode(
         self,
         engine: MeteredEngine,
+        account: TokenAccount,
         task: Task,
         sampling: SamplingParams,
         name: str,
         seed: int,
         *,
-        row: int,
-        turns: RowTurns,
+        turns: TurnRecorder,
         continuation: Continuation,
+        failures: Failures,
     ) -> Trajectory:
         assert self._renderer is not None
         limits = self._spec.limits
-        recorded = continuation.of_row(row)
+        recorded = continuation.of_row(turns.row)
         trial = recorded[0].trial if recorded else 0
         while True:
             environment = self._environments.make()
-            if recorded and not getattr(environment, "replayable", True):
+            if recorded and isinstance(environment, EnvironmentReplay) and not environment.replayable:
                 continuation.restarted("the environment cannot be shown its turns again")
                 recorded, trial = (), 0
             turns.begin(trial=trial)
             try:
-                trajectory = await run_episode(
-                    engine,
-                    environment,
-                    self._renderer,
-                    task,
-                    sampling=sampling,
-                    max_turns=limits.max_turns,
-                    max_tokens=limits.max_tokens,
-                    deadline_s=limits.deadline_s,
-                    latency_s=limits.latency_s,
-                    request_prefix=f"{name}-{trial}",
-                    seed=derive_seed(seed, trial),
-                    turns=turns,
-                    recorded=recorded,
-                )
+                with self._times.episode(trained=account.purpose == "train"):
+                    trajectory = await run_episode(
+                        engine,
+                        environment,
+                        self._renderer,
+                        task,
+                        sampling=sampling,
+                        max_turns=limits.max_turns,
+                        max_seq_len=limits.max_seq_len,
+                        deadline_s=limits.deadline_s,
+                        latency_s=limits.latency_s,
+                        request_prefix=f"{name}-{trial}",
+                        seed=derive_seed(seed, trial),
+                        times=self._times,
+                        turns=turns,
+                        recorded=recorded,
+                    )
                 used = recorded[: len(trajectory.turns)]
-                continuation.went_on(row, tokens=sum(turn.tokens for turn in used))
+                continuation.continued(turns.row, tokens=sum(turn.tokens for turn in used))
                 return trajectory
             except Diverged as divergence:
                 continuation.restarted(str(divergence))
                 recorded, trial = (), 0
-            except EnvironmentFailure:
+            except EnvironmentFailure as failure:
+                # Recorded turns come first; only what follows them was sampled now.
+                failures.add(failure)
+                account.wasted += max(failure.tokens_generated - sum(turn.tokens for turn in recorded), 0)
                 if recorded:
                     continuation.restarted("the environment failed")
                 trial, recorded = trial + 1, ()
@@ -309,35 +418,15 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def turns(self) -> bytes:
-        """Wait for turns that ended in rollouts with an ``attempt``; those since the last call, encoded.
-
-        >>> async def first_turns():
-        ...     worker = RolloutWorker(spec)
-        ...     await worker.start(model, weight_version=3)
-        ...     asked = prompt_rows([{"word": "word0", "turns": 2}], slot=7, seeds=[1], purpose="train", attempt=0)
-        ...     async with asyncio.TaskGroup() as tasks:
-        ...         rollout = tasks.create_task(worker.rollout(asked))
-        ...         return sampled_turns(await worker.turns())  # while the second one is being sampled
-        >>> asyncio.run(first_turns())
-        (SampledTurn(slot=7, attempt=0, row=0, turn=0, tokens=4),)
-        """
+        """Wait for turns that ended in rollouts with an ``attempt``; return those since the last call, encoded."""
         return await self._turns.drain()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def prepare_weights(self, manifest: WeightManifest) -> float:
-        """First phase: fetch, verify and shadow the weights. Returns the seconds it took.
-
-            >>> worker = RolloutWorker(spec)
-            >>> _ = asyncio.run(worker.start(model, weight_version=3))
-            >>> manifest = spec.transport.make().publish((), version=4)
-            >>> _ = asyncio.run(worker.prepare_weights(manifest))
-            >>> asyncio.run(worker.engine_statistics())["engine"]["weight_version"]  # not committed yet
-            3
+        """Fetch, verify and shadow the weights. Return the seconds it took.
 
         Raises:
-            WeightError: the bytes are not there, or not the manifest's, or not the model's. The old weights stay.
-            EngineError: the engine is closed or gone.
-            RuntimeError: the worker was not started.
+            WeightError: the bytes are missing, or not the manifest's, or not the model's. The old weights stay.
         """
         started = time.monotonic()
         await fetch_into(self._running_engine(), manifest, transport=self._transport)
@@ -345,89 +434,30 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> float:
-        """Second phase: sample under ``version`` from the next token on. Returns the seconds it took.
-
-            >>> worker = RolloutWorker(spec)
-            >>> _ = asyncio.run(worker.start(model, weight_version=3))
-            >>> _ = asyncio.run(worker.prepare_weights(spec.transport.make().publish((), version=4)))
-            >>> _ = asyncio.run(worker.commit_weights(4))
-            >>> asyncio.run(worker.engine_statistics())["engine"]["weight_version"]
-            4
+        """Sample under ``version`` from the next token on. Return the seconds it took.
 
         Raises:
             WeightVersionError: ``version`` is not the prepared one.
-            EngineError: the engine is closed or gone.
-            RuntimeError: the worker was not started.
         """
         started = time.monotonic()
         await self._running_engine().commit_weights(version, kv_cache=kv_cache)
         return time.monotonic() - started
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop decoding; ``mode`` is that of :meth:`asyncrl.interfaces.RolloutEngine.pause`.
-
-            >>> worker = RolloutWorker(spec)
-            >>> _ = asyncio.run(worker.start(model, weight_version=3))
-            >>> asyncio.run(worker.pause())
-            >>> asyncio.run(worker.engine_statistics())["engine"]["paused"]
-            True
-
-        Raises:
-            EngineError: the engine is closed or gone.
-            RuntimeError: the worker was not started.
-        """
-        await self._running_engine().pause(mode)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def resume(self) -> None:
-        """Go on decoding.
-
-            >>> worker = RolloutWorker(spec)
-            >>> _ = asyncio.run(worker.start(model, weight_version=3))
-            >>> asyncio.run(worker.pause())
-            >>> asyncio.run(worker.resume())
-            >>> asyncio.run(worker.engine_statistics())["engine"]["paused"]
-            False
-
-        Raises:
-            EngineError: the engine is closed or gone.
-            RuntimeError: the worker was not started.
-        """
-        await self._running_engine().resume()
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def engine_statistics(self) -> dict[str, Any]:
-        """The engine's statistics, tokens delivered and in flight by purpose, and the file that outlives this.
-
-            >>> worker = RolloutWorker(spec)
-            >>> _ = asyncio.run(worker.start(model, weight_version=3))
-            >>> asked = prompt_rows([{"word": "word0"}], slot=0, seeds=[1], purpose="eval")
-            >>> rows = asyncio.run(worker.rollout(asked))
-            >>> asyncio.run(worker.engine_statistics())["delivered"]
-            {'train': 0, 'eval': 4, 'baseline': 0}
-
-        Raises:
-            RuntimeError: the worker was not started.
-        """
+        """Return the engine's statistics, token counts by purpose, and the file of the token meter."""
         return {
             "engine": asdict(self._running_engine().statistics()),
             "meter": str(self._meter.path or ""),
-            "delivered": {purpose: self._meter.delivered(purpose) for purpose in ("train", *GREEDY_PURPOSES)},
-            "in_flight": {purpose: self._meter.in_flight(purpose) for purpose in ("train", *GREEDY_PURPOSES)},
+            "delivered": {purpose: self._meter.delivered(purpose) for purpose in _PURPOSES},
+            "in_flight": {purpose: self._meter.in_flight(purpose) for purpose in _PURPOSES},
         }
 
     async def aclose(self) -> None:
-        """Close the engine and forget the weights.
-
-        >>> worker = RolloutWorker(spec)
-        >>> _ = asyncio.run(worker.start(model, weight_version=3))
-        >>> asyncio.run(worker.aclose())
-        """
         if self._engine is not None:
             await self._engine.close()
         self._transport.close()
-        if isinstance(self._environments, Closable):
+        if isinstance(self._environments, ClosableFactory):
             await self._environments.aclose()
 
     def _running_engine(self) -> RolloutEngine:

@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI, Anthropic and token-native routes over a pool of replicas; sessions, capture, control.
+"""An HTTP server over a pool of replicas: OpenAI's, Anthropic's and its own API, sessions, a control plane.
 
 The package is also the function :func:`asyncrl.serve.serving.serve`, so that a notebook can say
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class _CallableModule(ModuleType):
-    """``asyncrl.serve`` names a package and what it is for."""
+    """Makes the package callable."""
 
     def __call__(self, model: str, *arguments: Any, **options: Any) -> ServedModel:
-        """As :func:`asyncrl.serve.serving.serve`."""
+        """Like :func:`asyncrl.serve.serving.serve`."""
         from asyncrl.serve.serving import serve
 
         return serve(model, *arguments, **options)

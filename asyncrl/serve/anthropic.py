@@ -1,101 +1,236 @@
-"""Anthropic's dialect: /v1/messages."""
+"""Anthropic's API: /v1/messages and its count_tokens. Its schema as far as it is served, then the handlers."""
 
 from __future__ import annotations
 
 import json
 from contextlib import aclosing
-from typing import Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from aiohttp import web
+from msgspec import Meta, Struct
 
 from asyncrl.interfaces import Message, Tool
-from asyncrl.serve.anthropic_schema import (
-    AnswerBlock,
-    AnthropicUsage,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    CountTokensRequest,
-    InputDelta,
-    InputMessage,
-    MessageAnswer,
-    MessageDelta,
-    MessageEvent,
-    MessagesRequest,
-    MessageStart,
-    MessageStop,
-    StopDelta,
-    TextBlock,
-    TextDelta,
-    TokenCount,
-    ToolResultBlock,
-    ToolUseBlock,
-)
 from asyncrl.serve.call import Call, EventStream
-from asyncrl.serve.chat_turn import ChatTurn, rendered
-from asyncrl.serve.choice import Choice, ReadTurn
-from asyncrl.serve.failure import Refusal
-from asyncrl.serve.grammar import Form, chat_form
-from asyncrl.serve.model_text import ModelText
-from asyncrl.serve.sampling import sampling_params
+from asyncrl.serve.chat import ChatTurn, Form, Rendering, chat_form, render_prompt, tool_use
+from asyncrl.serve.errors import APIError
+from asyncrl.serve.limits import Count, Ignored, Probability, SamplingFields, Temperature, Text, TopK, sampling_params
+from asyncrl.serve.text import Choice, ModelText, ParsedTurn
 
-__all__ = ["count_tokens", "messages"]
+ToolSchema: TypeAlias = dict[str, Any]  # Any: a JSON schema
 
+
+class TextBlock(Struct, tag="text", tag_field="type"):
+    text: str
+
+
+class ToolUseBlock(Struct, tag="tool_use", tag_field="type", kw_only=True):
+    id: str
+    name: Text
+    input: dict[str, Any]  # Any: what the tool takes
+
+
+class ToolResultBlock(Struct, tag="tool_result", tag_field="type", kw_only=True):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Struct, tag="thinking", tag_field="type"):
+    """Reasoning of an earlier turn, which is not shown to the model."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(Struct, tag="redacted_thinking", tag_field="type"):
+    data: str
+
+
+Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+class InputMessage(Struct):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class ToolParam(Struct, kw_only=True):
+    name: Text
+    input_schema: ToolSchema
+    description: str | None = None
+
+
+class ToolChoice(Struct, kw_only=True):
+    """``any`` and ``tool`` (which has a ``name``) restrict what is sampled to calls."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct):
+    """Only ``disabled``: a model's reasoning is part of its text."""
+
+    type: Literal["disabled"]
+
+
+class OutputFormat(Struct, kw_only=True):
+    """Restricts what is sampled to JSON of ``schema``."""
+
+    schema: ToolSchema
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(Struct, kw_only=True):
+    format: OutputFormat | None = None
+
+
+class _Conversation(Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    betas: Ignored = None
+    cache_control: Ignored = None
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+
+class MessagesRequest(_Conversation, kw_only=True):
+    max_tokens: Count
+    stop_sequences: list[Text] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    stream: bool | None = None
+
+
+class CountTokensRequest(_Conversation, kw_only=True):
+    """The fields of a conversation alone."""
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
+class AnthropicUsage(Struct, kw_only=True):
+    input_tokens: int
+    output_tokens: int
+
+
+AnswerBlock: TypeAlias = TextBlock | ToolUseBlock
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"]
 
 
+class MessageAnswer(Struct, tag="message", tag_field="type", kw_only=True):
+    id: str
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    role: Literal["assistant"] = "assistant"
+
+
+class MessageStart(Struct, tag="message_start", tag_field="type"):
+    message: MessageAnswer
+
+
+class BlockStart(Struct, tag="content_block_start", tag_field="type"):
+    index: int
+    content_block: AnswerBlock
+
+
+class TextDelta(Struct, tag="text_delta", tag_field="type"):
+    text: str
+
+
+class InputDelta(Struct, tag="input_json_delta", tag_field="type"):
+    partial_json: str
+
+
+class BlockDelta(Struct, tag="content_block_delta", tag_field="type"):
+    index: int
+    delta: TextDelta | InputDelta
+
+
+class BlockStop(Struct, tag="content_block_stop", tag_field="type"):
+    index: int
+
+
+class StopDelta(Struct):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, tag="message_delta", tag_field="type"):
+    delta: StopDelta
+    usage: AnthropicUsage
+
+
+class MessageStop(Struct, tag="message_stop", tag_field="type"):
+    pass
+
+
+MessageEvent: TypeAlias = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+"""One event of a stream."""
+
+
+# ------------------------------------------------------------------------------------------------------- handlers
+
+
 async def count_tokens(call: Call) -> web.StreamResponse:
-    """The length of the prompt that a conversation would have."""
+    """Count the tokens of the prompt of a conversation."""
     body = call.body_as(CountTokensRequest)
-    call.face.check_model(body.model)
-    prompt = await rendered(call, _conversation(body), _tools(body), call.session(make=False))
+    call.state.check_model(body.model)
+    rendering = Rendering(continues=_continues(body))
+    prompt = await render_prompt(call, _conversation(body), _tools(body), call.session(create=False), rendering)
     return call.answer(TokenCount(len(prompt.token_ids)))
 
 
 async def messages(call: Call) -> web.StreamResponse:
-    """A turn of a chat, whole or as a stream."""
+    """Sample a turn of a chat, whole or as a stream."""
     body = call.body_as(MessagesRequest)
-    call.face.check_model(body.model)
+    call.state.check_model(body.model)
     tools = _tools(body)
     turn = await ChatTurn.begin(
         call,
         _conversation(body),
         tools,
         sampling_params(
-            call.face.limits,
+            call.state.limits,
+            SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences),
             max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            stop=body.stop_sequences,
         ),
-        form=_form(call.face.chat_text(), body, tools),
+        form=_form(call.state.chat_text(), body, tools),
+        rendering=Rendering(continues=_continues(body)),
     )
     if body.stream:
         return await _stream(call, body, turn)
     await turn.collect()
-    read = turn.read(0)
+    parsed = turn.parse(0)
     content: list[AnswerBlock] = []
-    if read.message["content"]:
-        content.append(TextBlock(read.message["content"]))
-    content += [_tool_use(call_made) for call_made in read.calls]
-    return call.answer(_answer(call, body, turn, content, stop_reason=_stop_reason(turn.choices[0], read)))
+    if parsed.message["content"]:
+        content.append(TextBlock(parsed.message["content"]))
+    content += [_tool_use(each) for each in parsed.calls]
+    return call.answer(_answer(call, body, turn, content, stop_reason=_stop_reason(turn.choices[0], parsed)))
 
 
 def _form(text: ModelText, body: MessagesRequest, tools: list[Tool]) -> Form:
-    """What the answer must be: of the output format, calls that are demanded, or anything."""
-    choice, demanded = body.tool_choice, list[Tool]()
-    if choice is not None and choice.type in ("any", "tool"):
-        demanded = [tool for tool in tools if choice.type == "any" or tool.name == choice.name]
-        if not demanded:
-            raise Refusal(400, f"tool_choice demands {choice.name or 'a tool'!r}, which is none of the tools")
-    written = (body.output_config.format if body.output_config is not None else None) or body.output_format
+    """Return the form of the answer: of the output format, required calls, or any text."""
+    choice = body.tool_choice
+    kind = choice.type if choice is not None else "auto"
+    named = (choice.name or "") if choice is not None and kind == "tool" else None
+    output = (body.output_config.format if body.output_config is not None else None) or body.output_format
     return chat_form(
         text,
         tools=tools,
-        demanded=demanded,
-        several=choice is None or not (choice.disable_parallel_tool_use or choice.type == "tool"),
-        schema=written.schema if written is not None else None,
+        required=tool_use(tools, mode="required" if kind == "any" else "auto", named=named).required,
+        several=choice is None or not (choice.disable_parallel_tool_use or kind == "tool"),
+        schema=output.schema if output is not None else None,
     )
 
 
@@ -103,32 +238,32 @@ async def _stream(call: Call, body: MessagesRequest, turn: ChatTurn) -> web.Stre
     events = call.events()
     choice = turn.choices[0]
     block = -1
-    async with aclosing(call.stream(turn.requests[0])) as stream:
-        async for piece in stream:
-            if not events.begun:
-                await _send(events, MessageStart(_answer(call, body, turn, [], stop_reason=None)))
-            text = choice.feed(piece)
-            if text:
-                if block < 0:
-                    block = 0
-                    await _send(events, BlockStart(block, TextBlock("")))
-                await _send(events, BlockDelta(block, TextDelta(text)))
-    read = turn.read(0)
-    if read.tail:
+
+    async def send_text(text: str) -> None:
+        nonlocal block
         if block < 0:
             block = 0
             await _send(events, BlockStart(block, TextBlock("")))
-        await _send(events, BlockDelta(block, TextDelta(read.tail)))
+        await _send(events, BlockDelta(block, TextDelta(text)))
+
+    async with aclosing(call.stream(turn.requests[0])) as stream:
+        async for chunk in stream:
+            if not events.begun:
+                await _send(events, MessageStart(_answer(call, body, turn, [], stop_reason=None)))
+            if text := choice.feed(chunk):
+                await send_text(text)
+    parsed = turn.parse(0)
+    if parsed.tail:
+        await send_text(parsed.tail)
     if block >= 0:
         await _send(events, BlockStop(block))
-    for made in read.calls:
+    for made in parsed.calls:
         block += 1
         use = _tool_use(made)
         await _send(events, BlockStart(block, ToolUseBlock(id=use.id, name=use.name, input={})))
         await _send(events, BlockDelta(block, InputDelta(json.dumps(use.input))))
         await _send(events, BlockStop(block))
-    stop = StopDelta(_stop_reason(choice, read), choice.stop_string)
-    await _send(events, MessageDelta(stop, _usage(turn)))
+    await _send(events, MessageDelta(StopDelta(_stop_reason(choice, parsed), choice.stop_string), _usage(turn)))
     await _send(events, MessageStop())
     return await events.end()
 
@@ -138,12 +273,7 @@ async def _send(events: EventStream, event: MessageEvent) -> None:
 
 
 def _answer(
-    call: Call,
-    body: MessagesRequest,
-    turn: ChatTurn,
-    content: list[AnswerBlock],
-    *,
-    stop_reason: StopReason | None,
+    call: Call, body: MessagesRequest, turn: ChatTurn, content: list[AnswerBlock], *, stop_reason: StopReason | None
 ) -> MessageAnswer:
     return MessageAnswer(
         id=f"msg_{call.id}",
@@ -159,21 +289,20 @@ def _usage(turn: ChatTurn) -> AnthropicUsage:
     return AnthropicUsage(input_tokens=len(turn.prompt.token_ids), output_tokens=turn.completion_tokens)
 
 
-def _stop_reason(choice: Choice, read: ReadTurn) -> StopReason:
-    """Why the turn ended. ``pause_turn`` is this dialect's word for one that is cut off and may go on."""
+def _stop_reason(choice: Choice, parsed: ParsedTurn) -> StopReason:
+    """Return why the turn ended; ``pause_turn``: it was cut off and may be continued."""
     if choice.finish_reason == "abort":
         return "pause_turn"
     if choice.stop_string is not None:
         return "stop_sequence"
     if choice.finish_reason == "length":
         return "max_tokens"
-    return "tool_use" if read.calls else "end_turn"
+    return "tool_use" if parsed.calls else "end_turn"
 
 
-def _tool_use(call: dict[str, object]) -> ToolUseBlock:
+def _tool_use(call: dict[str, Any]) -> ToolUseBlock:
     function = call["function"]
-    assert isinstance(function, dict)
-    return ToolUseBlock(id=str(call["id"]), name=function["name"], input=function["arguments"])
+    return ToolUseBlock(id=call["id"], name=function["name"], input=function["arguments"])
 
 
 def _tools(body: MessagesRequest | CountTokensRequest) -> list[Tool]:
@@ -185,21 +314,26 @@ def _tools(body: MessagesRequest | CountTokensRequest) -> list[Tool]:
     ]
 
 
+def _continues(body: MessagesRequest | CountTokensRequest) -> bool:
+    """Return whether the last message is the beginning of the answer."""
+    return body.messages[-1].role == "assistant"
+
+
 def _conversation(body: MessagesRequest | CountTokensRequest) -> list[Message]:
-    """All messages, in the form that templates take."""
-    said: list[Message] = []
+    """Return all messages in the form that chat templates take."""
+    conversation: list[Message] = []
     if body.system:
-        said.append({"role": "system", "content": _text(body.system)})
+        conversation.append({"role": "system", "content": _text(body.system)})
     names: dict[str, str] = {}
     for number, message in enumerate(body.messages):
-        said += _said(message, names, where=f"messages[{number}]")
-    return said
+        conversation += _messages(message, names, where=f"messages[{number}]")
+    return conversation
 
 
-def _said(message: InputMessage, names: dict[str, str], *, where: str) -> list[Message]:
-    """One message of Anthropic's is several where it brings results of tools.
+def _messages(message: InputMessage, names: dict[str, str], *, where: str) -> list[Message]:
+    """Return one of Anthropic's messages, which is several if it has results of tools.
 
-    ``names`` collects the tools' names by the id of their calls: templates want the name of a result.
+    ``names`` collects the tools' names by the id of their calls, since templates need the name with a result.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -211,25 +345,21 @@ def _said(message: InputMessage, names: dict[str, str], *, where: str) -> list[M
             texts.append(block.text)
         elif isinstance(block, ToolUseBlock):
             if message.role != "assistant":
-                raise Refusal(400, f"{where}: only the assistant uses tools")
+                raise APIError(400, f"{where}: only the assistant uses tools")
             names[block.id] = block.name
             function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
-        else:
-            results.append(_result(block, names, message, where=where))
+        elif isinstance(block, ToolResultBlock):
+            if message.role != "user":
+                raise APIError(400, f"{where}: only the user sends results of tools")
+            result: Message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
+            if block.tool_use_id in names:
+                result["name"] = names[block.tool_use_id]
+            results.append(result)
     made: Message = {"role": message.role, "content": "".join(texts)}
     if calls:
         made["tool_calls"] = calls
     return results + ([made] if texts or calls or not results else [])
-
-
-def _result(block: ToolResultBlock, names: dict[str, str], message: InputMessage, *, where: str) -> Message:
-    if message.role != "user":
-        raise Refusal(400, f"{where}: results of tools come from the user")
-    result: Message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
-    if block.tool_use_id in names:
-        result["name"] = names[block.tool_use_id]
-    return result
 
 
 def _text(content: str | list[TextBlock]) -> str:

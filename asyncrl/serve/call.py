@@ -1,103 +1,98 @@
-"""One request on its way: who asks, for what, and how tokens come back to it."""
+"""One request on its way: the server's state, the request's session, its generations from the pool, its answer."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 
-from asyncrl.errors import ConfigError, EngineError
-from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, GenerationRequest, SamplingParams, TopLogProbs
-from asyncrl.rollout.prompts import derive_seed
-from asyncrl.serve.admission import Admission
-from asyncrl.serve.capture import GroupedSink
-from asyncrl.serve.failure import Refusal
-from asyncrl.serve.joining import Joining
-from asyncrl.serve.limits import Limits
-from asyncrl.serve.meters import Meters
-from asyncrl.serve.model_text import ModelText
-from asyncrl.serve.served_pool import ServedPool
-from asyncrl.serve.sessions import Session, Sessions
-from asyncrl.serve.weight_door import WeightDoor
-
-__all__ = ["Call", "EventStream", "Face", "GatheredChunks", "Plane", "Version", "version_spans"]
+from asyncrl.errors import ConfigError
+from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, Message, RolloutEngine, SamplingParams
+from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.rollout.trajectory import derive_seed
+from asyncrl.runtime import run_all
+from asyncrl.serve.conversations import Conversations
+from asyncrl.serve.errors import APIError, context_length_error
+from asyncrl.serve.limits import ConcurrencyLimiter, Limits
+from asyncrl.serve.metrics import ServerMetrics
+from asyncrl.serve.pool import RayReplicas, WeightUpdater
+from asyncrl.serve.sessions import GroupedSink, Session, Sessions, TurnPrompt
+from asyncrl.serve.text import GeneratedTokens, ModelText
 
 Plane: TypeAlias = Literal["user", "control"]
 
 _T = TypeVar("_T")
 _json = msgspec.json.Encoder()
+_INLINE_BYTES = 16_384  # as text they take about ten milliseconds
+_NO_PUNCTUATION = str.maketrans("", "", "._:-")
 
 
 @dataclass(slots=True, kw_only=True)
-class Face:
-    """What the server serves, shared by all requests.
+class ServerState:
+    """What the server serves and holds, shared by all requests.
 
     Attributes:
-        pool: makes the tokens.
-        names: of the model; the first is told to clients, all are taken from them.
+        names: of the model, for clients; the first one is the main one.
         text: of the model; None serves token ids only.
-        context_tokens: longest prompt and answer together; None where nobody knows.
-        dtype: of the weights, by torch's name; empty where nobody knows.
-        limits: what a request may ask for.
-        admission: what is under way.
-        sessions: what is being captured.
-        capture: where rewarded sessions go; None keeps them until they are read and dropped.
-        meters: what happened.
-        weights: how new weights come in; None refuses them.
+        context_tokens: longest prompt and answer together; None if it is unknown.
+        dtype: of the weights, by torch's name; empty if it is unknown.
+        capture: where the trajectories of rewarded sessions go; None refuses rewards.
+        weights: updates the weights; None refuses updates.
         new_replica: makes the engine of a replica that an operator adds; None refuses that.
-        joining: makes replicas on other machines; None refuses that.
-        running: choices of the requests under way, by request id.
+        ray_replicas: makes replicas on other machines; None refuses that.
+        choices_by_request: number of choices of the running requests, by request id: 0 until they are sent to the pool.
         ready: whether requests would be served.
     """
 
-    pool: ServedPool
+    pool: ReplicaPool
     names: tuple[str, ...]
     text: ModelText | None = None
     context_tokens: int | None = None
     dtype: str = ""
     limits: Limits = field(default_factory=Limits)
-    admission: Admission
-    sessions: Sessions
     capture: GroupedSink | None = None
-    meters: Meters
-    weights: WeightDoor | None = None
-    new_replica: Callable[[], Any] | None = None  # Any: a RolloutEngine, whatever its class
-    joining: Joining | None = None
-    running: dict[str, int] = field(default_factory=dict)
-    ready: bool = False
+    weights: WeightUpdater | None = None
+    new_replica: Callable[[], RolloutEngine] | None = None
+    ray_replicas: RayReplicas | None = None
+    clock: Callable[[], float] = time.monotonic
+    concurrency: ConcurrencyLimiter = field(init=False)
+    sessions: Sessions = field(init=False)
+    conversations: Conversations = field(init=False)
+    metrics: ServerMetrics = field(init=False)
+    choices_by_request: dict[str, int] = field(init=False, default_factory=dict)
+    ready: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.concurrency = ConcurrencyLimiter(self.limits)
+        self.sessions = Sessions(self.limits, self.clock)
+        self.conversations = Conversations(self.limits)
+        self.metrics = ServerMetrics(self.clock)
 
     def model_text(self) -> ModelText:
-        """The model's text.
-
-        Raises:
-            Refusal: this server knows token ids only.
-        """
+        """Return the model's text; an API error without a tokenizer."""
         if self.text is None:
-            raise Refusal(501, "this server has no tokenizer: use /generate with token ids")
+            raise APIError(501, "this server has no tokenizer: use /generate with token ids")
         return self.text
 
     def chat_text(self) -> ModelText:
-        """Likewise, with a usable chat template."""
+        """Return the model's text; an API error without a usable chat template."""
         text = self.model_text()
         try:
-            text.renderer  # noqa: B018 - asks whether there is one
+            text.renderer  # noqa: B018 - raises if there is none
         except ConfigError as error:
-            raise Refusal(501, f"this model serves no chats: {error}") from error
+            raise APIError(501, f"this model serves no chats: {error}") from error
         return text
 
     def check_model(self, name: str) -> None:
-        """Whether this model is served.
-
-        Raises:
-            Refusal: it is another one.
-        """
         if name not in self.names:
-            raise Refusal(404, f"the model {name[:100]!r} is not served here; this one is: {self.names[0]!r}")
+            raise APIError(404, f"the model {name[:100]!r} is not served here; this one is: {self.names[0]!r}")
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -109,82 +104,32 @@ class Version(msgspec.Struct, frozen=True):
 
 
 def version_spans(versions: Sequence[int], *, offset: int = 0) -> list[Version]:
-    """Runs of equal versions, in order; token 0 is number ``offset`` of the answer."""
+    """Return the runs of equal versions, in order; token 0 is number ``offset`` of the answer."""
     if versions and versions.count(versions[0]) == len(versions):  # nearly always
         return [Version(versions[0], offset, offset + len(versions))]
     spans: list[Version] = []
-    start = 0
-    for end in range(1, len(versions) + 1):
-        if end == len(versions) or versions[end] != versions[start]:
-            spans.append(Version(versions[start], offset + start, offset + end))
-            start = end
+    for version, run in groupby(versions):
+        begin = spans[-1].end if spans else offset
+        spans.append(Version(version, begin, begin + len(list(run))))
     return spans
 
 
-class GatheredChunks:
-    """The chunks of one choice, put together."""
-
-    __slots__ = ("_finish_reason", "log_probs", "token_ids", "top_log_probs", "versions")
-
-    def __init__(self) -> None:
-        self.token_ids: tuple[int, ...] | list[int] = ()
-        self.log_probs: tuple[float, ...] | list[float] = ()
-        self.versions: tuple[int, ...] | list[int] = ()
-        self.top_log_probs: list[TopLogProbs] = []
-        self._finish_reason: FinishReason | None = None
-
-    def add(self, chunk: GenerationChunk) -> None:
-        """Take the next one."""
-        self._finish_reason = chunk.finish_reason
-        if chunk.top_log_probs:
-            self.top_log_probs += chunk.top_log_probs
-        if not self.token_ids:
-            self.token_ids, self.log_probs = chunk.token_ids, chunk.log_probs
-            self.versions = chunk.weight_versions
-            return
-        if isinstance(self.token_ids, tuple):
-            self.token_ids, self.log_probs = list(self.token_ids), list(self.log_probs)
-            self.versions = list(self.versions)
-        assert isinstance(self.log_probs, list)
-        assert isinstance(self.versions, list)
-        self.token_ids += chunk.token_ids
-        self.log_probs += chunk.log_probs
-        self.versions += chunk.weight_versions
-
-    def generation(self, request: GenerationRequest) -> Generation:
-        """The whole choice.
-
-        Raises:
-            EngineError: the last chunk had no finish reason.
-        """
-        if self._finish_reason is None:
-            raise EngineError(f"request {request.request_id!r} ended without a finish reason")
-        return Generation(
-            token_ids=tuple(self.token_ids),
-            log_probs=tuple(self.log_probs),
-            weight_versions=tuple(self.versions),
-            finish_reason=self._finish_reason,
-            top_log_probs=tuple(self.top_log_probs),
-        )
-
-
 class Call:
-    """A request whose sender, size and form are checked already.
+    """A request that the middleware has checked: its sender, its size and its body.
 
     Attributes:
-        face: what is served.
-        request: aiohttp's view of it.
-        id: of the request; goes to the client and into logs, and names the generations of it.
-        holder: whose key it came with; empty where none is needed.
-        plane: that the request came in by.
-        body: decoded into the route's request type; None if that has none.
+        id: of the request; stands in the answer and in logs, and is part of its generations' ids.
+        holder: of the key; empty where no key is needed.
+        kept_bytes: of what the server has kept and the request refers to.
+        body: of the route's request type; None if the route has none. Any: it differs by route.
+        open_events: the answer, if it is a stream.
     """
 
-    __slots__ = ("_session", "body", "face", "holder", "id", "open_events", "plane", "request")
+    __slots__ = ("_session", "body", "holder", "id", "kept_bytes", "open_events", "plane", "request", "state")
 
     def __init__(
         self,
-        face: Face,
+        state: ServerState,
         request: web.Request,
         *,
         id: str,  # noqa: A002
@@ -192,131 +137,131 @@ class Call:
         plane: Plane,
         body: Any,
     ) -> None:
-        self.face = face
+        self.state = state
         self.request = request
         self.id = id
         self.holder = holder
         self.plane: Plane = plane
-        self.body = body  # Any: the route's request type
+        self.body = body
+        self.kept_bytes = 0
         self.open_events: EventStream | None = None
         self._session: Session | None = None
 
     def body_as(self, kind: type[_T]) -> _T:
-        """The body, which the route table says is a ``kind``."""
         assert isinstance(self.body, kind)
         return self.body
+
+    async def off_loop(self, work: Callable[[], _T]) -> _T:
+        """Return the result of work that grows with the request, in a thread if that could hold the event loop."""
+        size = self.request.content_length
+        return work() if size is not None and size + self.kept_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
     # ------------------------------------------------------------------------------------------------- sessions
 
     def session_name(self) -> str:
-        """From the path (``/sessions/NAME/...``) or the header ``X-Session-ID``; empty without one.
-
-        Raises:
-            Refusal: it is longer than 128 characters or has other ones than letters, digits and ``._:-``.
-        """
+        """Return the name from the path (``/sessions/NAME/...``) or the header ``X-Session-ID``; empty without one."""
         name: str = self.request.match_info.get("session", "") or self.request.headers.get("X-Session-ID", "")
         if name and not (len(name) <= 128 and name.isascii() and name.translate(_NO_PUNCTUATION).isalnum()):
-            raise Refusal(400, "a session's name has 1 to 128 letters, digits and ._:-")
+            raise APIError(400, "a session's name has 1 to 128 letters, digits and ._:-")
         return name
 
-    def session(self, *, make: bool = True) -> Session | None:
-        """The session that this request belongs to, made if need be and wished."""
+    def session(self, *, create: bool = True) -> Session | None:
+        """Return the session of this request; without ``create`` only if it exists."""
         name = self.session_name()
-        if not make:
-            return self.face.sessions.known(name, self.holder)
+        if not create:
+            return self.state.sessions.get(name, self.holder)
         if self._session is None and name:
-            self._session = self.face.sessions.use(name, self.holder)
+            self._session = self.state.sessions.use(name, self.holder)
         return self._session
+
+    def record(self, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
+        """Add a finished turn to the session of this request, if it has one and the turn was not aborted."""
+        if self._session is not None and generation.finish_reason != "abort" and generation.token_ids:
+            self.state.sessions.add(self._session, prompt, generation, message)
 
     # ------------------------------------------------------------------------------------------------- generation
 
     def requests(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, *, choices: int, first: int = 0
+        self, prompt: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1, first: int = 0
     ) -> list[GenerationRequest]:
-        """One request of the pool per choice. A seed gives each choice one of its own, the first the seed itself."""
-        self.face.running[self.id] = first + choices
+        """Return one request to the pool per choice, numbered from ``first``, with seeds derived from the one given.
+
+        An API error if the prompt leaves no room to generate.
+        """
+        if self.state.context_tokens is not None and len(prompt) >= self.state.context_tokens:
+            raise context_length_error(len(prompt), self.state.context_tokens)
+        self.state.choices_by_request[self.id] = first + choices
         made = []
         for index in range(choices):
-            mine = sampling
+            own = sampling
             if index and sampling.seed is not None:
-                mine = replace(sampling, seed=derive_seed(sampling.seed, index))
+                own = replace(sampling, seed=derive_seed(sampling.seed, index))
             made.append(
-                GenerationRequest(request_id=f"{self.id}-{first + index}", prompt_token_ids=prompt, sampling=mine)
+                GenerationRequest(request_id=f"{self.id}-{first + index}", prompt_token_ids=prompt, sampling=own)
             )
         return made
 
     def _begin(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Ask the pool. Whatever comes of it, :meth:`_end` follows.
-
-        Raises:
-            Refusal: too much is under way, or the session has ended meanwhile; nothing was begun then.
-        """
-        face, session = self.face, self._session
-        if session is not None and session.ending:
-            raise Refusal(409, f"session {session.name!r} is being handed on with its reward")
-        face.admission.enter(self.holder)
-        face.meters.prompt_tokens += len(request.prompt_token_ids)
-        if session is None:
-            chunks = face.pool.generate(request, tenant=self.holder)
-        else:
+        """Send ``request`` to the pool. :meth:`_end` has to follow, unless a limit or an ended session raises."""
+        state, session = self.state, self._session
+        if session is not None:
+            session.check_open()
+        state.concurrency.acquire(self.holder)
+        state.metrics.prompt_tokens += len(request.prompt_token_ids)
+        if session is not None:
             session.requests += 1
-            chunks = face.pool.generate(request, session=session.name, tenant=self.holder)
+        name = session.name if session is not None else None
+        chunks = state.pool.generate(request, session=name, tenant=self.holder)
         return cast(AsyncGenerator[GenerationChunk, None], chunks)
 
     def _end(self) -> None:
-        self.face.admission.leave(self.holder)
+        self.state.concurrency.release(self.holder)
         if self._session is not None:
             self._session.requests -= 1
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """The chunks of one choice. Leaving early aborts it in the engine."""
-        meters = self.face.meters
-        begin = meters.clock()
+        """Yield the chunks of one choice. Closing the generator early aborts it in the engine."""
+        metrics = self.state.metrics
+        begin = metrics.clock()
         first = True
         chunks = self._begin(request)
         try:
             async for chunk in chunks:
                 if first:
-                    meters.first_token(meters.clock() - begin)
+                    metrics.first_tokens.add(metrics.clock() - begin)
                     first = False
-                meters.sampled_tokens += len(chunk.token_ids)
+                metrics.sampled_tokens += len(chunk.token_ids)
                 yield chunk
         finally:
             self._end()
             await chunks.aclose()
 
     async def collect(self, request: GenerationRequest) -> Generation:
-        """One whole choice."""
-        meters = self.face.meters
-        begin = meters.clock()
-        whole = GatheredChunks()
-        chunks = self._begin(request)  # not through stream(): one generator less on the way of most requests
+        metrics = self.state.metrics
+        begin = metrics.clock()
+        tokens = GeneratedTokens()
+        chunks = self._begin(request)  # not through stream(): most requests save a generator
         try:
             async for chunk in chunks:
-                if not whole.token_ids:
-                    meters.first_token(meters.clock() - begin)
-                whole.add(chunk)
+                if not tokens.token_ids:
+                    metrics.first_tokens.add(metrics.clock() - begin)
+                tokens.add(chunk)
         finally:
             self._end()
             await chunks.aclose()
-        meters.sampled_tokens += len(whole.token_ids)
-        return whole.generation(request)
+        metrics.sampled_tokens += len(tokens.token_ids)
+        return tokens.generation()
 
     async def collect_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """All choices, side by side; the first failure ends them all."""
+        """Return all choices, generated side by side; the first failure ends them all."""
         if len(requests) == 1:
             return [await self.collect(requests[0])]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.collect(request)) for request in requests]
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
-        return [task.result() for task in tasks]
+        return await run_all(self.collect(request) for request in requests)
 
     async def stream_all(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
-        """Chunks of all choices as they come, each with its choice's number."""
+        """Yield the chunks of all choices as they arrive, each with its choice's number."""
         if len(requests) == 1:
             async with aclosing(self.stream(requests[0])) as chunks:
                 async for chunk in chunks:
@@ -330,7 +275,7 @@ class Call:
                     async for chunk in chunks:
                         await ready.put((index, chunk))
                 await ready.put(None)
-            except Exception as error:  # noqa: BLE001 - handed to the consumer
+            except Exception as error:  # noqa: BLE001 - raised by the consumer
                 await ready.put(error)
 
         tasks = [asyncio.create_task(produce(index)) for index in range(len(requests))]  # owned by this generator
@@ -352,22 +297,25 @@ class Call:
     # ------------------------------------------------------------------------------------------------- answers
 
     def answer(self, content: Any, *, status: int = 200) -> web.Response:
-        """A JSON answer. Any: whatever msgspec encodes."""
+        """Return a JSON answer. Any: what msgspec encodes."""
         headers = {"Content-Type": "application/json", "X-Request-ID": self.id, "X-Content-Type-Options": "nosniff"}
         return web.Response(body=_json.encode(content), status=status, headers=headers)
 
     def events(self) -> EventStream:
-        """A stream of server-sent events; nothing is sent before its first."""
+        """Return the answer as a stream of server-sent events; nothing is sent before its first."""
         self.open_events = EventStream(self)
         return self.open_events
 
 
 class EventStream:
-    """Server-sent events to one client, who has ``write_timeout_s`` to take each."""
+    """Server-sent events to one client, which has ``write_timeout_s`` to take each; ``sent`` counts them."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._timeout_s = call.face.limits.write_timeout_s
+        self._timeout_s = call.state.limits.write_timeout_s
+        self.sent = 0
+        self.stalled = False
+        """Whether the client has not taken what was sent last."""
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -382,27 +330,20 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, content: Any, *, event: str = "") -> None:
-        """One event. Any: whatever msgspec encodes."""
+        """Send one event. Any: what msgspec encodes."""
         head = f"event: {event}\n".encode() if event else b""
+        self.sent += 1
         await self.send_bytes(b"%sdata: %s\n\n" % (head, _json.encode(content)))
 
     async def send_bytes(self, data: bytes) -> None:
-        """Bytes that are an event already."""
+        self.stalled = True
         async with asyncio.timeout(self._timeout_s):
             if not self.response.prepared:
                 await self.response.prepare(self._call.request)
             await self.response.write(data)
+        self.stalled = False
 
     async def end(self) -> web.StreamResponse:
-        """No more events."""
         async with asyncio.timeout(self._timeout_s):
             await self.response.write_eof()
         return self.response
-
-
-_NO_PUNCTUATION = str.maketrans("", "", "._:-")
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,50 +1,59 @@
-"""What a request may ask for. Everything here is checked before any work is done for it."""
+"""Limits: what a request may ask for, checked before any work is done, and how many generations may run at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections import Counter
 from dataclasses import dataclass, fields
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from asyncrl.errors import ConfigError
+from asyncrl.interfaces import SamplingParams
+from asyncrl.serve.errors import APIError
 
-__all__ = ["BodyWatch", "Limits", "json_problem"]
+# Ranges of request fields, whatever the limits are.
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+CountOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=100)]
+Probability: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
+TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopLogProbCount: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Ignored: TypeAlias = Any
+"""A field that does not change the answer; request types refuse every field that they do not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of the server; a request past one of them is refused by name.
+    """Bounds of the server. A request beyond one of them gets an error that names the bound.
 
     Attributes:
-        body_size_bytes: of a request.
-        chunked_body_size_bytes: of one that does not tell its length, and so is read before it is refused.
+        chunked_body_size_bytes: of a body without Content-Length, which has to be read before it is refused.
         header_size_bytes: of the request line, and of each header.
-        headers: how many of them.
-        json_depth: objects and arrays inside each other.
-        json_containers: objects and arrays altogether (each costs far more memory than its two bytes).
-        json_strings: strings altogether (likewise).
+        json_containers, json_strings: altogether (each costs far more memory than its two bytes).
         choices: ``n``.
-        new_tokens: ``max_tokens`` of one choice.
-        default_new_tokens: where a request names none.
+        new_tokens, default_new_tokens: ``max_tokens`` of one choice, and its value where a request has none.
         stop_strings: stop strings, and stop tokens.
-        stop_length: characters of a stop string.
-        top_log_probs: likeliest tokens told per position.
+        bad_words: of one request.
+        stop_length: characters of a stop string, and of a bad word.
+        top_log_probs: per position.
         grammar_size_bytes: of a grammar, and so of the schemas it is made of.
-        messages: of a conversation.
-        tools: declared by a request.
         prompts: of one /v1/completions request.
-        concurrent_requests: choices being generated, for everybody.
-        concurrent_requests_per_key: likewise, for one key.
+        concurrent_requests, concurrent_requests_per_key: choices that are generated at a time.
         connections: open at a time; further ones are closed at once.
-        body_timeout_s: for a body to arrive.
         idle_timeout_s: for the next request, its headers included, on a connection.
         write_timeout_s: for a client to take what was sent.
         request_timeout_s: for a generation from its beginning to its end.
-        sessions: held at a time.
-        session_tokens: of one session, all of its branches together.
-        captured_tokens: of all sessions together.
-        session_idle_s: until a session that nobody uses is given up.
+        session_tokens, captured_tokens: of one session with all of its branches, of all sessions.
+        session_idle_s: until an unused session is dropped.
+        conversations_per_key, conversation_bytes_per_key: kept for ``previous_response_id``, the last used ones.
     """
 
     body_size_bytes: int = 8 << 20
@@ -58,6 +67,7 @@ class Limits:
     new_tokens: int = 131_072
     default_new_tokens: int = 2048
     stop_strings: int = 16
+    bad_words: int = 256
     stop_length: int = 256
     top_log_probs: int = 20
     grammar_size_bytes: int = 64 << 10
@@ -75,6 +85,8 @@ class Limits:
     session_tokens: int = 1 << 20
     captured_tokens: int = 1 << 26
     session_idle_s: float = 3600.0
+    conversations_per_key: int = 65_536
+    conversation_bytes_per_key: int = 256 << 20
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -82,65 +94,62 @@ class Limits:
                 raise ConfigError(f"{each.name} must be positive, got {getattr(self, each.name)}", path=each.name)
 
 
+# -------------------------------------------------------------------------------------------------- a body's JSON
+
 _STRING = re.compile(rb'"[^"]*+"?')
 _NEITHER = bytes(set(range(256)) - set(b'[]{}"'))
 _BEGINNING_BYTES = 4096
 
 
 def json_problem(body: bytes, limits: Limits) -> str:
-    """Why ``body`` is not worth parsing; empty if it is.
+    """Return why ``body`` must not be parsed; empty if it may be.
 
-    Brackets within strings do not count. The beginning of a long body is looked at first: what breaks a rule there
-    does so whatever follows.
+    Brackets within strings do not count. The beginning of a long body is checked first: a violation there stands
+    whatever follows.
     """
     if len(body) > _BEGINNING_BYTES and (problem := _bracket_problem(body[:_BEGINNING_BYTES], limits)):
         return problem
     if _count(body, b'"') > 2 * limits.json_strings:
         quotes = _without_escapes(body).count(b'"')
         if quotes > 2 * limits.json_strings:
-            return f"{quotes // 2} strings; at most {limits.json_strings} are taken"
+            return f"the body has {quotes // 2} strings; at most {limits.json_strings} are accepted"
     return _bracket_problem(body, limits)
 
 
 class BodyWatch:
-    """Looks at a body while it arrives, so that one which breaks a rule is refused when it does, not when it ends.
+    """Checks a body while it arrives, so that one that breaks a rule is refused then and not at its end.
 
-    Counts are taken of each piece; what has come is looked at whole only when they pass a limit, and again when they
-    have doubled. A body that is complete still has to pass :func:`json_problem`.
-
-    >>> watch = BodyWatch(Limits(json_containers=3))
-    >>> watch.problem(b"[[[], "), watch.problem(b"[], ")
-    ('', '4 arrays and objects; at most 3 are taken')
+    Each piece is counted. The whole of what has arrived is checked only when the counts pass a limit, and again when
+    they have doubled. A complete body still has to pass :func:`json_problem`.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._pieces: list[bytes] = []
         self._opened = self._quotes = 0
-        self._look_at_opened = limits.json_containers
-        self._look_at_quotes = 2 * limits.json_strings
+        self._next_opened = limits.json_containers
+        self._next_quotes = 2 * limits.json_strings
         self.size_bytes = 0
 
     def problem(self, piece: bytes) -> str:
-        """Why the body that goes on with ``piece`` need not be waited for; empty if it must."""
+        """Add ``piece``; return why the rest of the body need not be read, empty if it must be."""
         first = not self._pieces
         self._pieces.append(piece)
         self.size_bytes += len(piece)
         self._opened += _opening_brackets(piece)
         self._quotes += _count(piece, b'"')
-        if self._opened > self._look_at_opened or self._quotes > self._look_at_quotes:
-            self._look_at_opened = max(self._look_at_opened, 2 * self._opened)
-            self._look_at_quotes = max(self._look_at_quotes, 2 * self._quotes)
+        if self._opened > self._next_opened or self._quotes > self._next_quotes:
+            self._next_opened = max(self._next_opened, 2 * self._opened)
+            self._next_quotes = max(self._next_quotes, 2 * self._quotes)
             return json_problem(self.body(), self._limits)
         return _bracket_problem(piece[:_BEGINNING_BYTES], self._limits) if first else ""
 
     def body(self) -> bytes:
-        """All that came."""
         return b"".join(self._pieces)
 
 
 def _count(body: bytes, character: bytes) -> int:
-    """``body.count(character)``, which looks at one byte after the other, in a fifth of its time."""
+    """Return ``body.count(character)``, which checks byte by byte, in a fifth of its time."""
     if len(body) <= _BEGINNING_BYTES:
         return body.count(character)
     return int(np.count_nonzero(np.frombuffer(body, np.uint8) == character[0]))
@@ -151,23 +160,158 @@ def _opening_brackets(body: bytes) -> int:
 
 
 def _without_escapes(body: bytes) -> bytes:
-    """``body`` less the quotes that end no string, and what makes them so."""
+    """Return ``body`` less its escaped backslashes and quotes."""
     return body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
 
 
 def _bracket_problem(body: bytes, limits: Limits) -> str:
-    """Bodies with few brackets, nearly all, are told by two counts; of others only brackets are walked in Python."""
+    """Decide by two counts for bodies with few brackets, nearly all; walk only the brackets of others in Python."""
     if _opening_brackets(body) <= limits.json_depth:
         return ""
     body = _without_escapes(body)
-    # Two quotes side by side are a string without a bracket; without them what is within strings is the same still.
+    # Two adjacent quotes are a string without a bracket; removing them leaves what is within strings the same.
     brackets = _STRING.sub(b"", body.translate(None, _NEITHER).replace(b'""', b""))
     opened = brackets.count(b"[") + brackets.count(b"{")
     if opened > limits.json_containers:
-        return f"{opened} arrays and objects; at most {limits.json_containers} are taken"
+        return f"the body has {opened} arrays and objects; at most {limits.json_containers} are accepted"
     depth = 0
     for bracket in brackets:
         depth += 1 if bracket in b"[{" else -1
         if depth > limits.json_depth:
-            return f"nested deeper than {limits.json_depth} arrays and objects"
+            return f"the body is nested deeper than {limits.json_depth} arrays and objects"
     return ""
+
+
+# ------------------------------------------------------------------------------------------- sampling parameters
+
+
+class LogitFields(Struct, kw_only=True):
+    """vLLM's fields for what :class:`SamplingParams` changes in logits."""
+
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: list[Text] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+
+    def given(self, limits: Limits) -> dict[str, Any]:
+        """Return the fields that have a value, as fields of SamplingParams. Any: of different types."""
+        given = {name: value for name in LogitFields.__struct_fields__ if (value := getattr(self, name)) is not None}
+        words = given["bad_words"] = tuple(self.bad_words or ())
+        if len(words) > limits.bad_words or any(len(word) > limits.stop_length for word in words):
+            raise APIError(400, f"at most {limits.bad_words} bad_words of {limits.stop_length} characters are accepted")
+        given["logit_bias"] = tuple((self.logit_bias or {}).items())
+        given["allowed_token_ids"] = tuple(sorted(set(self.allowed_token_ids or ())))
+        return given
+
+
+class SamplingFields(LogitFields, kw_only=True):
+    """How a request is sampled; by default with temperature 1 and no truncation."""
+
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    seed: Seed | None = None
+
+
+def sampling_params(
+    limits: Limits,
+    request: SamplingFields,
+    *,
+    max_tokens: int | None,
+    top_log_probs: int = 0,
+    prompt_log_probs: int | None = None,
+    grammar: str = "",
+) -> SamplingParams:
+    """Return the sampling parameters of a request within the limits."""
+    if max_tokens is not None and max_tokens > limits.new_tokens:
+        raise APIError(400, f"max_tokens is {max_tokens}; at most {limits.new_tokens} are generated")
+    strings = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    stop_tokens = tuple(request.stop_token_ids or ())
+    if len(strings) > limits.stop_strings or len(stop_tokens) > limits.stop_strings:
+        raise APIError(400, f"at most {limits.stop_strings} stop strings and as many stop tokens are accepted")
+    if any(not text or len(text) > limits.stop_length for text in strings):
+        raise APIError(400, f"a stop string has 1 to {limits.stop_length} characters")
+    if (most := max(top_log_probs, prompt_log_probs or 0)) > limits.top_log_probs:
+        raise APIError(400, f"top log-probs per token are {most}; at most {limits.top_log_probs} are given")
+    more = request.given(limits)
+    try:
+        return SamplingParams(
+            max_new_tokens=max_tokens if max_tokens is not None else limits.default_new_tokens,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            stop=strings,
+            stop_token_ids=stop_tokens,
+            seed=None if request.seed is None else request.seed & (2**63 - 1),
+            top_log_probs=top_log_probs,
+            prompt_log_probs=prompt_log_probs,
+            grammar=check_grammar(limits, grammar),
+            **more,
+        )
+    except ValueError as error:
+        raise APIError(400, str(error)) from error
+
+
+def check_neutral(**fields: tuple[object, object]) -> None:
+    """Raise an API error for a field that would change the answer and is not served.
+
+    ``fields`` has for each its value, and the value that changes nothing.
+    """
+    for name, (value, neutral) in fields.items():
+        if value is not None and value != neutral:
+            raise APIError(400, f"{name} = {str(value)[:80]} is not served; leave it out")
+
+
+def check_grammar(limits: Limits, grammar: str) -> str:
+    if len(grammar.encode("utf-8", "surrogatepass")) > limits.grammar_size_bytes:
+        raise APIError(400, f"the grammar, or the schemas, have more than {limits.grammar_size_bytes} bytes")
+    return grammar
+
+
+# ---------------------------------------------------------------------------------------------------- concurrency
+
+
+class ConcurrencyLimiter:
+    """Counts the choices that are ``running``. Beyond a bound a request fails at once; none waits here.
+
+    A key at its bound gets 429, all keys at the server's bound get 503, both with ``Retry-After``.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._by_holder: Counter[str] = Counter()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.running = 0
+        self.draining = False
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def acquire(self, holder: str) -> None:
+        """Count one more choice of ``holder``, until :meth:`release`; an API error beyond a bound."""
+        if self.draining:
+            raise APIError(503, "the server is shutting down", retry_after_s=5)
+        held, most = self._by_holder[holder], self._limits.concurrent_requests_per_key
+        if held >= most:
+            raise APIError(429, f"{held} generations of this key are running; at most {most} may", retry_after_s=1)
+        if self.running >= self._limits.concurrent_requests:
+            raise APIError(503, f"the server is full: {self.running} generations are running", retry_after_s=1)
+        self._by_holder[holder] = held + 1
+        self.running += 1
+        self._idle.clear()
+
+    def release(self, holder: str) -> None:
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+        self._by_holder[holder] -= 1
+        if not self._by_holder[holder]:
+            del self._by_holder[holder]

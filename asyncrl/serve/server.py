@@ -1,4 +1,4 @@
-"""The sockets of the server: a user plane, a control plane, and how both are opened and drained."""
+"""The sockets of the server: a user plane and a control plane, how they are opened, drained and closed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import os
 import re
 import resource
 import socket
-import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -20,20 +18,18 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from asyncrl.errors import ConfigError
-from asyncrl.serve.call import Face
-from asyncrl.serve.gate import Doorway, Gate
-from asyncrl.serve.keys import KeyRing
+from asyncrl.serve.call import ServerState
+from asyncrl.serve.control_client import control_socket_path
+from asyncrl.serve.middleware import KeyRing, Middleware, PlaneAccess
 from asyncrl.serve.routes import routes_of
 
-__all__ = ["Binding", "Server", "control_socket_path", "is_loopback"]
-
 _BACKLOG = 4096
-_READ_BYTES = 64 << 10  # a body waits for its reader after each read of the socket: pieces need not be joined, nor one
-# client read many times before the others' turn
+_READ_BYTES = 64 << 10
+"""aiohttp pauses reading after each read of a body: pieces need not be joined, and clients take turns."""
 
 
 class _NoBadRequests(logging.Filter):
-    """aiohttp logs requests that are no HTTP, header lines and all: a key may be in them."""
+    """Drops aiohttp's records of invalid HTTP, which contain header lines and so perhaps a key."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -49,20 +45,19 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Where the server listens, and which keys open it.
+    """Where the server listens, and who may call it.
 
     Attributes:
-        host: of the user plane.
-        port: likewise; 0 takes a free one.
-        users: keys of the user plane; needed off loopback.
+        port: of the user plane; 0 takes a free one.
+        users: keys of the user plane; required unless ``host`` is loopback.
         control_port: of a control plane on TCP, on the same host; None has one on a Unix socket only.
         operators: keys of the control plane on TCP.
         control_socket: path of the control plane's Unix socket; None chooses one by the port.
-        hosts: further names that a ``Host`` header may carry.
+        hosts: further names that a ``Host`` header may have.
         origins: of web pages that may call the user plane, as browsers send them: ``https://lab.example``.
 
     Raises:
-        ConfigError: an address that others reach would be open to all, or an origin is none.
+        ConfigError: other machines could call without a key, or a port or an origin is invalid.
     """
 
     host: str = "127.0.0.1"
@@ -89,28 +84,62 @@ class Binding:
             )
         for option, port in (("port", self.port), ("control-port", self.control_port)):
             if port is not None and not 0 <= port <= 65_535:
-                raise ConfigError(f"{port} is no port", path=option, remedy="0 (any) to 65535")
+                raise ConfigError(f"{port} is not a port", path=option, remedy="give 0 (any) to 65535")
         for origin in self.origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"{origin!r} is no origin of web pages",
+                    f"{origin!r} is not an origin of web pages",
                     path="allowed-origin",
                     remedy="write https://lab.example or http://localhost:3000, in lower case and without a path",
                 )
 
-    def known_hosts(self) -> frozenset[str] | None:
-        """Names for the ``Host`` header; None for any, where a key guards an address of many names."""
+    def allowed_hosts(self) -> frozenset[str] | None:
+        """Return the names for the ``Host`` header; None allows any, if a key protects a public address."""
         if self.users is not None and not is_loopback(self.host):
             return None
         return frozenset(name.lower() for name in (*_LOOPBACK_NAMES, self.host, *self.hosts))
 
+    def bind(self) -> BoundPorts:
+        """Return the TCP sockets, bound, which do not listen yet.
+
+        Raises:
+            ConfigError: an address is in use or not available, or another server has the control socket.
+        """
+        with contextlib.ExitStack() as stack:
+            user = stack.enter_context(_bound(self.host, self.port, option="port"))
+            operators = None
+            if self.control_port is not None:
+                operators = stack.enter_context(_bound(self.host, self.control_port, option="control-port"))
+            path = self.control_socket or control_socket_path(user.getsockname()[1])
+            _check_unix(path)
+            stack.pop_all()
+            return BoundPorts(user, operators, path)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPorts:
+    """Sockets of the user plane and of the control plane on TCP, and the path of the latter's Unix socket."""
+
+    user: socket.socket
+    operators: socket.socket | None
+    control: Path
+
+    def close(self) -> None:
+        self.user.close()
+        if self.operators is not None:
+            self.operators.close()
+
 
 class Server:
-    """Made, then :meth:`start`, then :meth:`drain` perhaps, then :meth:`close`. Used from one event loop."""
+    """Serves ``state`` from :meth:`start` to :meth:`close`. Used from one event loop.
 
-    def __init__(self, face: Face, binding: Binding) -> None:
-        self._face = face
+    ``ports`` are those of ``binding``, if they are bound already.
+    """
+
+    def __init__(self, state: ServerState, binding: Binding, ports: BoundPorts | None = None) -> None:
+        self._state = state
         self._binding = binding
+        self._ports = ports
         self._runners: list[web.AppRunner] = []
         self._listeners: list[asyncio.Server] = []
         self.url = ""
@@ -118,46 +147,39 @@ class Server:
         self.control_socket: Path | None = None
 
     async def start(self) -> None:
-        """Open the sockets, the control plane first.
+        """Open the sockets, the control plane first; all or none.
 
         Raises:
-            ConfigError: an address is taken or cannot be had.
+            ConfigError: an address is in use or not available.
         """
-        binding = self._binding
-        allow_connections(self._face.limits.connections)
-        user = _bound(binding.host, binding.port)
-        try:
-            port: int = user.getsockname()[1]
-            path = binding.control_socket or control_socket_path(port)
-            control = _bound_unix(path)
-            self.control_socket = path
-        except BaseException:
-            user.close()
-            raise
-        await self._open(control, Doorway(plane="control"), unix=True)
-        if binding.control_port is not None:
-            operators = _bound(binding.host, binding.control_port)
-            self.control_url = _url(operators)
-            door = Doorway(plane="control", users=binding.users, operators=binding.operators, hosts=self._hosts())
-            await self._open(operators, door)
-        self.url = _url(user)
-        door = Doorway(plane="user", users=binding.users, hosts=self._hosts(), origins=frozenset(binding.origins))
-        await self._open(user, door)
-        self._face.ready = True
+        binding, hosts = self._binding, self._binding.allowed_hosts()
+        allow_connections(self._state.limits.connections)
+        async with contextlib.AsyncExitStack() as undo:
+            ports = undo.enter_context(contextlib.closing(self._ports or binding.bind()))
+            control = undo.enter_context(_bound_unix(ports.control))
+            self.control_socket = ports.control
+            undo.push_async_callback(self.close)
+            await self._open(control, PlaneAccess(plane="control"), unix=True)
+            if ports.operators is not None:
+                self.control_url = _url(ports.operators)
+                access = PlaneAccess(plane="control", users=binding.users, operators=binding.operators, hosts=hosts)
+                await self._open(ports.operators, access)
+            self.url = _url(ports.user)
+            origins = frozenset(binding.origins)
+            await self._open(ports.user, PlaneAccess(plane="user", users=binding.users, hosts=hosts, origins=origins))
+            undo.pop_all()
+        self._state.ready = True
 
-    def _hosts(self) -> frozenset[str] | None:
-        return self._binding.known_hosts()
-
-    async def _open(self, listening: socket.socket, door: Doorway, *, unix: bool = False) -> None:
-        limits = self._face.limits
-        gate = Gate(self._face, door)
-        routes = routes_of(door.plane)
+    async def _open(self, listening: socket.socket, access: PlaneAccess, *, unix: bool = False) -> None:
+        limits = self._state.limits
+        middleware = Middleware(self._state, access)
+        routes = routes_of(access.plane)
         app = web.Application(client_max_size=limits.body_size_bytes)
         for route in routes:
-            app.router.add_route(route.method, route.path, gate.handler(route), expect_handler=gate.expect)
-        app.router.add_route("*", "/{rest:.*}", gate.fallback(routes), expect_handler=gate.expect)
-        if door.origins:
-            app.on_response_prepare.append(gate.tell_browser)
+            app.router.add_route(route.method, route.path, middleware.handler(route), expect_handler=middleware.expect)
+        app.router.add_route("*", "/{rest:.*}", middleware.fallback(routes), expect_handler=middleware.expect)
+        if access.origins:
+            app.on_response_prepare.append(middleware.add_cors_headers)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -176,29 +198,33 @@ class Server:
         self._runners.append(runner)
         server = runner.server
         assert server is not None
-        connected = server._connections  # noqa: SLF001 - aiohttp counts them, and tells only by a copy of the list
+        connected = server._connections  # noqa: SLF001 - aiohttp's public property copies the list
 
         def protocol() -> asyncio.Protocol:
             if len(connected) >= limits.connections:
-                self._face.meters.connections_refused += 1
-                return _Full()
+                self._state.metrics.connections_refused += 1
+                return _ServerFull()
             return server()
 
         loop = asyncio.get_running_loop()
         if unix:
             self._listeners.append(await loop.create_unix_server(protocol, sock=listening, backlog=64))
-        else:
+            return
+        try:
             self._listeners.append(await loop.create_server(protocol, sock=listening, backlog=_BACKLOG))
+        except OSError as error:  # another server was bound to it as well, and has begun to listen first
+            host, port = listening.getsockname()[:2]
+            raise _not_available(host, port, error, option="port") from error
 
     async def drain(self) -> None:
-        """Take no more work; return when what was begun is finished."""
-        self._face.admission.draining = True
-        self._face.ready = False
-        await self._face.admission.idle()
+        """Take no more work; return when the running generations are finished."""
+        self._state.concurrency.draining = True
+        self._state.ready = False
+        await self._state.concurrency.wait_idle()
 
     async def close(self) -> None:
-        """End everything, at once for what still runs. Idempotent."""
-        self._face.admission.draining = True
+        """Close all sockets and cancel what still runs. Idempotent."""
+        self._state.concurrency.draining = True
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             listener.close()
@@ -211,19 +237,19 @@ class Server:
             self.control_socket = None
 
 
-class _Full(asyncio.Protocol):
-    """Tells one connection too many to come back."""
+class _ServerFull(asyncio.Protocol):
+    """Answers a connection beyond the limit with 503."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        door = cast(asyncio.WriteTransport, transport)  # uvloop's are no subclass
-        door.write(
+        connection = cast(asyncio.WriteTransport, transport)  # uvloop's are no subclass
+        connection.write(
             b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         )
-        door.close()
+        connection.close()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Return whether only this machine reaches ``host``."""
     if host.lower() == "localhost":
         return True
     try:
@@ -232,33 +258,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def control_socket_path(port: int) -> Path:
-    """Where the control plane of the server on ``port`` is found: in a folder that only its user enters.
-
-    Raises:
-        ConfigError: that folder belongs to somebody else, or others may enter it.
-    """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and Path(runtime).is_dir():
-        folder = Path(runtime) / "asyncrl"
-    else:
-        folder = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: {error.strerror}", path="control-socket", remedy="give --control-socket"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(
-            f"{folder} is not a folder of yours alone (mode 0700)", path="control-socket", remedy="remove it"
-        )
-    return folder / f"serve-{port}.sock"
-
-
 def allow_connections(count: int) -> None:
-    """Raise this process's limit of open files so that ``count`` connections fit, as far as the system lets it."""
+    """Raise this process's limit of open files for ``count`` connections, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 512
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -268,7 +269,7 @@ def allow_connections(count: int) -> None:
             )
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, *, option: str) -> socket.socket:
     bare = host.strip("[]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -282,27 +283,37 @@ def _bound(host: str, port: int) -> socket.socket:
         listening.bind(address)
     except OSError as error:
         listening.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}", path="port", remedy="give another --port"
-        ) from error
+        raise _not_available(host, port, error, option=option) from error
     listening.setblocking(False)
     return listening
 
 
-def _bound_unix(path: Path) -> socket.socket:
-    """A Unix socket that only this user may open: its mode is set before anybody can connect."""
+def _not_available(host: str, port: int, error: OSError, *, option: str) -> ConfigError:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return ConfigError(f"cannot listen on {host}:{port}: {reason}", path=option, remedy=f"give another --{option}")
+
+
+def _check_unix(path: Path) -> None:
+    """Raise if a server listens on ``path``; remove what one has left there that is gone."""
     if path.is_socket():
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()  # its server died without taking it along
+            path.unlink()  # its server died without removing it
         except OSError:
-            pass  # binding will say what is wrong
+            pass  # binding raises the reason
         else:
-            raise ConfigError(f"another server has {path}", path="control-socket", remedy="give --control-socket")
+            raise ConfigError(
+                f"another server listens on {path}", path="control-socket", remedy="give --control-socket"
+            )
         finally:
             probe.close()
+
+
+def _bound_unix(path: Path) -> socket.socket:
+    """Return a Unix socket that only this user may open: its mode is set before it listens."""
+    _check_unix(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(str(path))

@@ -1,33 +1,62 @@
-"""Sessions: what was sampled for one agent, kept as it was sampled, until a reward makes trajectories of it.
+"""Sessions: what was sampled for one agent, kept as it was sampled, until a reward turns it into trajectories.
 
-A session is a tree. A request whose messages (or ids) begin with those of an earlier one *and its answer* goes on from
-there: its prompt is exactly the ids of that turn and what the new messages add. Anything else begins a new branch, so
-an agent may sample several answers, go back, or hold side conversations. Each leaf becomes one trajectory; a turn that
-several leaves share is trained on in the first of them only.
+A session is a tree. A request whose messages (or ids) begin with those of an earlier one *and its answer* continues
+from there: its prompt is exactly the ids of that turn and what the new messages add. Anything else begins a new branch,
+so an agent may sample several answers, go back, or hold side conversations. Each leaf becomes one trajectory; a turn
+that several leaves share is trained on in the first of them only. The tree is held in memory: one entry per turn,
+nothing twice, 16 bytes per token.
 
-The tree is held in memory: one entry a turn, nothing twice, 16 bytes a token.
+The trajectories of a rewarded session go to a folder of batches or to a replay buffer, in groups.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
-from asyncrl.interfaces import FinishReason, Generation, Message, Tool
-from asyncrl.rollout.trajectory import Trajectory, Turn
-from asyncrl.serve.conversation import chain, root_mark
-from asyncrl.serve.failure import Refusal
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.interfaces import FinishReason, Generation, GroupSummary, Message, ReplayBuffer, Tool
+from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
+from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
-from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.text import ModelText
 
-__all__ = ["Session", "Sessions", "TurnPrompt"]
+_log = logging.getLogger(__name__)
+_canonical = msgspec.json.Encoder(order="deterministic")
+
+
+# ---------------------------------------------------------------------------------------------- the tree of turns
+
+
+def _digests(messages: Sequence[Message], *, after: bytes) -> list[bytes]:
+    """Return one digest per message, of the whole conversation up to and including it.
+
+    The ids of calls do not count, so an answer is recognised when a client sends it back.
+    """
+    digests = []
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+        identity = _canonical.encode([role, content.strip() if role == "assistant" else content, calls])
+        after = hashlib.blake2b(after + identity, digest_size=16).digest()
+        digests.append(after)
+    return digests
 
 
 class _Node:
-    """One turn: what was appended before it, what was sampled, and the turn it goes on from."""
+    """One turn: what was appended before it, what was sampled, and the turn it continues from."""
 
     __slots__ = ("appended", "children", "finish_reason", "log_probs", "message", "parent", "sampled", "versions")
 
@@ -41,12 +70,7 @@ class _Node:
         self.message = message
         self.children = 0
 
-    @property
-    def tokens(self) -> int:
-        return len(self.appended) + len(self.sampled)
-
     def path(self) -> list[_Node]:
-        """From the first turn to this one."""
         nodes: list[_Node] = []
         node: _Node | None = self
         while node is not None:
@@ -64,30 +88,25 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPrompt:
-    """The prompt of a turn, and where in its session it belongs.
+    """The prompt of a turn, and its place in the session.
 
     Attributes:
-        token_ids: the whole prompt.
-        continues: whether it begins with the ids of an earlier turn.
+        parent: the turn whose ids it begins with; None begins a branch.
+        appended: the ids after those.
+        digest: of the conversation; empty for a prompt of ids.
     """
 
     token_ids: tuple[int, ...]
-    continues: bool
     parent: _Node | None = field(repr=False)
     appended: tuple[int, ...] = field(repr=False)
-    mark: bytes = field(repr=False)
+    digest: bytes = field(repr=False)
 
 
 class Session:
     """One agent's conversation, or several that belong together.
 
-    Attributes:
-        name: given by the client.
-        holder: whose key made it; nobody else sees it.
-        requests: under way.
-        ending: whether it is being handed on: it takes no request then.
-        touched_s: when it was used last.
-        tokens: held.
+    Only the ``holder`` of the key that created it has access. ``requests`` are running; it takes none while it is
+    ``ending``: being stored.
     """
 
     def __init__(self, name: str, holder: str) -> None:
@@ -95,69 +114,74 @@ class Session:
         self.holder = holder
         self.requests = 0
         self.ending = False
-        self.touched_s = 0.0
+        self.used_at_s = 0.0
         self.tokens = 0
         self.turns = 0
-        self._by_mark: dict[bytes, list[_Node]] = {}
+        self._by_digest: dict[bytes, list[_Node]] = {}
         self._leaves: dict[_Node, None] = {}  # a set that remembers its order
+
+    def check_open(self) -> None:
+        """Raise an API error while the session is ending."""
+        if self.ending:
+            raise APIError(409, f"session {self.name!r} is being stored with its reward")
 
     @property
     def branches(self) -> int:
-        """Leaves of the tree: trajectories that it would give."""
+        """Leaves of the tree: the number of its trajectories."""
         return len(self._leaves)
 
-    def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Tool], text: ModelText) -> TurnPrompt:
-        """The prompt for the turn after ``messages``: appended to the turn it goes on from, where there is one."""
-        marks = chain(root_mark(tools), messages)
+    def chat_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], text: ModelText, *, generation_prompt: bool = True
+    ) -> TurnPrompt:
+        """Return the prompt of the turn after ``messages``, appended to the turn that it continues, if any."""
+        declared = _canonical.encode(([tool.schema() for tool in tools], text.renderer.options))
+        digests = _digests(messages, after=hashlib.blake2b(declared, digest_size=16).digest())
         for at in range(len(messages) - 1, 0, -1):
-            if messages[at]["role"] != "assistant" or (node := self._known(marks[at])) is None:
+            nodes = self._by_digest.get(digests[at])
+            if messages[at]["role"] != "assistant" or not nodes:
                 continue
-            before = node.token_ids()
-            appended = text.extend(messages[:at], node.sampled, messages[at + 1 :], tools)
-            return TurnPrompt(
-                token_ids=(*before, *appended), continues=True, parent=node, appended=tuple(appended), mark=marks[-1]
+            node = min(nodes, key=lambda each: each.children)  # of equal answers one that nothing follows yet
+            appended = tuple(
+                text.extend(messages[:at], node.sampled, messages[at + 1 :], tools, generation_prompt=generation_prompt)
             )
-        ids = tuple(text.renderer.prompt(messages, tools))
-        return TurnPrompt(token_ids=ids, continues=False, parent=None, appended=ids, mark=marks[-1])
+            ids = (*node.token_ids(), *appended)
+            return TurnPrompt(token_ids=ids, parent=node, appended=appended, digest=digests[-1])
+        ids = tuple(text.renderer.prompt(messages, tools, generation_prompt=generation_prompt))
+        return TurnPrompt(token_ids=ids, parent=None, appended=ids, digest=digests[-1])
 
-    def token_prompt(self, token_ids: Sequence[int]) -> TurnPrompt:
-        """The place of a prompt given as ids: after the turn whose ids it begins with, the longest there is."""
+    def token_prompt(self, token_ids: tuple[int, ...]) -> TurnPrompt:
+        """Return the place of a prompt given as ids: after the longest turn whose ids it begins with."""
         given = array("i", token_ids)
         best: _Node | None = None
         length = 0
         for leaf in self._leaves:
-            ids = leaf.token_ids()
-            if length < len(ids) < len(given) and given[: len(ids)] == ids:
-                best, length = leaf, len(ids)
-        return TurnPrompt(
-            token_ids=tuple(token_ids),
-            continues=best is not None,
-            parent=best,
-            appended=tuple(token_ids[length:]),
-            mark=b"",
-        )
-
-    def _known(self, mark: bytes) -> _Node | None:
-        """The turn that ``mark`` stands for; of equal answers the one that nothing has followed yet."""
-        nodes = self._by_mark.get(mark)
-        return min(nodes, key=lambda node: node.children) if nodes else None
+            at = 0
+            for node in leaf.path():
+                ids = node.appended + node.sampled
+                if at + len(ids) >= len(given) or given[at : at + len(ids)] != ids:
+                    break
+                at += len(ids)
+                # of equal answers one that nothing follows yet
+                if at > length or (at == length and best is not None and node.children < best.children):
+                    best, length = node, at
+        return TurnPrompt(token_ids=token_ids, parent=best, appended=token_ids[length:], digest=b"")
 
     def add(self, prompt: TurnPrompt, generation: Generation, message: Message) -> int:
-        """Write a finished turn down. Returns the tokens it holds."""
-        mark = chain(prompt.mark, [message])[0] if prompt.mark else b""
         node = _Node(prompt.parent, prompt.appended, generation, message)
         if prompt.parent is not None:
             prompt.parent.children += 1
             self._leaves.pop(prompt.parent, None)
-        if mark:
-            self._by_mark.setdefault(mark, []).append(node)
+        if prompt.digest:
+            (digest,) = _digests([message], after=prompt.digest)
+            self._by_digest.setdefault(digest, []).append(node)
         self._leaves[node] = None
-        self.tokens += node.tokens
+        tokens = len(node.appended) + len(node.sampled)
+        self.tokens += tokens
         self.turns += 1
-        return node.tokens
+        return tokens
 
     def trajectories(self, *, reward: float, info: dict[str, object]) -> list[Trajectory]:
-        """One per leaf, in the order in which they were sampled, each with ``reward``."""
+        """Return one trajectory per leaf, in the order in which they were sampled, each with ``reward``."""
         trained: set[_Node] = set()
         made = []
         for leaf in self._leaves:
@@ -185,7 +209,7 @@ class Session:
                     weight_versions=tuple(versions),
                     reward=reward,
                     turns=tuple(turns),
-                    finish_reason="max_tokens" if turns[-1].finish_reason == "length" else "done",
+                    finish_reason="max_seq_len" if turns[-1].finish_reason == "length" else "done",
                     info=info,
                 )
             )
@@ -193,111 +217,269 @@ class Session:
 
 
 class Sessions:
-    """All sessions, by holder and name. The least recently used come first.
-
-    Args:
-        limits: bounds.
-        clock: seconds that only grow.
-    """
+    """All sessions, by holder and name, the least recently used first; ``tokens`` counts those of all of them."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self.tokens = 0
-        self.expired = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def use(self, name: str, holder: str) -> Session:
-        """The session, made if need be.
-
-        Raises:
-            Refusal: there is no room for one more, or for more of its tokens, or it is ending.
-        """
-        self._expire()
+        """Return the session for one more request, created if need be; an API error if a bound is reached."""
+        session = self.get(name, holder)
         key = (holder, name)
-        session = self._sessions.get(key)
         if session is None:
             if len(self._sessions) >= self._limits.sessions:
-                raise Refusal(503, f"{len(self._sessions)} sessions are held, no more fit", retry_after_s=30)
+                raise APIError(
+                    503, f"{len(self._sessions)} sessions are held, no more fit: reward or drop some", retry_after_s=30
+                )
             session = self._sessions[key] = Session(name, holder)
         self._sessions.move_to_end(key)
-        session.touched_s = self._clock()
-        if session.ending:
-            raise Refusal(409, f"session {name!r} is being handed on with its reward")
+        session.used_at_s = self._clock()
+        session.check_open()
         if session.tokens >= self._limits.session_tokens:
-            raise Refusal(
+            raise APIError(
                 409, f"session {name!r} holds {session.tokens} tokens; at most {self._limits.session_tokens}: reward it"
             )
         if self.tokens >= self._limits.captured_tokens:
-            raise Refusal(503, "the sessions hold as many tokens as they may together", retry_after_s=30)
+            raise APIError(
+                503, f"all sessions together hold {self.tokens} tokens: reward or drop some", retry_after_s=30
+            )
         return session
 
-    def known(self, name: str, holder: str) -> Session | None:
-        """The session, if this holder has one of that name."""
-        self._expire()
+    def get(self, name: str, holder: str) -> Session | None:
+        self._drop_expired()
         return self._sessions.get((holder, name))
 
     def find(self, name: str, holder: str) -> Session:
-        """The session.
-
-        Raises:
-            Refusal: this holder has none of that name.
-        """
-        session = self.known(name, holder)
+        """Return the session; an API error if this holder has none of that name."""
+        session = self.get(name, holder)
         if session is None:
-            raise Refusal(404, f"there is no session {name!r}")
+            raise APIError(404, f"there is no session {name!r}")
         return session
 
     def add(self, session: Session, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
-        """Write a finished turn down, unless the session was ended meanwhile."""
+        """Add a finished turn, unless the session has ended in the meantime."""
         if self._sessions.get((session.holder, session.name)) is session:
             self.tokens += session.add(prompt, generation, message)
-            session.touched_s = self._clock()
+            session.used_at_s = self._clock()
 
-    @contextmanager
-    def closing(self, session: Session) -> Iterator[None]:
-        """The session takes no request while the block runs, and is forgotten when that succeeds.
+    @contextlib.contextmanager
+    def ending(self, session: Session) -> Iterator[None]:
+        """Keep requests out of the session while the block runs, and drop the session if the block succeeds.
 
         Raises:
-            Refusal: a request of it is under way, or it is ending already.
+            APIError: a request of the session is running, or it is ending already.
         """
-        self._must_rest(session)
+        self._check_idle(session)
         session.ending = True
         try:
             yield
         except BaseException:
             session.ending = False
             raise
-        self._forget(session)
+        self._remove(session)
 
-    def end(self, session: Session) -> None:
-        """Forget the session.
+    def drop(self, session: Session) -> None:
+        self._check_idle(session)
+        self._remove(session)
 
-        Raises:
-            Refusal: a request of it is under way, or it is ending already.
-        """
-        self._must_rest(session)
-        self._forget(session)
-
-    def _forget(self, session: Session) -> None:
+    def _remove(self, session: Session) -> None:
         del self._sessions[session.holder, session.name]
         self.tokens -= session.tokens
 
     @staticmethod
-    def _must_rest(session: Session) -> None:
+    def _check_idle(session: Session) -> None:
         if session.requests:
-            raise Refusal(409, f"{session.requests} requests of session {session.name!r} are under way")
-        if session.ending:
-            raise Refusal(409, f"session {session.name!r} is being handed on with its reward")
+            raise APIError(409, f"{session.requests} requests of session {session.name!r} are running")
+        session.check_open()
 
-    def _expire(self) -> None:
+    def _drop_expired(self) -> None:
         now = self._clock()
         while self._sessions:
             session = next(iter(self._sessions.values()))
-            if session.requests or session.ending or now - session.touched_s <= self._limits.session_idle_s:
+            if session.requests or session.ending or now - session.used_at_s <= self._limits.session_idle_s:
                 return
-            self.end(session)
-            self.expired += 1
+            self.drop(session)
+
+
+# --------------------------------------------------------------------------------------- where trajectories are kept
+
+
+class TrajectorySink(Protocol):
+    async def put(self, trajectories: Sequence[Trajectory]) -> str:
+        """Store one group; return where it is, for people to read."""
+        ...
+
+
+class FolderSink:
+    """Writes one file per group, ``{number:08d}.asyncrl``, read back with ``DataProto.load_from_disk``.
+
+    A file is complete or absent. Numbers continue those in the folder.
+
+    Raises:
+        ConfigError: the folder cannot be created.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror}", path="capture", remedy="give another folder") from error
+        self._folder = folder
+        numbers = [int(file.stem) for file in folder.glob("*.asyncrl") if file.stem.isdigit()]
+        self._next = max(numbers, default=-1) + 1
+
+    async def put(self, trajectories: Sequence[Trajectory]) -> str:
+        group_id, self._next = self._next, self._next + 1
+        file = self._folder / f"{group_id:08d}.asyncrl"
+
+        def write() -> None:
+            trajectories_to_batch(trajectories, group_id=group_id).save_to_disk(file)
+
+        await asyncio.to_thread(write)
+        return file.name
+
+
+class BufferSink:
+    """Puts groups into a replay buffer of this process, under ids that follow those it has admitted.
+
+    The buffer admits each group first, within ``admission_timeout_s``, and so holds agents back while it is full.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, *, admission_timeout_s: float = 60.0) -> None:
+        self._buffer = buffer
+        self._next = 0
+        self._timeout_s = admission_timeout_s
+
+    async def put(self, trajectories: Sequence[Trajectory]) -> str:
+        group_id = max(self._next, self._buffer.statistics().admitted)
+        self._next = group_id + 1
+        batch = trajectories_to_batch(trajectories, group_id=group_id)  # first, since it may fail
+        await self._buffer.admit(group_id, timeout_s=self._timeout_s)
+        self._buffer.put(GroupSummary(**batch.meta_info["summary"]), batch)
+        return f"group_id {group_id}"
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rewarded sessions that wait for the other members of their group, and when the last one was added."""
+
+    members: list[Sequence[Trajectory]] = field(default_factory=list[Sequence[Trajectory]])
+    touched_s: float = 0.0
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [each for member in self.members for each in member]
+
+    @property
+    def tokens(self) -> int:
+        return _tokens(self.trajectories)
+
+
+def _tokens(trajectories: Sequence[Trajectory]) -> int:
+    return sum(len(each.token_ids) for each in trajectories)
+
+
+class GroupedSink:
+    """Collects sessions that name the same group until the group has its size; stores other sessions at once.
+
+    ``sink`` stores whole groups. An incomplete group is stored as it is: ``idle_s`` (an hour) after its last member,
+    and at the end. ``groups`` and ``tokens`` bound the incomplete groups, and the tokens that they hold.
+    """
+
+    def __init__(
+        self,
+        sink: TrajectorySink,
+        *,
+        groups: int = 65_536,
+        tokens: int = 1 << 26,
+        idle_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sink = sink
+        self._max_groups = groups
+        self._max_tokens = tokens
+        self._idle_s = idle_s
+        self._clock = clock
+        self._incomplete: OrderedDict[str, _Group] = OrderedDict()  # the one that has waited longest comes first
+        self.tokens = 0
+
+    @property
+    def incomplete(self) -> int:
+        return len(self._incomplete)
+
+    async def put(self, trajectories: Sequence[Trajectory], *, group: str = "", size: int = 1) -> str:
+        """Store the trajectories of one session, as a member of ``group`` if it has a name; return where they are.
+
+        If this raises, these trajectories are not stored, and the other members of the group still wait.
+
+        Raises:
+            APIError: there is no room for more incomplete groups.
+            InvalidDataError: nothing was sampled in any of the sessions.
+            OSError: a folder cannot be written.
+            DeadlineError, BufferClosedError: a buffer has had no room in time, or is closed.
+        """
+        await self._flush(idle_s=self._idle_s)
+        if not group:
+            return await self._sink.put(trajectories)
+        waiting = self._take(group)
+        if len(waiting.members) + 1 >= size:
+            try:
+                return await self._sink.put([*waiting.trajectories, *trajectories])
+            except BaseException:
+                self._put_back(group, waiting)
+                raise
+        try:
+            tokens = waiting.tokens + _tokens(trajectories)
+            if len(self._incomplete) >= self._max_groups or self.tokens + tokens > self._max_tokens:
+                held = f"{len(self._incomplete)} incomplete groups with {self.tokens} tokens"
+                raise APIError(503, f"{held} are held, no more fit: reward their other members", retry_after_s=30)
+            waiting.members.append(trajectories)
+            waiting.touched_s = self._clock()
+            return f"group {group}: {len(waiting.members)} of {size}"
+        finally:
+            self._put_back(group, waiting)
+
+    async def close(self, *, deadline_s: float = 10.0) -> None:
+        """Store the incomplete groups; log those that could not be stored within ``deadline_s`` as lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._flush(idle_s=0.0)
+        for name, group in self._incomplete.items():
+            _log.error("group %s is lost: %d sessions, %d tokens", name, len(group.members), group.tokens)
+        self._incomplete.clear()
+
+    async def _flush(self, *, idle_s: float) -> None:
+        before_s = self._clock() - idle_s
+        due = itertools.takewhile(lambda entry: entry[1].touched_s <= before_s, self._incomplete.items())
+        for name, _ in list(due):
+            group = self._take(name)
+            if not group.members:  # it has been completed in the meantime
+                continue
+            try:
+                kept = await self._sink.put(group.trajectories)
+                _log.warning("incomplete group %s is stored with %d members (%s)", name, len(group.members), kept)
+            except BaseException as error:
+                group.touched_s = self._clock()
+                self._put_back(name, group)
+                if not isinstance(error, Exception):
+                    raise
+                _log.warning("group %s could not be stored and still waits: %s", name, error)
+
+    def _take(self, name: str) -> _Group:
+        group = self._incomplete.pop(name, None) or _Group()
+        self.tokens -= group.tokens
+        return group
+
+    def _put_back(self, name: str, group: _Group) -> None:
+        later = self._take(name)
+        group.members += later.members
+        group.touched_s = max(group.touched_s, later.touched_s)
+        if group.members:
+            self._incomplete[name] = group
+            self.tokens += group.tokens

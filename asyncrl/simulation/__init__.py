@@ -1,4 +1,4 @@
-"""The production loop on a virtual clock, with modelled engines, environments, rewards, trainer and faults.
+"""The production loop on a virtual clock, with models of engines, environments, rewards, trainer and faults.
 
 >>> from asyncrl.simulation import Scenario, simulate
 >>> result = simulate(Scenario(steps=3, groups_per_step=2))
@@ -6,11 +6,9 @@
 ([2.0, 3.0, 4.0], [])
 """
 
-from asyncrl.simulation.clock import SimulationDeadlock, VirtualLoop, run_virtually
-from asyncrl.simulation.distributions import Distribution
-from asyncrl.simulation.scenario import Fault, FaultKind, Scenario
-from asyncrl.simulation.schedules import random_scenario
+from asyncrl.simulation.model import Distribution, Fault, FaultKind, Scenario
 from asyncrl.simulation.world import SimulatedStep, Simulation, simulate
+from asyncrl.testing.clock import SimulationDeadlock, VirtualLoop, run_virtually
 
 __all__ = [
     "Distribution",
@@ -21,7 +19,6 @@ __all__ = [
     "Simulation",
     "SimulationDeadlock",
     "VirtualLoop",
-    "random_scenario",
     "run_virtually",
     "simulate",
 ]

@@ -1,4 +1,4 @@
-"""Modelled parts with the faces of worker groups: replicas, the trainer, rewards. Their futures are real ones."""
+"""Models of worker groups with the same methods and real futures: replicas, the trainer, rewards."""
 
 from __future__ import annotations
 
@@ -13,81 +13,67 @@ import numpy as np
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.data.nodes import blocks_of
-from asyncrl.data.pending import Future
-from asyncrl.data.plan import Header, Plan
-from asyncrl.data.ragged import ragged_from_list
+from asyncrl.data.future import Future
+from asyncrl.data.plan import Header, Plan, blocks_of
 from asyncrl.errors import EnvironmentFailure, WeightVersionError, WorkerDiedError
 from asyncrl.interfaces import GroupSummary, KVCachePolicy, Message
-from asyncrl.rollout.record import encode_rows
-from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
-from asyncrl.simulation.decoder import ModelledDecoder
-from asyncrl.simulation.scenario import Fault, Scenario
-from asyncrl.single_controller.controller_loop import ControllerLoop, TaskOwner
-from asyncrl.weights.manifest import WeightManifest
-
-__all__ = ["ModelledReplica", "ModelledRewards", "ModelledTrainer", "RolledOut", "Trained"]
+from asyncrl.rollout.trajectory import Trajectory, Turn, encode_rows, trajectories_to_batch
+from asyncrl.rollout.work import EpisodeTimes
+from asyncrl.runtime import ControllerLoop, TaskOwner
+from asyncrl.simulation.model import Fault, ModelledDecoder, Scenario
+from asyncrl.trainer.learner import TRAINED_COLUMNS
+from asyncrl.weights import WeightManifest
 
 
 class RolledOut:
-    """The rows of a group, where they lie: made into tensors only for those who fetch them.
+    """The rows of a group as a block of a plan, which become tensors only when they are fetched.
 
-    Attributes:
-        slot: number of the prompt.
-        versions: for each row its tokens by the version that sampled them.
+    ``versions`` has for each row the number of tokens by the version that sampled them.
     """
 
-    __slots__ = ("__weakref__", "slot", "versions")
+    __slots__ = ("__weakref__", "group_id", "versions")
 
-    def __init__(self, slot: int, versions: Sequence[Counter[int]]) -> None:
-        self.slot = slot
+    def __init__(self, group_id: int, versions: Sequence[Counter[int]]) -> None:
+        self.group_id = group_id
         self.versions = tuple(versions)
 
     @classmethod
     def of(cls, rows: DataProto) -> list[RolledOut]:
-        """The groups that lie in rows of :meth:`trajectories`, in their order."""
+        """Return the groups of rows that :meth:`trajectories` made, in their order."""
         assert rows.batch is not None
         groups: dict[int, list[Counter[int]]] = {}
         columns = (rows.batch[name].unbind() for name in ("input_ids", "weight_versions", "loss_mask"))
         for tokens, stamps, sampled in zip(*columns, strict=True):
             groups.setdefault(int(tokens[0]), []).append(Counter(stamps[sampled].tolist()))
-        return [cls(slot, versions) for slot, versions in groups.items()]
+        return [cls(group_id, versions) for group_id, versions in groups.items()]
 
     @property
     def version_tokens(self) -> Counter[int]:
-        """Tokens of the group by version."""
+        """Number of tokens of the group by version."""
         total: Counter[int] = Counter()
         for row in self.versions:
             total.update(row)
         return total
 
     def rows(self) -> DataProto:
-        """The columns of :mod:`asyncrl.interfaces`; a prompt of one token, then the sampled ones, oldest first."""
-        stamps = [[-1, *sorted(row.elements())] for row in self.versions]
-        sampled = [torch.tensor([stamp >= 0 for stamp in row]) for row in stamps]
-        return DataProto.from_dict(
-            tensors={
-                "input_ids": ragged_from_list([torch.ones(len(row), dtype=torch.int64) for row in stamps]),
-                "loss_mask": ragged_from_list(sampled),
-                "behaviour_log_probs": ragged_from_list([-mask.float() for mask in sampled]),
-                "weight_versions": ragged_from_list([torch.tensor(row, dtype=torch.int32) for row in stamps]),
-            }
-        )
+        """Return the columns of :mod:`asyncrl.interfaces`: a prompt of one token, then sampled ones, oldest first."""
+        rows = trajectories_to_batch(self.trajectories(), group_id=self.group_id)
+        return rows.select([*TRAINED_COLUMNS, "group_id", "rewards"], [], [])
 
     def trajectories(self) -> list[Trajectory]:
-        """The same, as a ledger keeps them: the prompt is one token, the slot."""
+        """Return the trajectories for a ledger; the token of the prompt is the group_id."""
         found = []
         for number, row in enumerate(self.versions):
             stamps = (-1, *sorted(row.elements()))
             message: Message = {"role": "assistant", "content": ""}
             found.append(
                 Trajectory(
-                    task={"slot": self.slot},
-                    token_ids=(self.slot,) * len(stamps),
+                    task={"group_id": self.group_id},
+                    token_ids=(self.group_id,) * len(stamps),
                     loss_mask=tuple(stamp >= 0 for stamp in stamps),
                     behaviour_log_probs=tuple(-float(stamp >= 0) for stamp in stamps),
                     weight_versions=stamps,
-                    reward=float((self.slot + number) % 2),
+                    reward=float((self.group_id + number) % 2),
                     turns=(Turn(start=1, end=len(stamps), finish_reason="stop", message=message),),
                     finish_reason="done",
                 )
@@ -108,13 +94,13 @@ _SCHEMA = RolledOut(0, [Counter({0: 1})]).rows().schema.any_rows()
 
 @dataclass(slots=True)
 class _Calls:
-    """What a modelled part answers with: futures of the loop that runs it."""
+    """Makes the futures that a modelled part returns."""
 
     loop: ControllerLoop = field(default_factory=ControllerLoop.current)
     owner: TaskOwner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.owner = TaskOwner(self.loop, name="simulation")
+        self.owner = TaskOwner(self.loop)
 
     def batch(self, label: str, make: Callable[[], Coroutine[Any, Any, Plan]]) -> DataProtoFuture:
         return DataProtoFuture(self.loop, label).run(make, self.owner)
@@ -124,36 +110,30 @@ class _Calls:
 
 
 class ModelledReplica:
-    """A worker group of rollout workers, as the pool sees it.
+    """The model of a worker group of rollout workers.
 
-    What a rollout takes is drawn from its slot and row, so it does not depend on when or where it runs.
-
-    Args:
-        scenario: lengths, times and faults.
-        name: its name.
-        strike: takes a fault that is due out of those to come; each happens once.
+    The durations of a rollout are drawn from its group_id and row, so they do not depend on its replica or time.
+    ``take_fault`` removes and returns the fault of a kind that is due at a group_id or step, if the run has one.
     """
 
-    def __init__(self, scenario: Scenario, name: str, *, strike: Callable[..., Fault | None]) -> None:
+    def __init__(self, scenario: Scenario, name: str, *, take_fault: Callable[..., Fault | None]) -> None:
         self._scenario = scenario
         self.name = name
-        self._strike = strike
+        self._take_fault = take_fault
         self._calls = _Calls()
         self.decoder = ModelledDecoder(tokens_per_s=1 / scenario.token_s, saturation=scenario.saturation)
         self.delivered = 0
-        self.finished: Counter[str] = Counter()
+        self._times = EpisodeTimes()
         self._unfinished: dict[int, Counter[int]] = {}
         self._slowed = 0
 
-    # ------------------------------------------------------------------------------------------- calls of the pool
-
     @property
     def used_s(self) -> float:
-        """Seconds at full speed that what was decoded so far took."""
+        """Time of the decoding so far in seconds of full speed."""
         return self.decoder.used_until_now()
 
     async def aclose(self) -> None:
-        """The process ends, with everything it was doing."""
+        """End the replica and cancel its calls."""
         await self._calls.owner.cancel_all()
 
     def start(self, model_path: str, weight_version: int) -> Future[Any]:
@@ -165,12 +145,12 @@ class ModelledReplica:
 
     def rollout(self, prompts: DataProto) -> DataProtoFuture:
         assert prompts.batch is not None
-        slot, rows = int(prompts.batch["slot"][0]), len(prompts)
-        return self._calls.batch(f"{self.name}.rollout", lambda: self._roll_out(slot, rows))
+        group_id, rows = int(prompts.batch["group_id"][0]), len(prompts)
+        return self._calls.batch(f"{self.name}.rollout", lambda: self._roll_out(group_id, rows))
 
     def prepare_weights(self, manifest: WeightManifest) -> Future[Any]:
         async def prepare() -> list[float]:
-            if self._strike(manifest.version, "weights"):
+            if self._take_fault(manifest.version, "weights"):
                 raise WorkerDiedError(f"{self.name} died while it fetched version {manifest.version}", group=self.name)
             await asyncio.sleep(self._scenario.prepare_s)
             return [self._scenario.prepare_s]
@@ -194,104 +174,109 @@ class ModelledReplica:
 
         return self._calls.value(f"{self.name}.statistics", count)
 
-    # ------------------------------------------------------------------------------------------------------ the model
-
-    async def _roll_out(self, slot: int, rows: int) -> Plan:
+    async def _roll_out(self, group_id: int, rows: int) -> Plan:
         scenario = self._scenario
-        if self._strike(slot, "crash"):
-            raise WorkerDiedError(f"{self.name} died under slot {slot}", group=self.name)
-        if self._strike(slot, "freeze"):
+        if self._take_fault(group_id, "crash"):
+            raise WorkerDiedError(f"{self.name} died during group_id {group_id}", group=self.name)
+        if self._take_fault(group_id, "freeze"):
             await asyncio.get_running_loop().create_future()
-        slow = self._strike(slot, "slow")
+        slow = self._take_fault(group_id, "slow")
         if slow:
             self._slowed += 1
             self.decoder.set_pace(0.1)
-        failing = self._strike(slot, "environment")
-        made = self._unfinished[slot] = Counter()
+        failing = self._take_fault(group_id, "environment")
+        made = self._unfinished[group_id] = Counter()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._row(slot, row, made)) for row in range(rows)]
+                tasks = [group.create_task(self._row(group_id, row, made)) for row in range(rows)]
         finally:
-            del self._unfinished[slot]
+            del self._unfinished[group_id]
             if slow:
                 self._slowed -= 1
                 self.decoder.set_pace(0.1 if self._slowed else 1.0)
         if failing:
-            raise EnvironmentFailure(f"the environment of slot {slot} failed", tokens_generated=made.total())
-        block = RolledOut(slot, [task.result() for task in tasks])
+            raise EnvironmentFailure(f"the environment of group_id {group_id} failed", tokens_generated=made.total())
+        block = RolledOut(group_id, [task.result() for task in tasks])
         summary = GroupSummary(
-            slot=slot,
+            group_id=group_id,
             rows=rows,
             oldest_version=min(made),
             tokens=made.total(),
             version_tokens=dict(sorted(made.items())),
-            rewards=tuple(float((slot + row) % 2) for row in range(rows)),
+            rewards=tuple(float((group_id + row) % 2) for row in range(rows)),
             lengths=tuple(row.total() for row in block.versions),
         )
-        meta: dict[str, Any] = {"summary": asdict(summary), "wasted_tokens": 0}
-        if self._strike(slot, "garbage"):
-            broken = [{"tokens": summary.tokens + 1}, {"version_tokens": {1 << 20: summary.tokens}}, {"slot": slot + 1}]
-            meta["summary"] |= random.Random(scenario.seed ^ slot).choice(broken)  # noqa: S311
-        self.finished.update(rows=rows, tokens=summary.tokens)
+        meta: dict[str, Any] = {"summary": asdict(summary), "wasted_tokens": 0, "times": dict(self._times.totals)}
+        if self._take_fault(group_id, "garbage"):
+            broken = [
+                {"tokens": summary.tokens + 1},
+                {"version_tokens": {1 << 20: summary.tokens}},
+                {"group_id": group_id + 1},
+            ]
+            meta["summary"] |= random.Random(scenario.seed ^ group_id).choice(broken)  # noqa: S311
         if scenario.ledger:
             trajectories = block.trajectories()
-            batch = trajectories_to_batch(trajectories, slot=slot)
+            batch = trajectories_to_batch(trajectories, group_id=group_id)
             batch.meta_info |= meta | {"record": encode_rows(trajectories)}
             return Plan.of(batch)
         return Plan.shard(block, Header(rows=rows, schema=_SCHEMA, meta_info=meta, size_bytes=16 * summary.tokens))
 
-    async def _row(self, slot: int, row: int, made: Counter[int]) -> Counter[int]:
-        """One rollout: turns of tokens, each followed by the environment."""
+    async def _row(self, group_id: int, row: int, made: Counter[int]) -> Counter[int]:
+        """Run one rollout: turns of tokens, each followed by the environment's time."""
         scenario = self._scenario
-        dice = scenario.dice(slot, row)
+        dice = scenario.dice(group_id, row)
         tokens = scenario.length(dice)
         turns = min(scenario.turns, tokens)
         versions: Counter[int] = Counter()
-        for turn in range(turns):
-            sampled = await self.decoder.generate(tokens // turns + (turn < tokens % turns))
-            versions.update(sampled)
-            made.update(sampled)
-            self.delivered += sampled.total()
-            pause_s = scenario.turn_s.sample(dice)
-            if pause_s:
-                await asyncio.sleep(pause_s)
+        with self._times.episode():
+            for turn in range(turns):
+                with self._times.request() as delivered:
+                    sampled = await self.decoder.generate(tokens // turns + (turn < tokens % turns))
+                    delivered.append(sampled.total())
+                versions.update(sampled)
+                made.update(sampled)
+                self.delivered += sampled.total()
+                pause_s = scenario.turn_s.sample(dice)
+                if pause_s:
+                    with self._times.at("environment"):
+                        await asyncio.sleep(pause_s)
         return versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What one update was really given, counted from the rows and not from what the driver thinks of them.
+    """The batch of one update, counted from its rows and not from the driver's state.
 
     Attributes:
         step: training step, from 1.
-        slots: groups, in the batch's order.
-        oldest: for each of them the staleness of its oldest token, masked or not.
-        staleness: tokens in the loss, by trainer version minus sampling version.
-        masked: tokens left out of it.
+        oldest: the staleness of the oldest token of each group, masked or not.
+        staleness: number of tokens in the loss, by trainer version minus sampling version.
+        masked: number of tokens that are masked out of the loss.
     """
 
     step: int
-    slots: tuple[int, ...]
+    group_ids: tuple[int, ...]
     oldest: tuple[int, ...]
     staleness: Counter[int]
     masked: int
 
 
 class ModelledTrainer:
-    """A worker group of one trainer rank, as the driver sees it. Calls run one after another.
+    """The model of a worker group of one trainer rank. Calls run one after another.
 
-    Args:
-        scenario: times and faults.
-        strike: takes a fault that is due out of those to come.
-        weight_version: version to begin with.
-        fetch: fetch every batch, mask it with the code of the real trainer, and count its loss mask.
+    With ``fetch``, it fetches every batch, masks it with the code of the real trainer, and counts the loss mask.
     """
 
     def __init__(
-        self, scenario: Scenario, *, strike: Callable[..., Fault | None], weight_version: int = 0, fetch: bool = False
+        self,
+        scenario: Scenario,
+        *,
+        take_fault: Callable[..., Fault | None],
+        weight_version: int = 0,
+        fetch: bool = False,
     ) -> None:
         self._scenario = scenario
-        self._strike = strike
+        self._take_fault = take_fault
         self._fetch = fetch
         self._calls = _Calls()
         self._turn = asyncio.Lock()
@@ -307,7 +292,7 @@ class ModelledTrainer:
         async def publish() -> list[WeightManifest]:
             async with self._turn:
                 if version != self._version:
-                    raise WeightVersionError(f"version {self._version} was to be published as {version}")
+                    raise WeightVersionError(f"publish({version}) was called at version {self._version}")
                 await asyncio.sleep(self._scenario.publish_s)
                 self.published.add(version)
                 return [WeightManifest(version=version, transport="modelled", location="", tensors=())]
@@ -322,13 +307,13 @@ class ModelledTrainer:
         return self._calls.value("trainer.release", release)
 
     async def aclose(self) -> None:
-        """The process ends, with everything it was doing."""
+        """End the trainer and cancel its calls."""
         await self._calls.owner.cancel_all()
 
     async def _update(self, batch: DataProtoFuture, oldest_version: int | None) -> list[dict[str, float]]:
         async with self._turn:
             step = self._version + 1
-            if self._strike(step, "trainer"):
+            if self._take_fault(step, "trainer"):
                 raise WorkerDiedError(f"the trainer died in step {step}", group="trainer")
             plan = await batch.plan()
             if self._scenario.ledger:
@@ -347,14 +332,16 @@ class ModelledTrainer:
                 _check_loss_mask(await batch, oldest_version, tokens=staleness.total())
             await asyncio.sleep(self._scenario.update_s.sample(self._dice))
             self._version = step
-            slots = tuple(group.slot for group in groups)
+            group_ids = tuple(group.group_id for group in groups)
             oldest = tuple(step - 1 - min(group.version_tokens) for group in groups)
-            self.trained.append(Trained(step=step, slots=slots, oldest=oldest, staleness=staleness, masked=masked))
+            self.trained.append(
+                Trained(step=step, group_ids=group_ids, oldest=oldest, staleness=staleness, masked=masked)
+            )
             return [{"tokens_trained": float(staleness.total()), "loss": 0.0}]
 
 
 class ModelledRewards:
-    """A reward model that takes its time."""
+    """The model of a reward model, which takes ``reward_s``."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -362,7 +349,7 @@ class ModelledRewards:
         self._dice = random.Random(scenario.seed)  # noqa: S311
 
     async def aclose(self) -> None:
-        """The process ends, with everything it was doing."""
+        """End the reward model and cancel its calls."""
         await self._calls.owner.cancel_all()
 
     def score(self, rows: DataProtoFuture) -> DataProtoFuture:
@@ -377,10 +364,10 @@ class ModelledRewards:
 
 
 def _check_loss_mask(batch: DataProto, oldest_version: int | None, *, tokens: int) -> None:
-    from asyncrl.pipeline.masking import mask_older
+    from asyncrl.trainer.workers import mask_stale_tokens
 
-    masked = batch if oldest_version is None else mask_older(batch, oldest_version)
+    masked = batch if oldest_version is None else mask_stale_tokens(batch, oldest_version)
     assert masked.batch is not None
     counted = int(np.asarray(masked.batch["loss_mask"].values()).sum())
     if counted != tokens:
-        raise AssertionError(f"{counted} tokens are in the loss mask of a batch with {tokens} young enough")
+        raise AssertionError(f"the loss mask has {counted} tokens, and {tokens} of the batch are within the bound")

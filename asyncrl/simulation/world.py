@@ -1,52 +1,50 @@
-"""A whole run on the virtual clock: the production driver, law, buffer, pool and resumption, between modelled parts."""
+"""Runs on the virtual clock: the production driver, law, buffer, pool and resumption with modelled parts; forecasts."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from torch import Tensor
 
-from asyncrl.agents.single_turn import SingleTurnFactory
 from asyncrl.algorithms import AdvantageEstimator
+from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.envs.single_turn import SingleTurnFactory
 from asyncrl.errors import AsyncRLError, InvalidDataError
-from asyncrl.interfaces import DroppedGroup, GroupSummary, Ledger, ReplayBuffer
-from asyncrl.parts import load_part
-from asyncrl.pipeline.accounts import TokenBalance
-from asyncrl.pipeline.certificate import Certificate
-from asyncrl.pipeline.checkpoint import DriverState
-from asyncrl.pipeline.driver import Driver
-from asyncrl.pipeline.evaluation import EvaluationResult
-from asyncrl.pipeline.journal import Journal
-from asyncrl.pipeline.resumption import (
-    admission_law,
-    driver_state,
-    ledger_base,
-    resumed_accounts,
-    still_outstanding,
-)
-from asyncrl.pipeline.staleness import AdmissionLaw
-from asyncrl.pipeline.training_plan import StepRecord, TrainingPlan
+from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
+from asyncrl.ledger import Ledger
+from asyncrl.plugins import load_part
 from asyncrl.rollout.pool import RolloutPool
-from asyncrl.simulation.clock import run_virtually
+from asyncrl.rollout.work import sum_totals
+from asyncrl.runtime import first_cause
+from asyncrl.simulation.model import Distribution, Fault, Scenario
 from asyncrl.simulation.parts import ModelledReplica, ModelledRewards, ModelledTrainer, Trained
-from asyncrl.simulation.scenario import Fault, Scenario
+from asyncrl.staleness import Certificate, merge
+from asyncrl.telemetry.idle import idle_shares
 from asyncrl.telemetry.timeline import Timeline
-
-__all__ = ["SimulatedStep", "Simulation", "simulate"]
+from asyncrl.testing.clock import run_virtually
+from asyncrl.trainer.checkpoint import DriverState
+from asyncrl.trainer.driver import Driver, TrainingPlan
+from asyncrl.trainer.evaluation import EvaluationResult
+from asyncrl.trainer.group import GroupStages
+from asyncrl.trainer.journal import TokenBalance
+from asyncrl.trainer.learner import Advantages, Learner, StepRecord
+from asyncrl.trainer.recovery import driver_state, ledger_base, starting_point
+from asyncrl.trainer.workers import TrainerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A training step: when it was done, its certificate, and how many groups were out, ready and overdue then."""
+    """A training step: its end, its certificate, and the numbers of ready, pending and overdue groups at its end."""
 
     step: int
     at_s: float
@@ -58,86 +56,73 @@ class SimulatedStep:
 
 @dataclass(slots=True, kw_only=True)
 class Simulation:
-    """What happened.
+    """The result of a simulated run.
 
     Attributes:
-        steps: the steps that counted, in order: those undone by a restart are not among them.
-        trained: what the trainer was really given in them.
-        ended_by: what ended each life but the last, in words.
-        struck: faults that happened.
-        issued: slots issued.
-        dropped: slots given up for good, with the reason.
-        waits_s: seconds waited in the last life, by stage and reason, until its last step was done; so the next three.
-        busy_s: seconds at work, by stage.
-        span_s: seconds that passed.
-        used_s: seconds that all replicas together would have decoded at full speed.
-        rollouts: mean tokens of all rollouts that ended.
-        violations: rules that were broken; empty if all is well.
+        steps, trained: the training steps and the batches that the trainer received, without those undone by a restart.
+        ended_by: the failure that ended each driver process except for the last.
+        injected: faults that happened.
+        dropped: reasons of dropped group_ids.
+        waits_s: seconds of waiting by stage and reason; of the last driver process, as are the next four.
+        busy_s: seconds of work by stage.
+        idle, episodes, work_s, tokens: as in :class:`asyncrl.trainer.report.RunSummary`, the tokens of all processes.
+        span_s: seconds from its start to its last step.
+        used_s: decoding time of all replicas in seconds of full speed.
+        violations: broken laws; empty for a correct run.
     """
 
     steps: list[SimulatedStep] = field(default_factory=list)
     trained: list[Trained] = field(default_factory=list)
     ended_by: list[str] = field(default_factory=list)
-    struck: list[Fault] = field(default_factory=list)
-    issued: int = 0
+    injected: list[Fault] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy_s: Mapping[str, float] = field(default_factory=dict)
+    idle: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    episodes: Mapping[str, float] = field(default_factory=dict)
+    work_s: Mapping[str, float] = field(default_factory=dict)
+    tokens: Mapping[str, Any] = field(default_factory=dict)
     span_s: float = 0.0
     used_s: float = 0.0
-    rollouts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
 
 
 def simulate(scenario: Scenario, *, fetch: bool = False, limit_s: float = 1e9) -> Simulation:
-    """Run a scenario to its end, through all its faults; see :class:`Simulation`.
+    """Run a scenario with all its faults to its end.
 
-    Args:
-        scenario: the run.
-        fetch: let the trainer fetch every batch, and count what the real mask leaves of it.
-        limit_s: virtual seconds after which a run that goes on is called stuck.
+    With ``fetch``, the trainer fetches every batch and checks the real loss mask.
 
     Raises:
-        SimulationDeadlock: nothing could happen any more, or it was not over after ``limit_s``.
-        BaseException: a failure that is not one of asyncrl's own, and no fault explains.
+        SimulationDeadlock: all tasks wait for each other, or the run took more than ``limit_s`` of virtual time.
+        BaseException: a failure that is not one of asyncrl's own, or that no fault explains.
     """
     with TemporaryDirectory(prefix="simulation-", dir=_FAST) if scenario.ledger else nullcontext() as folder:
-        world = _World(scenario, fetch=fetch, folder=Path(folder) if folder is not None else None)
-        return run_virtually(world.run(), seed=scenario.seed, limit_s=limit_s)
+        run = _SimulatedRun(scenario, fetch=fetch, folder=Path(folder) if folder is not None else None)
+        return run_virtually(run.run(), seed=scenario.seed, limit_s=limit_s)
 
 
 _FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
-"""Where a ledger lies that has to survive nothing but its life: in memory, if there is a file system of that kind."""
+"""Parent of the ledger's folder: in memory if possible, because the ledger need not survive this process."""
 
 
-@functools.cache
-def _replay_buffer() -> Callable[..., ReplayBuffer]:
-    """The installed replay buffer: this package does not know it by import."""
-    buffer: Callable[..., ReplayBuffer] = load_part("asyncrl.replay_buffers", "replay", path="buffer.kind")
-    return buffer
-
-
-@functools.cache
-def _ledger() -> Callable[..., Any]:
-    """The installed ledger, likewise."""
-    ledger: Callable[..., Any] = load_part("asyncrl.ledgers", "sqlite", path="ledger.kind")
-    return ledger
+_part = functools.cache(load_part)
+"""Buffer and ledger are installed parts, which this package must not import."""
 
 
 def _rewards(rewards: Tensor) -> Tensor:
-    """An advantage for a trainer that does not look at it."""
+    """Return the rewards as advantages, which the modelled trainer ignores."""
     return rewards
 
 
-class _World:
-    """Lives of one run: each begins where the newest checkpoint was, and ends by a fault or at the last step."""
+class _SimulatedRun:
+    """The driver processes of one run: each resumes the newest checkpoint and ends by a fault or at the last step."""
 
     def __init__(self, scenario: Scenario, *, fetch: bool, folder: Path | None) -> None:
         self.scenario = scenario
         self.result = Simulation()
         self.generated = 0
-        """Tokens that the lives before this one made, where a ledger goes on with them."""
-        self._fetch = fetch
+        """Tokens of earlier driver processes, if a ledger keeps their rollouts."""
+        self.fetch = fetch
         self._folder = folder
         self._faults = list(scenario.faults)
         self._state: DriverState | None = None
@@ -145,67 +130,65 @@ class _World:
 
     async def run(self) -> Simulation:
         while True:
-            life = _Life(self, self._state)
+            process = _DriverProcess(self, self._state)
             try:
-                await life.run()
+                await process.run()
             except* (AsyncRLError, OSError) as failure:
-                self._end(failure)
+                self._record_failure(failure)
             finally:
-                await life.close()
-            if life.over:
+                await process.close()
+            if process.finished:
                 return self.result
 
     def open_ledger(self) -> Any:
-        """The ledger of a life that begins; None where none is kept."""
+        """Open the ledger for a new driver process; return None if the run keeps none."""
         if self._folder is None:
             return None
-        if self._state is None:  # it died before its first checkpoint, and begins anew
+        if self._state is None:  # without a checkpoint, the run starts again
             self.generated = 0
             for file in self._folder.iterdir():
                 file.unlink()
         resume = ledger_base(self._state) if self._state is not None else None
-        return _ledger()(self._folder / "ledger.sqlite", resume=resume, threaded=False)
+        return _part("asyncrl.ledgers", "sqlite")(self._folder / "ledger.sqlite", resume=resume, threaded=False)
 
-    def strike(self, at: int, kind: str) -> Fault | None:
-        """The fault of this kind that is due at this slot or step, once."""
+    def take_fault(self, at: int, kind: str) -> Fault | None:
+        """Remove and return the fault of this kind that is due at this group_id or step."""
         for index, fault in enumerate(self._faults):
             if fault.at == at and fault.kind == kind:
-                self.result.struck.append(fault)
+                self.result.injected.append(fault)
                 return self._faults.pop(index)
         return None
 
     def checkpoint(self, state: DriverState) -> None:
-        """What a later life begins with."""
+        """Store the state that the next driver process resumes."""
         self._state = state
         self._dropped_at_checkpoint = dict(self.result.dropped)
 
-    def _end(self, failure: BaseExceptionGroup[AsyncRLError | OSError]) -> None:
-        first: BaseException = failure
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
+    def _record_failure(self, failure: BaseExceptionGroup[AsyncRLError | OSError]) -> None:
+        first = first_cause(failure)
         self.result.ended_by.append(f"{type(first).__name__}: {first}")
-        if len(self.result.ended_by) > len(self.result.struck):
+        if len(self.result.ended_by) > len(self.result.injected):  # no fault explains it
             raise first
         done = self._state.step if self._state is not None else 0
         self.result.steps = [step for step in self.result.steps if step.step <= done]
         self.result.trained = [batch for batch in self.result.trained if batch.step <= done]
-        if self._folder is None or self._state is None:  # a ledger remembers what was given up after the checkpoint
+        if self._folder is None or self._state is None:  # a ledger also has the drops after the checkpoint
             self.result.dropped = dict(self._dropped_at_checkpoint)
 
 
 class _DuplicatingBuffer:
-    """The replay buffer, into which some groups are put twice."""
+    """The replay buffer, which receives some groups twice."""
 
-    def __init__(self, buffer: ReplayBuffer, world: _World) -> None:
+    def __init__(self, buffer: ReplayBuffer, run: _SimulatedRun) -> None:
         self._buffer = buffer
-        self._world = world
+        self._run = run
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
 
     def put(self, summary: GroupSummary, rows: DataProto | DataProtoFuture, **options: Any) -> None:
         self._buffer.put(summary, rows, **options)
-        if self._world.strike(summary.slot, "duplicate"):
+        if self._run.take_fault(summary.group_id, "duplicate"):
             asyncio.get_running_loop().call_later(0.1, self._put_again, summary, rows)
 
     def _put_again(self, summary: GroupSummary, rows: DataProto | DataProtoFuture) -> None:
@@ -214,27 +197,29 @@ class _DuplicatingBuffer:
             self._buffer.put(summary, rows)
         except InvalidDataError:
             if self._buffer.statistics() != before:
-                self._world.result.violations.append(f"a refused duplicate of slot {summary.slot} changed the buffer")
+                self._run.result.violations.append(
+                    f"a refused duplicate of group_id {summary.group_id} changed the buffer"
+                )
         else:
-            self._world.result.violations.append(f"rows of slot {summary.slot} were taken twice")
+            self._run.result.violations.append(f"rows of group_id {summary.group_id} were taken twice")
 
 
-class _Life:
-    """One process of the driver, from its start to its end. Also the driver's observer."""
+class _DriverProcess:
+    """A simulated process of the driver with all of its parts; it is also the driver's observer."""
 
-    def __init__(self, world: _World, resumed: DriverState | None) -> None:
-        self._world = world
-        self._scenario = scenario = world.scenario
+    def __init__(self, run: _SimulatedRun, resumed: DriverState | None) -> None:
+        self._run = run
+        self._scenario = scenario = run.scenario
         self._resumed = resumed
         self._clock = asyncio.get_running_loop().time
-        self._begun_s = self._clock()
-        self.over = False
+        self._started_s = self._clock()
+        self.finished = False
         step = resumed.step if resumed is not None else 0
         self._replicas = {
-            f"replica-{number}": ModelledReplica(scenario, f"replica-{number}", strike=world.strike)
+            f"replica-{number}": ModelledReplica(scenario, f"replica-{number}", take_fault=run.take_fault)
             for number in range(scenario.replicas)
         }
-        self._trainer = ModelledTrainer(scenario, strike=world.strike, weight_version=step, fetch=world._fetch)  # noqa: SLF001
+        self._trainer = ModelledTrainer(scenario, take_fault=run.take_fault, weight_version=step, fetch=run.fetch)
         self._dead: list[ModelledReplica] = []
         self._lost_tokens = 0
         self._pool = RolloutPool(
@@ -244,123 +229,128 @@ class _Life:
             revive=self._revive if scenario.revive_s is not None else None,
             restart_s=scenario.revive_s or 0.0,
         )
+        timeline = Timeline(clock=self._clock, max_events=1)
+        self._pool.on_state(timeline.replica_state)
         self._rewards = ModelledRewards(scenario)
-        self._ledger: Ledger | None = world.open_ledger()
-        journal = Journal(self._ledger)
-        self._found = found = journal.recovered
+        self._ledger: Ledger | None = run.open_ledger()
         policy = scenario.staleness
-        held, again = still_outstanding(resumed, found, total_groups=(scenario.steps - step) * scenario.groups_per_step)
-        used = sum(1 for group in found.groups.values() if group.uses)
-        buffer: ReplayBuffer = _replay_buffer()(
-            capacity=max(scenario.capacity_groups, len(held) + len(again) + used),
-            batch_groups=scenario.groups_per_step,
-            max_staleness=scenario.steps if policy.keeps_groups else scenario.max_staleness,
-            selection=policy.selection,
-            columns=("scores",) if scenario.reward_s is not None else (),
-            **scenario.buffer,
-        )
-        self._buffer: ReplayBuffer = cast("ReplayBuffer", _DuplicatingBuffer(buffer, world))
-        self._buffer.on_drop(self._dropped)
-        law = admission_law(
+        start = starting_point(
             resumed,
+            self._ledger,
             steps=scenario.steps,
             groups_per_step=scenario.groups_per_step,
             max_staleness=scenario.max_staleness,
             policy=policy,
-            found=found,
+            generated=run.generated if self._ledger is not None else None,
+            endless=scenario.endless,
         )
-        if scenario.endless:
-            law = AdmissionLaw(
-                scenario.groups_per_step, max_staleness=scenario.max_staleness, overdue_after=law.overdue_after
-            )
+        self._recovered = start.journal.recovered
+        buffer: ReplayBuffer = _part("asyncrl.replay_buffers", "replay")(
+            **{
+                "capacity": max(scenario.capacity_groups, start.places),
+                "batch_groups": scenario.groups_per_step,
+                "max_staleness": policy.buffer_bound(scenario.max_staleness, steps=scenario.steps),
+                "selection": policy.selection,
+                "columns": ("scores",) if scenario.reward_s is not None else (),
+                **scenario.buffer,
+            }
+        )
+        self._buffer: ReplayBuffer = cast("ReplayBuffer", _DuplicatingBuffer(buffer, run))
+        self._buffer.on_drop(self._dropped)
         self.driver = Driver(
             plan=TrainingPlan(
                 steps=scenario.steps,
                 groups_per_step=scenario.groups_per_step,
                 group_size=scenario.group_size,
-                advantage=AdvantageEstimator("rewards", _rewards, {}),
                 seed=scenario.seed,
-                eval_tasks=0,
                 checkpoint_every=scenario.checkpoint_every,
-                sample_trajectories=0,
             ),
-            trainer=self._trainer,
-            pool=self._pool,
-            buffer=self._buffer,
-            law=law,
-            environments=SingleTurnFactory(prompt="?"),
-            timeline=Timeline(clock=self._clock, max_events=1),
+            law=start.law,
+            groups=start.groups,
+            reused=start.reused,
+            stages=GroupStages(
+                group_size=scenario.group_size,
+                seed=scenario.seed,
+                pool=self._pool,
+                environments=SingleTurnFactory(prompt="?"),
+                buffer=self._buffer,
+                journal=start.journal,
+                timeline=timeline,
+                version=lambda: start.law.version,
+                reward=self._rewards.score if scenario.reward_s is not None else None,
+            ),
+            learner=Learner(
+                trainer=cast("TrainerGroup", self._trainer),
+                advantages=Advantages(
+                    estimator=AdvantageEstimator("rewards", _rewards, {}), by_turns=scenario.reward_s is None
+                ),
+                policy=policy,
+                max_staleness=scenario.max_staleness,
+            ),
             observer=self,
-            journal=journal,
-            outstanding={*held, *(again if found.next_slot else ())},
-            accounts=resumed_accounts(
-                resumed, found=found, generated=world.generated if self._ledger is not None else None
-            ),
-            staleness=Counter(resumed.staleness if resumed is not None else {}),
-            reward=self._rewards.score if scenario.reward_s is not None else None,
             save_checkpoint=self._save,
-            policy=policy,
         )
 
     async def run(self) -> None:
         await self._pool.start("modelled", weight_version=self.driver.law.version)
         await self.driver.run()
-        self.over = True
-        await self._settle()
+        self.finished = True
+        await self._check_totals()
 
-    async def _settle(self) -> None:
-        """The books at the end of the run."""
-        result, scenario = self._world.result, self._scenario
+    async def _check_totals(self) -> None:
+        """Check at the end of the run that every token and every group is accounted for."""
+        result, scenario = self._run.result, self._scenario
         balance = await self._balance()
         if balance.difference:
             self._violated(f"{balance.difference} tokens are unaccounted for: {balance}")
-        slots = Counter(slot for batch in result.trained for slot in batch.slots)
+        group_ids = Counter(group_id for batch in result.trained for group_id in batch.group_ids)
         if len(result.trained) != scenario.steps:
             self._violated(f"{len(result.trained)} steps of {scenario.steps} were trained")
-        if twice := [slot for slot, times in slots.items() if times > 1]:
-            self._violated(f"slots {twice} were trained on twice")
-        if both := slots.keys() & result.dropped.keys():
-            self._violated(f"slots {sorted(both)} were dropped, and trained on")
-        lost = set(range(self.driver.law.next_slot)) - slots.keys() - result.dropped.keys()
+        if twice := [group_id for group_id, times in group_ids.items() if times > 1]:
+            self._violated(f"group_ids {twice} were trained on twice")
+        if both := group_ids.keys() & result.dropped.keys():
+            self._violated(f"group_ids {sorted(both)} were dropped, and trained on")
+        lost = set(range(self.driver.law.next_group_id)) - group_ids.keys() - result.dropped.keys()
         if lost and not scenario.endless:
-            self._violated(f"slots {sorted(lost)} were issued, and neither trained on nor dropped")
+            self._violated(f"group_ids {sorted(lost)} were issued, and neither trained on nor dropped")
         if self._ledger is not None:
             counts = self._ledger.statistics()
             if counts.unaccounted or counts.live or counts.consumed != scenario.steps * scenario.groups_per_step:
-                self._violated(f"the ledger's books do not add up: {counts}")
-        result.issued = self.driver.law.next_slot
+                self._violated(f"the ledger's counts do not add up: {counts}")
 
     async def _revive(self, name: str) -> ModelledReplica:
-        """A replica in place of a dead one."""
+        """Replace a dead replica."""
         self._dead.append(self._replicas[name])
         await self._dead[-1].aclose()
-        self._replicas[name] = ModelledReplica(self._scenario, name, strike=self._world.strike)
+        self._replicas[name] = ModelledReplica(self._scenario, name, take_fault=self._run.take_fault)
         return self._replicas[name]
 
     async def close(self) -> None:
-        """Every process ends."""
+        """End all parts."""
         if self._ledger is not None:
-            self._world.generated += (await self._pool.token_counts()).delivered
+            self._run.generated += (await self._pool.token_counts()).delivered
             await self._ledger.aclose()
         await self._pool.aclose()
         await self._trainer.aclose()
         await self._rewards.aclose()
         for replica in (*self._replicas.values(), *self._dead):
             await replica.aclose()
-            self._world.result.rollouts.update(replica.finished)
 
     def _read_clocks(self) -> None:
-        result, timeline = self._world.result, self.driver.timeline
+        result, timeline = self._run.result, self.driver.timeline
         result.waits_s = timeline.wait_s()
         result.busy_s = {stage: timeline.busy_s(stage) for stage in timeline.stages}
-        result.span_s = self._clock() - self._begun_s
+        result.idle = idle_shares(timeline.process_s(), self._pool.times())
+        result.episodes = sum_totals(self._pool.times().values())
+        result.work_s = timeline.spans_s()
+        journal = self.driver.journal
+        result.tokens = {"trained": journal.trained_tokens, "dropped": journal.dropped_tokens}
+        result.span_s = self._clock() - self._started_s
         result.used_s = sum(replica.used_s for replica in (*self._replicas.values(), *self._dead))
 
-    # ---------------------------------------------------------------------------------------------- the observer's face
-
     def stepped(self, record: StepRecord) -> None:
-        """A step is done: what the trainer was really given must be what the driver says, and within the law."""
-        result, scenario, driver = self._world.result, self._scenario, self.driver
+        """Check that the batch that the trainer received is the one in the driver's record, and obeys the laws."""
+        result, scenario, driver = self._run.result, self._scenario, self.driver
         truth = self._trainer.trained[-1]
         result.trained.append(truth)
         statistics = self._buffer.statistics()
@@ -376,55 +366,160 @@ class _Life:
         )
         if record.step == scenario.steps:
             self._read_clocks()
-        before = self._found.batches.get(record.step)
-        if before is not None and before != truth.slots:
-            self._violated(f"step {record.step} trained on slots {truth.slots}, and in an earlier life on {before}")
+        before = self._recovered.batches.get(record.step)
+        if before is not None and before != truth.group_ids:
+            self._violated(
+                f"step {record.step} trained on group_ids {truth.group_ids}, and before a restart on {before}"
+            )
         oldest = max(truth.staleness, default=0)
-        if oldest > scenario.max_staleness and driver.policy.too_old != "correct":
+        if oldest > scenario.max_staleness and driver.learner.policy.too_old != "correct":
             self._violated(f"step {record.step} trained on tokens {oldest} versions old")
         if (
             dict(truth.staleness) != dict(record.certificate.histogram)
             or truth.masked != record.certificate.masked_tokens
         ):
             self._violated(f"the certificate of step {record.step} is not true: {record.certificate} of {truth}")
-        if truth.step != record.step or len(truth.slots) != scenario.groups_per_step:
-            self._violated(f"step {record.step} trained on {len(truth.slots)} groups, as step {truth.step}")
+        if truth.step != record.step or len(truth.group_ids) != scenario.groups_per_step:
+            self._violated(f"step {record.step} trained on {len(truth.group_ids)} groups, as step {truth.step}")
         occupied = statistics.pending + statistics.ready + statistics.selected
         if statistics.admitted != occupied + statistics.released + sum(statistics.dropped.values()):
-            self._violated(f"the buffer's books do not add up: {statistics}")
+            self._violated(f"the buffer's counts do not add up: {statistics}")
         done = (record.step - driver.law.first_version) * scenario.groups_per_step
-        if driver.law.live - done != len({*driver.outstanding, *driver.law.again}):
+        if driver.law.live - done != len({*driver.groups, *driver.law.again}):
             self._violated(
                 f"step {record.step}: {driver.law.live} live groups, {done} trained on, "
-                f"{len(driver.outstanding)} outstanding, {len(driver.law.again)} to be issued again"
+                f"{len(driver.groups)} outstanding, {len(driver.law.again)} to be issued again"
             )
 
     def evaluated(self, result: EvaluationResult, *, step: int) -> None:
-        """No scenario evaluates."""
+        """Do nothing: no scenario evaluates."""
 
-    def sampled(self, trajectory: dict[str, Any], *, step: int, slot: int) -> None:
-        """No scenario samples."""
-
-    # ------------------------------------------------------------------------------------------------------------ parts
+    def sampled(self, trajectory: dict[str, Any], *, step: int, group_id: int) -> None:
+        """Do nothing: no scenario logs trajectories."""
 
     def _dropped(self, group: DroppedGroup) -> None:
-        self._world.result.dropped[group.slot] = group.reason
+        self._run.result.dropped[group.group_id] = group.reason
 
     async def _save(self, driver: Driver, step: int) -> None:
-        if self._world.strike(step, "storage"):
+        if self._run.take_fault(step, "storage"):
             raise OSError(f"no space left for the checkpoint of step {step}")
+        if self._scenario.checkpoint_s:
+            await asyncio.sleep(self._scenario.checkpoint_s)
         position = await self._ledger.durable() if self._ledger is not None else None
         balance = await self._balance()
-        self._world.checkpoint(driver_state(driver, balance, step=step, history={}, position=position))
+        self._run.checkpoint(driver_state(driver, balance, step=step, history={}, position=position))
 
     async def _balance(self) -> TokenBalance:
         counts = await self._pool.token_counts()
-        self.driver.accounts.drop("replica_lost", counts.lost - self._lost_tokens)
+        self.driver.journal.drop_tokens("replica_lost", counts.lost - self._lost_tokens)
         self._lost_tokens = counts.lost
         before = self._resumed.generated if self._resumed is not None else 0
         if self._ledger is not None:
-            before = self._world.generated
+            before = self._run.generated
         return self.driver.balance(generated=before + counts.delivered, in_flight=counts.in_flight)
 
     def _violated(self, rule: str) -> None:
-        self._world.result.violations.append(rule)
+        self._run.result.violations.append(rule)
+
+
+MOST_STEPS = 300
+BOUNDS = (0, 1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The steady state of a simulated run.
+
+    Attributes:
+        tokens_per_s: tokens in the loss per second.
+        trainer_idle: share of the time that the trainer waits, by reason.
+        replicas_idle: unused share of the replicas' decoding speed.
+        in_flight: mean number of groups that are rolling out.
+        certificate: of all steps together.
+    """
+
+    scenario: Scenario
+    step_s: float
+    tokens_per_s: float
+    trainer_idle: Mapping[str, float]
+    replicas_idle: float
+    in_flight: float
+    certificate: Certificate
+
+
+def scenario_of(config: Config) -> Scenario:
+    """Return the run of ``config`` with the durations of its ``[simulation]`` table; at most 300 steps of it."""
+    model, trainer = config.simulation, config.trainer
+    return Scenario(
+        steps=min(config.steps, MOST_STEPS),
+        groups_per_step=trainer.groups_per_step,
+        group_size=trainer.group_size,
+        max_staleness=config.max_staleness,
+        policy=config.staleness.policy,
+        tokens=Distribution.parse(model.tokens or f"uniform(1, {config.rollout.max_new_tokens})"),
+        token_s=model.token_s,
+        turns=model.turns,
+        turn_s=Distribution.parse(model.turn_s),
+        replicas=config.rollout.replicas,
+        saturation=model.saturation or math.inf,
+        reward_s=Distribution.parse(model.reward_s) if model.reward_s is not None else None,
+        update_s=Distribution.parse(model.update_s),
+        publish_s=model.publish_s,
+        prepare_s=model.prepare_s,
+        endless=True,
+        seed=config.seed,
+    )
+
+
+def forecast(scenario: Scenario) -> Forecast:
+    """Simulate a scenario and average over all but its first third, when the run is in its steady state.
+
+    Raises:
+        AssertionError: the simulation violated one of the laws.
+    """
+    result = simulate(scenario)
+    if result.violations:
+        raise AssertionError("; ".join(result.violations[:3]))
+    steps = result.steps[len(result.steps) // 3 :]
+    span_s = steps[-1].at_s - steps[0].at_s
+    certificate = merge(step.certificate for step in steps[1:]) if len(steps) > 1 else steps[0].certificate
+    waits = result.waits_s.get("train", {})
+    return Forecast(
+        scenario=scenario,
+        step_s=span_s / max(len(steps) - 1, 1),
+        tokens_per_s=certificate.tokens / span_s if span_s else 0.0,
+        trainer_idle={reason: waited_s / result.span_s for reason, waited_s in waits.items()},
+        replicas_idle=1 - result.used_s / (result.span_s * scenario.replicas),
+        in_flight=sum(step.pending for step in steps) / len(steps),
+        certificate=certificate,
+    )
+
+
+def search(scenario: Scenario, *, devices: int, trainer_devices: int, bounds: Sequence[int] = BOUNDS) -> list[Forecast]:
+    """Forecast every split of ``devices`` into rollout replicas and trainer ranks, and every staleness bound.
+
+    A replica takes one device. The time of an update is ``update_s`` on ``trainer_devices`` ranks, and inversely
+    proportional to the number of ranks.
+    """
+    forecasts = []
+    for ranks in range(1, devices):
+        faster = trainer_devices / ranks
+        update_s = Distribution(scenario.update_s.kind, _scaled(scenario.update_s, faster))
+        split = replace(scenario, replicas=devices - ranks, update_s=update_s)
+        forecasts += [forecast(replace(split, max_staleness=bound)) for bound in bounds]
+    return forecasts
+
+
+def best_of(forecasts: Sequence[Forecast], *, slack: float = 0.03) -> Forecast:
+    """Return the forecast with the smallest staleness bound within ``slack`` of the fastest one's tokens per second."""
+    fastest = max(each.tokens_per_s for each in forecasts)
+    near = [each for each in forecasts if each.tokens_per_s >= (1 - slack) * fastest]
+    return min(near, key=lambda each: (each.scenario.max_staleness, -each.tokens_per_s))
+
+
+def _scaled(distribution: Distribution, factor: float) -> tuple[float, ...]:
+    """Return the parameters of the distribution multiplied by ``factor``."""
+    if distribution.kind == "lognormal":
+        mu, sigma = distribution.parameters
+        return (mu + math.log(factor), sigma)
+    return tuple(parameter * factor for parameter in distribution.parameters)

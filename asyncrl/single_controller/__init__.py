@@ -1,7 +1,8 @@
-"""Who computes: worker groups whose methods return futures at once.
+"""Worker groups: workers in one process or on a Ray cluster, whose methods return futures at once.
 
-The names most programs need, loaded on first use. The distributed backend is ``asyncrl.single_controller.ray``, the one
-in this process ``asyncrl.single_controller.local``.
+The names that most programs need, imported on first use: a worker process reads this file, and loads neither torch nor
+numpy for it. The Ray backend is ``asyncrl.single_controller.ray``, the one in this process
+``asyncrl.single_controller.local``.
 """
 
 from __future__ import annotations
@@ -10,33 +11,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.data.future import Future as Future
-    from asyncrl.single_controller.colocation import create_colocated_worker_cls as create_colocated_worker_cls
-    from asyncrl.single_controller.decorator import register as register
-    from asyncrl.single_controller.dispatch import Dispatch as Dispatch
-    from asyncrl.single_controller.dispatch import Execute as Execute
-    from asyncrl.single_controller.mesh import (
-        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
-    )
-    from asyncrl.single_controller.resource_pool import ResourcePool as ResourcePool
-    from asyncrl.single_controller.resource_pool_manager import ResourcePoolManager as ResourcePoolManager
-    from asyncrl.single_controller.restart import Restart as Restart
-    from asyncrl.single_controller.retry import Retry as Retry
-    from asyncrl.single_controller.role import Role as Role
-    from asyncrl.single_controller.worker import Worker as Worker
-    from asyncrl.single_controller.worker_group import ClassWithInitArgs as ClassWithInitArgs
-    from asyncrl.single_controller.worker_group import WorkerGroup as WorkerGroup
+    from asyncrl.data.future import Future
+    from asyncrl.single_controller.colocation import create_colocated_worker_cls
+    from asyncrl.single_controller.decorator import Dispatch, Execute, register
+    from asyncrl.single_controller.mesh import make_nd_compute_dataproto_dispatch_fn
+    from asyncrl.single_controller.resource_pool import ResourcePool, ResourcePoolManager, Role
+    from asyncrl.single_controller.restart import Restart
+    from asyncrl.single_controller.worker import Worker
+    from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
-_HOMES = {
+_MODULES = {
     "ClassWithInitArgs": "asyncrl.single_controller.worker_group",
-    "Dispatch": "asyncrl.single_controller.dispatch",
-    "Execute": "asyncrl.single_controller.dispatch",
+    "Dispatch": "asyncrl.single_controller.decorator",
+    "Execute": "asyncrl.single_controller.decorator",
     "Future": "asyncrl.data.future",
     "ResourcePool": "asyncrl.single_controller.resource_pool",
-    "ResourcePoolManager": "asyncrl.single_controller.resource_pool_manager",
+    "ResourcePoolManager": "asyncrl.single_controller.resource_pool",
     "Restart": "asyncrl.single_controller.restart",
-    "Retry": "asyncrl.single_controller.retry",
-    "Role": "asyncrl.single_controller.role",
+    "Role": "asyncrl.single_controller.resource_pool",
     "Worker": "asyncrl.single_controller.worker",
     "WorkerGroup": "asyncrl.single_controller.worker_group",
     "create_colocated_worker_cls": "asyncrl.single_controller.colocation",
@@ -52,7 +44,6 @@ __all__ = [
     "ResourcePool",
     "ResourcePoolManager",
     "Restart",
-    "Retry",
     "Role",
     "Worker",
     "WorkerGroup",
@@ -63,8 +54,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'asyncrl.single_controller' has no attribute {name!r}")
 
 

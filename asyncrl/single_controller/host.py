@@ -1,60 +1,241 @@
-"""What runs calls inside a worker's process, whatever the backend.
+"""WorkerHost: runs the calls of one worker inside its process, whatever the backend.
 
-A worker process loads this module first; torch is loaded with the first batch that arrives, or by the worker's class.
+A worker process imports this module first; torch is loaded with the first batch that arrives, or by the worker's class.
+
+Synchronous methods run one call after another, in one thread::
+
+    queued --(second in the queue)--> preparing --(has its arguments)--> prepared --(first)--> running --> finished
+       '----------------------------------'-----------------------------------'---(cancelled)-----------------^
+
+If the next call is prepared when one ends, the thread runs it at once, while the event loop handles the end of the one
+before. Only the call behind the running one is prepared: that bounds the memory of arguments.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
+import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from asyncrl.errors import GroupClosedError
-from asyncrl.single_controller import plain_calls
-from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed, Reply, StoredValue
-from asyncrl.single_controller.decorator import registration_of
-from asyncrl.single_controller.plain_calls import PlainCalls, without_exit
-from asyncrl.single_controller.shapes import shapes_of
+from asyncrl.single_controller.call import Arguments, Call, Cancelled, Failed, Reply, StoredValue, shapes_of
 from asyncrl.single_controller.worker import WorkerContext, constructing
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from asyncrl.data.future import DataProtoFuture
     from asyncrl.data.plan import Plan
-    from asyncrl.single_controller.controller_loop import ControllerLoop
+    from asyncrl.runtime import ControllerLoop
 
-__all__ = ["WorkerHost"]
+# ruff: noqa: SLF001  the queue and its calls work on each other's state
+# pyright: reportPrivateUsage=false
 
 
-_NO_MORE: Any = object()
-_HIDDEN = (__file__, plain_calls.__file__)
-"""Frames of these files are not the user's."""
+# ----------------------------------------------------------------------------------------------- synchronous methods
+
+
+class SyncCalls:
+    """The queue of a worker's synchronous calls, and the thread that runs them.
+
+    With ``inline`` they run on the event loop itself, without a thread: deterministic, and blocking the loop.
+    """
+
+    def __init__(self, *, inline: bool = False) -> None:
+        self._thread = None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._lock = threading.Lock()
+        self._queue: list[QueuedCall] = []
+
+    def enqueue(self) -> QueuedCall:
+        """Make the queue entry of one call."""
+        return QueuedCall(self)
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Run a function in the thread, without an entry in the queue."""
+        if self._thread is None:
+            return await without_exit(_immediately(function))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _in_context(function))
+
+    def stop(self) -> None:
+        """End the thread after the running call, and cancel the queued ones. From any thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _calls_ahead_of(self, call: QueuedCall) -> int:
+        with self._lock:
+            return self._queue.index(call)
+
+    def _advance(self) -> None:
+        """Start the first call if it is prepared, and wake the calls that may have moved. On the loop."""
+        with self._lock:
+            first, moved = self._started_first(), self._queue[:2]
+        if first is not None:
+            assert self._thread is not None
+            try:
+                work = self._thread.submit(self._run_calls, first)
+            except RuntimeError as error:  # the thread has been stopped
+                self._refuse(first, error)
+            else:
+                work.add_done_callback(functools.partial(self._after_thread, first))
+        for call in moved:
+            call.moved.set()
+
+    def _started_first(self) -> QueuedCall | None:
+        """Mark the first call as started if it is prepared and has not started, and return it. Under the lock."""
+        first = self._queue[0] if self._queue else None
+        if first is None or first._function is None or first._started:
+            return None
+        first._started = True
+        return first
+
+    def _after_thread(self, call: QueuedCall, work: Future[None]) -> None:
+        if work.cancelled():  # the thread was stopped before it could run
+            self._refuse(call, asyncio.CancelledError())
+
+    def _refuse(self, call: QueuedCall, error: BaseException) -> None:
+        with self._lock:
+            self._queue.remove(call)
+        call._finish(None, error)
+
+    def _run_calls(self, call: QueuedCall | None) -> None:
+        """Run this call, and those that are prepared after it. In the thread."""
+        while call is not None:
+            value, error = call._run()
+            with self._lock:
+                self._queue.remove(call)
+                following = self._started_first()
+            call._finish(value, error)
+            call = following
+            # Neither is kept while the next one runs, nor in the frame that a traceback refers to.
+            del value, error, following
+
+
+@dataclass(eq=False, slots=True)
+class QueuedCall:
+    """One entry of the queue, by ``async with``, on one event loop. ``moved``: its position may have changed."""
+
+    _calls: SyncCalls
+    _function: Callable[[], Any] | None = None
+    _started: bool = False
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _result: asyncio.Future[Any] | None = None
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __aenter__(self) -> Self:
+        with self._calls._lock:
+            self._calls._queue.append(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with self._calls._lock:
+            if not self._started:  # otherwise the thread removes it
+                self._calls._queue.remove(self)
+                self._function = None
+        self._calls._advance()
+
+    async def wait_second(self) -> None:
+        """Wait until at most one call is ahead."""
+        await self._wait_until_ahead(1)
+
+    async def wait_first(self) -> None:
+        await self._wait_until_ahead(0)
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Run the call as soon as no other is ahead."""
+        if self._calls._thread is None:
+            await self.wait_first()
+            return await without_exit(_immediately(function))
+        result = self._result = self._loop.create_future()  # before the thread can see the function
+        self._function = _in_context(function)
+        self._calls._advance()
+        return await result
+
+    async def _wait_until_ahead(self, most: int) -> None:
+        while self._calls._calls_ahead_of(self) > most:
+            self.moved.clear()
+            await self.moved.wait()
+
+    def _run(self) -> tuple[Any, BaseException | None]:
+        function, self._function = self._function, None
+        assert function is not None
+        try:
+            return function(), None
+        except BaseException as error:  # noqa: BLE001  whatever it is, the call fails with it
+            return None, error
+
+    def _finish(self, value: Any, error: BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._set_result, value, error)
+
+    def _set_result(self, value: Any, error: BaseException | None) -> None:
+        result, self._result = self._result, None  # the thread keeps the first call that it runs until it ends
+        assert result is not None
+        if not result.done():  # it is, if the call was cancelled while it ran
+            if error is None:
+                result.set_result(value)
+            else:
+                result.set_exception(error)
+        self._calls._advance()
+
+
+async def _immediately(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+async def without_exit(awaitable: Awaitable[Any]) -> Any:
+    """Turn ``sys.exit()`` in a method into an error of the method: it must not end the event loop."""
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the method raised {error!r}") from error
+
+
+def _in_context(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Bind the function to the current context, for another thread."""
+    context = contextvars.copy_context()
+
+    def call() -> Any:
+        try:
+            return context.run(function)
+        except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # a future cannot hold StopIteration
+            raise RuntimeError(f"the method raised {error!r}") from error
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------------------ the host
+
+_END: Any = object()
+_HIDDEN = (__file__,)
+"""Frames of these files are left out of the tracebacks of methods."""
 
 EPOCH_BITS = 40
-"""Of a call's number: the rest tells which of the programs that a worker served one after another has sent it."""
+"""Bits of a call's number; the higher ones number the programs that a worker has served one after another."""
 
 
 class WorkerHost:
-    """Holds one worker and runs its calls, on one event loop.
+    """Holds one worker and runs its calls, on one event loop. ``inline`` is that of :class:`SyncCalls`.
 
-    Calls begin in the order of their numbers, however they arrive. Plain methods then run one after another in a
-    thread of their own; the batches of the next one are fetched while one runs. Calls of ``async def`` methods run
-    side by side on the loop.
-
-    Args:
-        inline: run plain methods on the loop itself, and no thread at all: deterministic, and blocking the loop.
+    Calls start in the order of their numbers, in whatever order they arrive. Synchronous methods then run one after
+    another in one thread; the batches of the next call are fetched while one runs. Calls of ``async def`` methods run
+    concurrently on the loop.
     """
 
     def __init__(self, *, inline: bool = False) -> None:
         self._worker: Any = None
         self._inline = inline
         self._loop: ControllerLoop | None = None
-        self._plain = PlainCalls(inline=inline)
-        self._traits: dict[str, _Trait] = {}
+        self._sync_calls = SyncCalls(inline=inline)
+        self._is_async: dict[str, bool] = {}
         self._next = 0
         self._arrived: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
@@ -64,7 +245,7 @@ class WorkerHost:
     async def construct(
         self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any], context: WorkerContext
     ) -> Failed | None:
-        """Make the worker; the failure if its ``__init__`` raises."""
+        """Construct the worker; return the failure if its ``__init__`` raises."""
 
         def make() -> Any:
             token = constructing.set(context)
@@ -73,23 +254,23 @@ class WorkerHost:
             finally:
                 constructing.reset(token)
 
-        result = await self._outcome(self._plain.run(make))
+        result = await self._value_or_failure(self._sync_calls.run(make))
         if isinstance(result, Failed):
             return result
         self._worker = result
         return None
 
     async def call(self, call: Call, sequence: int | None) -> Reply:
-        """Run a call when it is its turn, and tell what became of it. Never raises.
+        """Run a call after those before it have started, and return the reply. Never raises.
 
-        ``sequence`` numbers the calls to this worker, from 0 and without gaps. None is the next number: of a call that
-        was made when no other was under way.
+        ``sequence`` numbers the calls to this worker, from 0 and without gaps. None is the next number: for a call that
+        was sent when no other was active.
         """
         if sequence is None:
             sequence = self._next
         if sequence != self._next:
             try:
-                await self._turn(sequence)
+                await self._wait_for_turn(sequence)
             except GroupClosedError as error:
                 return Failed.of(error, hidden=_HIDDEN, arguments=shapes_of(call.arguments))
         self._advance()
@@ -100,50 +281,50 @@ class WorkerHost:
         assert task is not None
         self._running[sequence] = task
         try:
-            return await self._perform(call)
+            return await self._run(call)
         except asyncio.CancelledError:
             return Cancelled()
-        except BaseException as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+        except BaseException as error:  # noqa: BLE001  whatever it is, the call fails with it
             return Failed.of(error, hidden=_HIDDEN, arguments=shapes_of(call.arguments))
         finally:
             del self._running[sequence]
 
     async def stream(self, call: Call, sequence: int) -> AsyncGenerator[Reply, None]:
-        """The items of a generator method when it is its turn; if it fails, how is the last one."""
+        """Run a generator method, and yield its items; a failure is the last one."""
         try:
             if sequence != self._next:
-                await self._turn(sequence)
+                await self._wait_for_turn(sequence)
             self._advance()
             arguments = await self._materialized(call)
-            method = getattr(self._worker, call.method)
-            trait = self._traits.get(call.method) or self._traits.setdefault(call.method, _Trait.of(method))
-            items = method(*arguments.args, **arguments.kwargs)
+            items = getattr(self._worker, call.method)(*arguments.args, **arguments.kwargs)
             del arguments
             if hasattr(items, "__anext__"):
-                async with trait.limit or contextlib.nullcontext():
-                    try:
-                        while (item := await without_exit(anext(items, _NO_MORE))) is not _NO_MORE:
-                            yield item
-                    finally:
-                        await without_exit(items.aclose())
-                return
-            async with self._plain.place(trait.priority) as place:
-                await place.first()
                 try:
-                    while (item := await self._plain.run(functools.partial(next, items, _NO_MORE))) is not _NO_MORE:
+                    while (item := await without_exit(anext(items, _END))) is not _END:
                         yield item
                 finally:
-                    await self._plain.run(items.close)
+                    await without_exit(items.aclose())
+                return
+            async with self._sync_calls.enqueue() as queued:
+                await queued.wait_first()
+                try:
+                    while (item := await self._sync_calls.run(functools.partial(next, items, _END))) is not _END:
+                        yield item
+                finally:
+                    await self._sync_calls.run(items.close)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             yield Cancelled()
-        except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+        except Exception as error:  # noqa: BLE001  whatever it is, the call fails with it
+            if isinstance(error.__context__, GeneratorExit):  # nothing reads the items any more
+                _log.warning("%s failed while it was closed", call.method, exc_info=error)
+                return
             yield Failed.of(error, hidden=_HIDDEN, arguments=shapes_of(call.arguments))
 
     def cancel(self, sequence: int) -> None:
-        """Cancel a call that runs or is still to arrive."""
+        """Cancel a call that runs or has not arrived yet."""
         task = self._running.get(sequence)
         if task is not None:
             task.cancel()
@@ -151,7 +332,7 @@ class WorkerHost:
             self._cancelled.add(sequence)
 
     def skip(self, sequence: int) -> None:
-        """A call of this number never arrives."""
+        """Do not wait for the call of this number, which will not arrive."""
         if sequence < self._next:
             return
         if sequence == self._next:
@@ -160,54 +341,51 @@ class WorkerHost:
             self._skipped.add(sequence)
 
     def begin_at(self, sequence: int) -> None:
-        """Calls to this worker are numbered from ``sequence``: earlier ones were another's."""
+        """Set the number of the first call to this worker: earlier ones were for the worker it replaces."""
         self._next = sequence - 1
         self._advance()
 
     def take_over(self) -> int:
-        """The calls of another program come from now on; the number of the first one.
+        """Take the calls of another program from now on; return the number of its first one.
 
-        Those of the program before that have not begun are refused, as are its later ones.
+        Calls of the program before that have not started are refused, and so are its later ones.
         """
         self._next = ((self._next >> EPOCH_BITS) + 1) << EPOCH_BITS
         self._skipped.clear()
         self._cancelled.clear()
         waiting, self._arrived = self._arrived, {}
         for waiter in waiting.values():
-            waiter.set_result(None)
+            if not waiter.done():  # a stream was cancelled while it waited
+                waiter.set_result(None)
         return self._next
 
     async def prepare(self, method: str) -> Failed | None:
-        """Run a method without arguments that is no call of the group's."""
-        function = getattr(self._worker, method)
-        coroutine = function() if inspect.iscoroutinefunction(function) else self._plain.run(function)
-        result = await self._outcome(coroutine)
-        return result if isinstance(result, Failed) else None
+        """Run a method without arguments outside of the order of calls."""
+        return await self._run_hook(getattr(self._worker, method))
 
     async def close(self) -> Failed | None:
-        """Cancel running calls and let the worker close itself (``aclose`` or ``close``, if it has one)."""
+        """Cancel running calls and call the worker's ``aclose`` or ``close``, if it has one."""
         for task in list(self._running.values()):
             task.cancel()
-        result: Any = None
-        if self._worker is not None:
-            hook = getattr(self._worker, "aclose", None) or getattr(self._worker, "close", None)
-            if hook is not None:
-                result = await self._outcome(hook() if inspect.iscoroutinefunction(hook) else self._plain.run(hook))
+        hook = getattr(self._worker, "aclose", None) or getattr(self._worker, "close", None)
+        failure = None if hook is None else await self._run_hook(hook)
         self.stop()
+        return failure
+
+    async def _run_hook(self, hook: Callable[[], Any]) -> Failed | None:
+        coroutine = hook() if inspect.iscoroutinefunction(hook) else self._sync_calls.run(hook)
+        result = await self._value_or_failure(coroutine)
         return result if isinstance(result, Failed) else None
 
     def stop(self) -> None:
-        """End the thread of plain methods once what runs in it has ended. From any thread."""
-        self._plain.stop()
+        """End the thread of synchronous methods after the running call. From any thread."""
+        self._sync_calls.stop()
 
-    # --------------------------------------------------------------------------------------------------------- order
-
-    async def _turn(self, sequence: int) -> None:
-        """Wait until every call before has begun."""
+    async def _wait_for_turn(self, sequence: int) -> None:
         if sequence > self._next:
             await self._arrived.setdefault(sequence, asyncio.get_running_loop().create_future())
         if sequence < self._next:
-            raise GroupClosedError("another program has attached itself to this worker group, and calls it from now on")
+            raise GroupClosedError("another program has attached to this worker group, which takes only its calls now")
 
     def _advance(self) -> None:
         self._next += 1
@@ -218,22 +396,18 @@ class WorkerHost:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    # ----------------------------------------------------------------------------------------------------------- calls
-
-    async def _perform(self, call: Call) -> Any:
+    async def _run(self, call: Call) -> Any:
         method = getattr(self._worker, call.method)
-        trait = self._traits.get(call.method) or self._traits.setdefault(call.method, _Trait.of(method))
-        if trait.side_by_side:
-            if trait.limit is not None:
-                async with trait.limit:
-                    arguments = await self._materialized(call)
-                    return await without_exit(method(*arguments.args, **arguments.kwargs))
+        is_async = self._is_async.get(call.method)
+        if is_async is None:
+            is_async = self._is_async[call.method] = inspect.iscoroutinefunction(method)
+        if is_async:
             arguments = await self._materialized(call)
             return await without_exit(method(*arguments.args, **arguments.kwargs))
-        async with self._plain.place(trait.priority) as place:
-            await place.next()
+        async with self._sync_calls.enqueue() as queued:
+            await queued.wait_second()
             arguments = await self._materialized(call)
-            return await place.run(functools.partial(method, *arguments.args, **arguments.kwargs))
+            return await queued.run(functools.partial(method, *arguments.args, **arguments.kwargs))
 
     async def _materialized(self, call: Call) -> Arguments:
         arguments = call.arguments
@@ -264,39 +438,20 @@ class WorkerHost:
 
     def _as_future(self, plan: Plan) -> DataProtoFuture:
         from asyncrl.data.future import DataProtoFuture
-        from asyncrl.single_controller.controller_loop import ControllerLoop
+        from asyncrl.runtime import ControllerLoop
 
         if self._loop is None:
             self._loop = ControllerLoop.current()
         return DataProtoFuture.from_plan(plan, "argument", self._loop)
 
-    async def _outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def _value_or_failure(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
             return await without_exit(coroutine)
-        except Exception as error:  # noqa: BLE001  of the worker's own code, for the driver
+        except Exception as error:  # noqa: BLE001  of the worker's own code, for the caller
             return Failed.of(error, hidden=_HIDDEN)
 
 
 def _writable(value: Any) -> Any:
-    """A batch that others read too, copied; anything else as it is."""
-    module = sys.modules.get("asyncrl.data.proto")  # a worker that never sees a batch does not load torch for it
+    """Copy a batch that others read too; return anything else as it is."""
+    module = sys.modules.get("asyncrl.data.proto")  # a worker without batches does not load torch
     return value.writable() if module is not None and isinstance(value, module.DataProto) else value
-
-
-@dataclass(frozen=True, slots=True)
-class _Trait:
-    """How the calls of one method run."""
-
-    side_by_side: bool
-    limit: asyncio.Semaphore | None
-    priority: int
-
-    @staticmethod
-    def of(method: Callable[..., Any]) -> _Trait:
-        registration = registration_of(method)
-        most = None if registration is None else registration.max_concurrency
-        return _Trait(
-            side_by_side=inspect.iscoroutinefunction(method),
-            limit=None if most is None else asyncio.Semaphore(most),
-            priority=0 if registration is None else registration.priority,
-        )

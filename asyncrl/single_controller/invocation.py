@@ -1,16 +1,13 @@
-"""Invocation: one call of a worker group, to the ranks and back.
+"""Invocation: one call of a worker group, from the caller to the ranks and back.
 
-    in line --(its arguments are there)--> sent --(every rank has replied)--> over
-       '-----(an argument failed)-------------'-----(a rank failed)-------------^
-       '-----(cancelled, the group closed)----'---------------------------------'
+    waiting --(its arguments are ready)--> sent --(every rank has replied)--> finished
+       '-----(an argument failed)------------'-----(a rank failed)---------------^
+       '-----(cancelled, the group closed)---'-----------------------------------'
 
-A call whose arguments are there is sent by the thread that makes it, and the thread in which the last reply comes makes
-the result: nothing else runs in between. A call that has to wait does so as a task on the controller loop; the workers
-know nothing of it yet, and later calls pass it.
+A call whose arguments are ready is sent by the thread that makes it, and the thread that receives the last reply makes
+the result: no other thread runs in between. A call that has to wait does so in a task on the controller loop; the
+workers have not received it yet, and later calls overtake it.
 """
-
-# ruff: noqa: SLF001  a group and its invocations are one machine in two files
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -20,8 +17,10 @@ import functools
 import operator
 import threading
 from array import array
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.data.future import DataProtoFuture
@@ -31,205 +30,242 @@ from asyncrl.errors import AsyncRLError, DispatchError, GroupClosedError, RankEr
 from asyncrl.single_controller.call import (
     NO_VALUE,
     Arguments,
+    AttemptLost,
     Call,
     Cancelled,
     Failed,
-    Lost,
     Reply,
     ReturnedBatch,
 )
-from asyncrl.single_controller.dispatch import PROTO_MODES, Dispatch, Execute
+from asyncrl.single_controller.decorator import PROTO_MODES, Dispatch, Execute
 from asyncrl.single_controller.mesh import Mesh, MeshDispatch
-from asyncrl.single_controller.restart import workers_there
+from asyncrl.single_controller.restart import workers_ready
 from asyncrl.single_controller.scatter import NO_ROWS, Scatter, Share, collect, to_fetch
 
 if TYPE_CHECKING:
-    from asyncrl.data.declared import Declared
-    from asyncrl.data.outcome import Outcome
-    from asyncrl.data.progress import Progress
-    from asyncrl.single_controller.controller_loop import Work
+    from asyncrl.data.future import Outcome, Progress
+    from asyncrl.data.schema import Declared
+    from asyncrl.runtime import Work
     from asyncrl.single_controller.decorator import Registration
-    from asyncrl.single_controller.mesh_inquiry import Inquiry
-    from asyncrl.single_controller.retry import Repeats
+    from asyncrl.single_controller.mesh import MeshQuery
+    from asyncrl.single_controller.restart import WorkerRestarts
     from asyncrl.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Invocation", "Unwatched"]
+# ruff: noqa: SLF001  a group and its invocations work on each other's state
+# pyright: reportPrivateUsage=false
 
-SOON_S = 0.02
-"""How long a thread that asks for a result waits for the replies itself, before the controller loop does it."""
+REPLY_WAIT_S = 0.02
+"""How long a thread that blocks for a result waits for the replies itself, before the controller loop does it."""
 
 SIBLING_GRACE_S = 0.05
-"""After the first failure of a call, how long its other ranks may go on: what fails them too is often under way."""
+"""After the first failure of a call, how long its other ranks may run on: they often fail for the same reason."""
+
+_SENT: Any = object()
+"""The result of a task that has sent its call, which is not finished by that."""
 
 
-_SENT_AGAIN: Any = object()
+# ------------------------------------------------------------------------------------------------- the order of calls
 
 
-class Unwatched(Protocol):
-    """A reply on its way that nobody watches yet."""
+class CallOrder:
+    """Makes calls reach the workers in the order of the program, the same on all ranks.
 
-    def watch(self) -> None:
-        """Have the invocation told when it is there."""
+    A group and the roles in its workers share one. A call that does not have to wait is sent at once unless earlier
+    calls are pending. The others take tickets on the controller loop, in the order of the program, and wait behind two
+    barriers: no call overtakes one whose workers or mesh are not known yet; and no synchronous method overtakes one
+    that is not sent, unless that one waits for its arguments.
 
-
-class Invocation:
-    """One call of ``group``; what comes of it goes to ``outcome``, how far it is to ``progress``.
-
-    Args:
-        plain: the method is no ``async def``: it runs in the workers' threads, one after another.
-        repeats: whether it is sent again after failures, and when; None for never.
+    Attributes:
+        lock: held while a call is sent; methods about sequence numbers run under it.
+        pending: number of calls that are made, not sent, and not to be overtaken.
+        resolving: calls that wait for their workers, or for their mesh.
+        unsent: calls that are not sent and do not wait for their arguments.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_all_came",
-        "_failures",
-        "_group",
-        "_in_line",
-        "_lock",
-        "_mesh",
-        "_missing",
-        "_over",
-        "_plain",
-        "_registration",
-        "_repeats",
-        "_scatter",
-        "_sequences",
-        "_shares",
-        "_unwatched",
-        "_values",
-        "_waiting",
-        "_work",
-        "declared",
-        "outcome",
-        "progress",
-        "thread",
-    )
+    __slots__ = ("_sequences", "lock", "pending", "resolving", "unsent")
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        registration: Registration,
-        scatter: Scatter,
-        outcome: Outcome[Any],
-        progress: Progress,
-        *,
-        plain: bool = True,
-        repeats: Repeats | None = None,
-    ) -> None:
-        self._repeats = repeats
-        self._group = group
-        self._registration = registration
-        self._scatter = scatter
-        self._mesh: Mesh | None = None
-        self._plain = plain
-        self.outcome = outcome
-        self.thread = threading.get_ident()
-        self.declared: Declared | None = None
-        self.progress = progress
-        self._lock = threading.Lock()
-        self._over = False
-        self._in_line = False
-        self._work: Work | None = None
-        self._shares: Sequence[Share] = ()
-        self._sequences = array("Q")
-        self._waiting = 0
-        self._missing = 0
-        self._values: list[Any] = []
-        self._failures: tuple[tuple[int, Reply], ...] = ()
-        self._all_came: asyncio.Event | None = None
-        self._unwatched: Sequence[Unwatched] = ()
-        group._under_way.add(self)
+    def __init__(self, ranks: int) -> None:
+        self.lock = threading.Lock()
+        self.pending = 0
+        self.resolving = TicketQueue()
+        self.unsent = TicketQueue()
+        self._sequences = [0] * ranks
 
-    # ---------------------------------------------------------------------------------------------------- the way there
+    def take_sequence(self, rank: int) -> int:
+        """Return the number of the next call to a rank, and count it."""
+        number = self._sequences[rank]
+        self._sequences[rank] += 1
+        return number
+
+    def next_sequence(self, rank: int) -> int:
+        return self._sequences[rank]
+
+    def begin_at(self, numbers: Sequence[int]) -> None:
+        self._sequences = list(numbers)
+
+    def leave(self) -> None:
+        """Count a pending call less: it has been sent, or may be overtaken."""
+        with self.lock:
+            self.pending -= 1
+
+
+class TicketQueue:
+    """A queue of tickets: events, set in the order in which they were taken, each when all before it have left.
+
+    On one event loop.
+    """
+
+    __slots__ = ("_tickets",)
+
+    def __init__(self) -> None:
+        self._tickets: OrderedDict[asyncio.Event, None] = OrderedDict()
+
+    @contextlib.contextmanager
+    def ticket(self) -> Generator[asyncio.Event]:
+        """Take a ticket behind all others; it leaves the queue at the end of its ``with``."""
+        ticket = asyncio.Event()
+        self._tickets[ticket] = None
+        try:
+            self._set_first()
+            yield ticket
+        finally:
+            self.leave(ticket)
+
+    def leave(self, ticket: asyncio.Event) -> None:
+        """Hold up no later ticket any more. Idempotent."""
+        self._tickets.pop(ticket, None)
+        self._set_first()
+
+    def _set_first(self) -> None:
+        for first in islice(self._tickets, 1):
+            first.set()
+
+
+# ------------------------------------------------------------------------------------------------------------ one call
+
+
+class PendingReply(Protocol):
+    """A reply of a rank that has not been received, and has no watcher yet."""
+
+    def watch(self) -> None:
+        """Pass the reply to the invocation when it arrives."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Invocation:
+    """One call of ``group``, whose result goes to ``outcome``. ``restarts``: those that repeat it, if any do."""
+
+    _group: WorkerGroup
+    _registration: Registration
+    _scatter: Scatter
+    outcome: Outcome[Any]
+    progress: Progress
+    _restarts: WorkerRestarts | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    declared: Declared | None = None
+    _mesh: Mesh | None = None
+    _sent_to: Sequence[int] = ()
+    """By rank, the number of the process that it was sent to."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _finished: bool = False
+    _is_pending: bool = False
+    _work: Work | None = None
+    _shares: Sequence[Share] = ()
+    _sequences: array[int] = field(default_factory=lambda: array("Q"))
+    _waiting: int = 0
+    """Bits of the ranks that have not replied."""
+    _missing: int = 0
+    """Number of replies that are not handled yet."""
+    _values: list[Any] = field(default_factory=list[Any])
+    _failures: tuple[tuple[int, Reply], ...] = ()
+    _all_replied: asyncio.Event | None = None
+    _unwatched: Sequence[PendingReply] = ()
+
+    def __post_init__(self) -> None:
+        self._group._active.add(self)
+
+    # --------------------------------------------------------------------------------------------------------- sending
 
     def begin(self) -> None:
-        """Send it now if nothing is to be waited for, else as soon as that has come. In the caller's thread."""
+        """Send the call now if it does not have to wait, otherwise as soon as possible. In the caller's thread."""
         group = self._group
-        line = group._line
+        order = group._order
         error: BaseException | None = None
-        with line.lock:
-            now = group._may_send_here() and line.ahead == 0 and self._scatter.is_here
+        with order.lock:
+            now = group._can_send_from_caller() and order.pending == 0 and self._scatter.is_ready
             if now:
-                if self._repeats is not None:
+                if self._restarts is not None:
                     self._scatter.snapshot()  # what is sent again is what was given
                 error = self._try_to_send()
             else:
-                line.ahead += 1
-                self._in_line = True
-                # The caller may go on changing its own.
-                self._scatter.snapshot()
+                order.pending += 1
+                self._is_pending = True
+                self._scatter.snapshot()  # the caller may change its own batches
         if not now:
-            work = group._owner.spawn(self._wait_and_send, self._waited)
+            work = group._owner.spawn(self._wait_and_send, self._after_task)
             with self._lock:
-                self._work = self._work or work  # unless it has been sent and has failed by now
+                self._work = self._work or work  # unless the call has been sent and has failed by now
         elif error is not None:
             self._end(error)
 
-    async def _wait_and_send(self) -> None:
+    async def _wait_and_send(self) -> Any:
         group, scatter = self._group, self._scatter
-        line = group._line
-        with line.asking.join() as asking, line.unsent.join() as unsent:
-            await asking.first()
-            await workers_there(group)
-            inquiry = self._mesh_inquiry()
-            if inquiry is not None:
-                await inquiry.first_answer()
-            asking.leave()
-            if self._plain:
-                await unsent.first()
-            if inquiry is not None:
-                scatter.mesh = await inquiry.mesh()
+        order = group._order
+        with order.resolving.ticket() as resolving, order.unsent.ticket() as unsent:
+            await resolving.wait()
+            await workers_ready(group)
+            query = self._mesh_query()
+            if query is not None:
+                await query.first_reply.wait()
+            order.resolving.leave(resolving)
+            if not self._registration.is_async:
+                await unsent.wait()
+            if query is not None:
+                scatter.mesh = await query.mesh()
             if not all(future.done() for future in scatter.futures):
-                unsent.leave()
-                self._leave_line()
-            await self._arrivals()
+                order.unsent.leave(unsent)
+                self._stop_being_pending()
+            await self._arguments_completed()
             scatter.apply_custom()
-            await self._arrivals()
-            await workers_there(group)  # some may have died meanwhile, and be made again
-            with line.lock:
+            await self._arguments_completed()
+            await workers_ready(group)  # some may have died meanwhile, and be replaced
+            with order.lock:
                 error = self._try_to_send()
         if error is not None:
             raise error
+        return _SENT
 
-    def _mesh_inquiry(self) -> Inquiry | None:
+    def _mesh_query(self) -> MeshQuery | None:
         mode = self._registration.dispatch_mode
         if not isinstance(mode, MeshDispatch) or self._scatter.mesh is not None:
             return None
-        return self._group._meshes.ask(mode.mesh_name)
+        return self._group._meshes.query(mode.mesh_name)
 
-    def _leave_line(self) -> None:
-        if self._in_line:
-            self._in_line = False
-            self._group._line.leave()
+    def _stop_being_pending(self) -> None:
+        if self._is_pending:
+            self._is_pending = False
+            self._group._order.leave()
 
-    def _waited(self, task: asyncio.Task[None]) -> None:
-        self._leave_line()
-        if task.cancelled():
-            self._end(None)
-        elif (error := task.exception()) is not None:
-            self._end(error)
-
-    async def _arrivals(self) -> None:
+    async def _arguments_completed(self) -> None:
         for future in self._scatter.futures:
             try:
                 await future.completed()
             except AsyncRLError as error:
-                raise error.on_its_way(f"it was an argument of {self.outcome.label}, which was not called") from (
+                raise error.copy_with_note(f"it was an argument of {self.outcome.label}, which was not called") from (
                     error.__cause__
                 )
 
     def _try_to_send(self) -> BaseException | None:
-        """What kept it from being sent. Errors are reported once the line's lock is free: they wake others."""
+        """Return the error of :meth:`send`, to be reported when the order's lock is free: reporting wakes others."""
         try:
             self.send()
-        except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+        except Exception as error:  # noqa: BLE001  whatever it is, the call fails with it
             return error
         return None
 
     def send(self) -> None:
-        """To all ranks in one go: no other call of these workers comes between. Under the line's lock."""
-        if self._over:
+        """Send the call to all ranks; no other call of these workers comes between. Under the order's lock."""
+        if self._finished:
             return
         group, registration, scatter = self._group, self._registration, self._scatter
         arguments = scatter.arguments()
@@ -241,24 +277,24 @@ class Invocation:
             ends = accumulate(len(share.index) - share.padding for share in self._shares)
             rows = [range(start, end) for start, end in pairwise([0, *ends])]
         self.progress.sent(ranks, rows)
-        if self._repeats is not None:
-            self._repeats.sent()
+        if self._restarts is not None:
+            self._sent_to = tuple(self._restarts.incarnations)
         self._values = [None] * ranks
         self._waiting = (1 << ranks) - 1
-        replies: list[Unwatched] = []
+        replies: list[PendingReply] = []
         self._missing = ranks
         call: Call | None = None
         for rank, each in enumerate(arguments):
             if call is None or each is not call.arguments:
                 call = self._call_with(each)
-            sequence = group._line.sequence(rank)
+            sequence = group._order.take_sequence(rank)
             self._sequences.append(sequence)
             try:
                 reply = group._submit(rank, call, sequence, self)
             except BaseException:
                 group._skip(rank, sequence)
                 self._waiting &= (1 << rank) - 1
-                self._abandon()
+                self._cancel_ranks()
                 raise
             if reply is not None:
                 replies.append(reply)
@@ -266,16 +302,16 @@ class Invocation:
         if replies:
             self._unwatched = replies
             group._loop.watch_soon(self)
-        # What the call was made with is not kept while workers compute, unless it may be sent again.
+        # The arguments are not kept while workers compute, unless they may be sent again.
         self._mesh = scatter.mesh
-        if self._repeats is None:
+        if self._restarts is None:
             del self._scatter
-        self._abandon_if_over()
+        self._cancel_if_finished()
 
-    def _abandon_if_over(self) -> None:
-        """Cancelled by another thread while this one was sending."""
-        if self._over:
-            self._abandon()
+    def _cancel_if_finished(self) -> None:
+        """Cancel the ranks if another thread has cancelled the call while this one was sending it."""
+        if self._finished:
+            self._cancel_ranks()
 
     def _call_with(self, arguments: Arguments) -> Call:
         registration = self._registration
@@ -288,13 +324,13 @@ class Invocation:
             keep_batch=registration.returns_batch,
         )
 
-    # ----------------------------------------------------------------------------------------------------- the way back
+    # -------------------------------------------------------------------------------------------------------- replying
 
     def watch(self) -> None:
-        """See replies as they come, from now on. From any thread.
+        """Handle replies as they arrive, from now on. From any thread.
 
-        Somebody does so for every call: whoever awaits or asks, or the controller loop a moment after the call was
-        made. Only a thread that blocks for the result right away is faster without.
+        Every call is watched sooner or later: by the first that awaits or queries it, or by the controller loop a
+        moment after the call was made. Only a thread that blocks for the result right away is faster without.
         """
         with self._lock:
             replies, self._unwatched = self._unwatched, ()
@@ -302,33 +338,34 @@ class Invocation:
             reply.watch()
 
     def wait_here(self, timeout_s: float | None) -> None:
-        """Take the replies in this thread if they come soon. Otherwise they are watched when this returns."""
+        """Receive the replies in this thread if they arrive soon; otherwise watch them."""
         with self._lock:
             replies, self._unwatched = self._unwatched, ()
         if not replies:
             return
-        taken = False
+        received = False
         try:
-            taken = self._group._take_now(replies, SOON_S if timeout_s is None else min(SOON_S, timeout_s))
+            timeout_s = REPLY_WAIT_S if timeout_s is None else min(REPLY_WAIT_S, timeout_s)
+            received = self._group._wait_for_replies(replies, timeout_s)
         finally:
-            if not taken:
+            if not received:
                 for reply in replies:
                     reply.watch()
 
-    def came(self, rank: int, reply: Reply, block: Block | None = None) -> None:
-        """A rank has replied; a batch that it keeps lies in ``block``. In any thread, and never raises."""
+    def handle_reply(self, rank: int, reply: Reply, block: Block | None = None) -> None:
+        """Handle the reply of a rank; ``block`` holds the batch that it keeps. In any thread; never raises."""
         failed = isinstance(reply, NO_VALUE)
         with self._lock:
             if not self._waiting >> rank & 1:
-                return  # taken, but for an interrupt in the middle, and watched then
+                return  # received by a blocking thread that was interrupted, and then watched
             self._waiting &= ~(1 << rank)
         if failed:
             self.progress.ended(rank, "cancelled" if isinstance(reply, Cancelled) else "failed")
         elif isinstance(reply, ReturnedBatch):
             assert block is not None
-            self._came_with(rank, Plan.shard(block, reply.header))
+            self._handle_batch(rank, Plan.shard(block, reply.header))
         elif isinstance(reply, Plan):
-            self._came_with(rank, reply)
+            self._handle_batch(rank, reply)
         else:
             self._values[rank] = reply
             self.progress.ended(rank, "done")
@@ -337,33 +374,33 @@ class Invocation:
             if failed:
                 self._failures += ((rank, reply),)
             first_failure = failed and len(self._failures) == 1
-            complete, all_came = self._missing == 0, self._all_came
-            over = self._over
-        if over or self._group._loop.is_closed:  # at the end of a program nobody waits any more
+            complete, all_replied = self._missing == 0, self._all_replied
+            finished = self._finished
+        if finished or self._group._loop.is_closed:  # at the end of a program there are no waiters
             return
-        if complete and all_came is not None:
-            self._group._loop.notify(all_came.set)
+        if complete and all_replied is not None:
+            self._group._loop.notify(all_replied.set)
         if first_failure:
-            work = self._group._owner.spawn(self._fail, self._collected)
+            work = self._group._owner.spawn(self._fail, self._after_task)
             with self._lock:
                 self._work = work
         elif complete and not self._failures:
             self._finish()
 
-    def _came_with(self, rank: int, plan: Plan) -> None:
+    def _handle_batch(self, rank: int, plan: Plan) -> None:
         self._values[rank] = plan
-        # What may be made again is given once it is whole.
+        # The parts of a call that may be sent again are not given out before it is complete.
         share = self._shares[rank] if rank < len(self._shares) else NO_ROWS
-        make = functools.partial(_part, plan, share, self.outcome.label) if self._repeats is None else None
+        make = functools.partial(_part, plan, share, self.outcome.label) if self._restarts is None else None
         self.progress.ended(rank, "done", header=plan.header, make=make)
 
     def _finish(self) -> None:
         if isinstance(self._registration.dispatch_mode, dict):
-            self._work = self._group._owner.spawn(self._collect_custom, self._collected)
+            self._work = self._group._owner.spawn(self._collect_custom, self._after_task)
             return
         try:
             value = self._collect()
-        except Exception as error:  # noqa: BLE001  whatever it is, it is what the call failed with
+        except Exception as error:  # noqa: BLE001  whatever it is, the call fails with it
             self._end(error)
         else:
             self._succeed(value)
@@ -371,10 +408,10 @@ class Invocation:
     def _collect(self) -> Any:
         registration = self._registration
         mode, label = registration.dispatch_mode, self.outcome.label
-        alone = (
+        single = (
             registration.execute_mode is Execute.RANK_ZERO and not isinstance(mode, dict) and mode not in PROTO_MODES
         )
-        if alone:
+        if single:
             value = self._values[0]
         else:
             value = collect(mode, self._values, self._shares, group=self._group, method=label, mesh=self._mesh)
@@ -384,53 +421,53 @@ class Invocation:
             return value
         if isinstance(value, DataProto):
             return Plan.of(value)
-        raise DispatchError(f"{label} is to return a DataProto and returned {type(value).__name__}")
+        raise DispatchError(f"{label} must return a DataProto, as it is annotated, and returned {type(value).__name__}")
 
     async def _collect_custom(self) -> Any:
         value = self._collect()
         return await value.plan() if isinstance(value, DataProtoFuture) else value
 
     async def _fail(self) -> Any:
-        """Give the other ranks a moment, then end them; the first failure is the reason."""
-        all_came = asyncio.Event()
+        """Wait a moment for the other ranks, then cancel them, and raise the failures or send the call again."""
+        all_replied = asyncio.Event()
         with self._lock:
-            self._all_came = all_came
+            self._all_replied = all_replied
             if self._missing == 0:
-                all_came.set()
+                all_replied.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SIBLING_GRACE_S):
-                await all_came.wait()
-        self._abandon()
+                await all_replied.wait()
+        self._cancel_ranks()
         errors = [self._error(rank, reply) for rank, reply in sorted(self._failures, key=operator.itemgetter(0))]
         failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
-        if self._repeats is None or not await self._repeats.allow(failure):
+        if self._restarts is None or not await self._restarts.allow_again(failure, self._sent_to):
             raise failure
-        await all_came.wait()
+        await all_replied.wait()
         return await self._send_again()
 
     async def _send_again(self) -> Any:
-        await workers_there(self._group)
+        await workers_ready(self._group)
         with self._lock:
-            self._failures, self._sequences, self._all_came = (), array("Q"), None
-        line = self._group._line
-        # From here on an interruption is seen by send itself: this task is not the work of the call any more.
-        with line.lock:
-            if not self._over:
+            self._failures, self._sequences, self._all_replied = (), array("Q"), None
+        # From here on `send` itself notices an interruption: this task is no longer the call's work.
+        with self._group._order.lock:
+            if not self._finished:
                 self.send()
-        return _SENT_AGAIN
+        return _SENT
 
-    def _collected(self, task: asyncio.Task[Any]) -> None:
+    def _after_task(self, task: asyncio.Task[Any]) -> None:
+        self._stop_being_pending()
         if task.cancelled():
             self._end(None)
         elif (error := task.exception()) is not None:
             self._end(error)
-        elif task.result() is not _SENT_AGAIN:
+        elif task.result() is not _SENT:
             self._succeed(task.result())
 
     def _error(self, rank: int, reply: Reply) -> BaseException:
-        """What a rank failed with."""
-        group, method = self._group._home, self._group._method_of(self._registration)
-        if isinstance(reply, Lost):
+        """Return the error of a rank whose reply has no value."""
+        group, method = self._group._worker_owner, self._group._method_of(self._registration)
+        if isinstance(reply, AttemptLost):
             return group._explain(rank, method, self._sequences[rank], reply.error)
         if isinstance(reply, Failed):
             return reply.to_error(group=group.name, rank=rank, method=method)
@@ -439,57 +476,60 @@ class Invocation:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the workers know of it."""
         return bool(self._sequences)
 
     @property
-    def missing(self) -> list[int]:
-        """Ranks that it was sent to and that have not replied."""
+    def missing_ranks(self) -> list[int]:
+        """Ranks that the call was sent to and that have not replied."""
         waiting = self._waiting
         return [rank for rank in range(len(self._sequences)) if waiting >> rank & 1]
 
-    # ---------------------------------------------------------------------------------------------------------- the end
+    # ---------------------------------------------------------------------------------------------------------- ending
 
     def cancel(self) -> None:
-        """End it: it is never sent, or cancelled in the workers. From any thread, once the outcome is complete."""
+        """Never send the call, or cancel it in the workers. From any thread, once the outcome is complete."""
         self._stop()
-        self._group._tally.add("failed" if self.outcome.state == "failed" else "cancelled")
+        self._group._counts.add(self.outcome.state)
+
+    def interrupt(self) -> bool:
+        """Cancel the call and its outcome; return whether it was unfinished."""
+        if not self.outcome.cancel():
+            return False
+        self.cancel()
+        return True
 
     def close(self) -> None:
-        """The group is shut down."""
+        """End the call because its group is shut down."""
         self._stop()
-        message = f"worker group {self._group.name} was shut down while {self.outcome.label} was going on"
+        message = f"worker group {self._group.name} was shut down before {self.outcome.label} finished"
         if self.outcome.fail(GroupClosedError(message)):
-            self._group._tally.add("failed")
+            self._group._counts.add("failed")
 
     def _stop(self) -> None:
         with self._lock:
-            self._over = True
+            self._finished = True
             work = self._work
         if work is not None:
             work.cancel()
-        self._abandon()
-        self._group._under_way.discard(self)
+        self._cancel_ranks()
+        self._group._active.discard(self)
 
     def _succeed(self, value: Any) -> None:
-        self._over = True
-        self._group._under_way.discard(self)
+        self._finished = True
+        self._group._active.discard(self)
         if self.outcome.succeed(value):
-            self._group._tally.add_done(value.header.size_bytes if isinstance(value, Plan) else 0)
+            self._group._counts.add("done", value.header.size_bytes if isinstance(value, Plan) else 0)
 
     def _end(self, error: BaseException | None) -> None:
-        self._over = True
-        self._group._under_way.discard(self)
-        if error is None:
-            if self.outcome.cancel():
-                self._group._tally.add("cancelled")
-        elif self.outcome.fail(error):
-            self._group._tally.add("failed")
+        """Complete the outcome with an error, or cancel it."""
+        self._finished = True
+        self._group._active.discard(self)
+        if self.outcome.cancel() if error is None else self.outcome.fail(error):
+            self._group._counts.add(self.outcome.state)
 
-    def _abandon(self) -> None:
-        """Cancel what is still going on."""
+    def _cancel_ranks(self) -> None:
         with self._lock:
-            waiting = self.missing
+            waiting = self.missing_ranks
         for rank in waiting:
             self._group._cancel(rank, self._sequences[rank])
 

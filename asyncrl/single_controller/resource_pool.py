@@ -1,31 +1,31 @@
-"""ResourcePool: how many workers there are and on how many nodes, and whether a cluster has room for them."""
+"""ResourcePool: how many workers there are on how many nodes; and ResourcePoolManager: which role uses which pool."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from asyncrl.errors import ResourceError
+from asyncrl.errors import ConfigError, ResourceError
 
-__all__ = ["NodeResources", "PlacementStrategy", "ResourcePool", "check_room"]
+if TYPE_CHECKING:
+    from asyncrl.single_controller.ray.resource_pool import RayResourcePool
+
 
 PlacementStrategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 class ResourcePool:
-    """``process_on_nodes[i]`` workers in the i-th place of the pool.
-
-    ``max_colocate_count`` worker groups may share the pool, each with a worker on every seat.
+    """``process_on_nodes[i]`` workers on node i, for up to ``max_colocate_count`` worker groups of ``world_size`` each.
 
         >>> pool = ResourcePool([2, 3])
-        >>> pool.world_size
-        5
-        >>> pool.local_rank_list()
-        [0, 1, 0, 1, 2]
+        >>> pool.world_size, pool.local_rank_list(), pool.local_world_size_list()
+        (5, [0, 1, 0, 1, 2], [2, 2, 3, 3, 3])
 
     Raises:
-        ResourceError: a place without workers, or ``max_colocate_count`` below 1.
+        ResourceError: an entry of ``process_on_nodes`` or ``max_colocate_count`` is below 1.
     """
 
     def __init__(self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 1) -> None:
@@ -34,69 +34,41 @@ class ResourcePool:
         self.max_colocate_count = max_colocate_count
         self._store = list(process_on_nodes or ())
         if any(count < 1 for count in self._store):
-            raise ResourceError(f"process_on_nodes needs at least one worker in each place, got {self._store}")
+            raise ResourceError(f"process_on_nodes needs at least one worker on each node, got {self._store}")
 
     def add_node(self, process_count: int) -> None:
-        """One more place, with ``process_count`` workers.
-
-            >>> pool = ResourcePool([2])
-            >>> pool.add_node(3)
-            >>> pool.process_on_nodes
-            (2, 3)
+        """Add a node with ``process_count`` workers.
 
         Raises:
             ResourceError: ``process_count`` is below 1.
         """
         if process_count < 1:
-            raise ResourceError(f"a place needs at least one worker, got {process_count}")
+            raise ResourceError(f"a node needs at least one worker, got {process_count}")
         self._store.append(process_count)
 
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
-        """Workers in each place.
-
-        >>> ResourcePool([2, 3]).process_on_nodes
-        (2, 3)
-        """
         return tuple(self._store)
 
     @property
     def world_size(self) -> int:
-        """Workers in total.
-
-        >>> ResourcePool([2, 3]).world_size
-        5
-        """
-        return sum(self._store)
+        return sum(self.process_on_nodes)
 
     @property
     def store(self) -> list[int]:
-        """``process_on_nodes``, under verl's name.
-
-        >>> ResourcePool([2, 3]).store
-        [2, 3]
-        """
-        return list(self._store)
+        """``process_on_nodes``, under verl's name."""
+        return list(self.process_on_nodes)
 
     def __call__(self) -> list[int]:
-        """:attr:`store`."""
         return self.store
 
     def local_world_size_list(self) -> list[int]:
-        """For each worker, the workers of its place.
-
-        >>> ResourcePool([2, 3]).local_world_size_list()
-        [2, 2, 3, 3, 3]
-        """
-        return [count for count in self._store for _ in range(count)]
+        """Return for each worker the number of workers on its node."""
+        return [count for count in self.process_on_nodes for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each worker, its number in its place.
-
-        >>> ResourcePool([2, 3]).local_rank_list()
-        [0, 1, 0, 1, 2]
-        """
-        return [number for count in self._store for number in range(count)]
+        """Return for each worker its rank on its node."""
+        return [rank for count in self.process_on_nodes for rank in range(count)]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.process_on_nodes)})"
@@ -104,88 +76,205 @@ class ResourcePool:
 
 @dataclass(frozen=True, slots=True)
 class NodeResources:
-    """What one node has in all, and what nobody uses at the moment (``CPU``, ``GPU``, custom resources)."""
+    """The resources of one node, all and unused ones (``CPU``, ``GPU``, custom resources)."""
 
     name: str
     total: Mapping[str, float]
     available: Mapping[str, float]
 
 
-def check_room(
-    places: Sequence[Sequence[Mapping[str, float]]], strategy: PlacementStrategy, nodes: Sequence[NodeResources]
-) -> None:
-    """Raise unless the nodes could hold the bundles of all places if nothing else ran on them.
+Bundles: TypeAlias = Sequence[Mapping[str, float]]
+"""The bundles of one placement group."""
 
-    What others use at the moment may become free: that is waited for, with a deadline, when the bundles are placed.
 
-    Raises:
-        ResourceError: showing what was asked for and what there is, in total and for each node.
+def check_capacity(groups: Sequence[Bundles], strategy: PlacementStrategy, nodes: Sequence[NodeResources]) -> None:
+    """Raise :class:`ResourceError` unless the nodes could hold the bundles of all groups if nothing else ran on them.
+
+    Resources that others use at the moment may become free: placing the groups waits for them, with a deadline.
     """
     free = [dict(node.total) for node in nodes]
-    for number, bundles in enumerate(places):
-        taken = _place(bundles, strategy, free)
-        if taken is None:
+    for number, bundles in enumerate(groups):
+        if not _place(bundles, strategy, free):
             raise ResourceError(
-                f"no room for place {number} ({strategy}, {len(bundles)} bundles, {_table(_sum(bundles))})\n"
-                + describe(places, nodes)
+                f"placement group {number} does not fit ({strategy}, {len(bundles)} bundles, {_table(_sum(bundles))})\n"
+                + describe(groups, nodes)
             )
 
 
-def describe(places: Sequence[Sequence[Mapping[str, float]]], nodes: Sequence[NodeResources]) -> str:
-    """What is asked for and what there is, in total and for each node."""
-    everything = [bundle for bundles in places for bundle in bundles]
+def describe(groups: Sequence[Bundles], nodes: Sequence[NodeResources]) -> str:
+    """Describe the requested and the existing resources, in total and by node."""
+    total, available = _sum([node.total for node in nodes]), _sum([node.available for node in nodes])
     lines = [
-        f"asked for: {_table(_sum(everything))}",
-        (
-            f"in total:  {_table(_sum([node.total for node in nodes]))}, "
-            f"free now: {_table(_sum([node.available for node in nodes]))}"
-        ),
+        f"requested: {_table(_sum([bundle for bundles in groups for bundle in bundles]))}",
+        f"in total:  {_table(total)}, available now: {_table(available)}",
+        *(f"node {node.name}: {_table(node.total)}, available now: {_table(node.available)}" for node in nodes),
     ]
-    lines += [f"node {node.name}: {_table(node.total)}, free now: {_table(node.available)}" for node in nodes]
     return "\n".join(lines)
 
 
-def _place(
-    bundles: Sequence[Mapping[str, float]], strategy: PlacementStrategy, free: list[dict[str, float]]
-) -> list[int] | None:
-    """Take the bundles out of ``free``; the node of each, or None where they do not fit."""
+def _place(bundles: Bundles, strategy: PlacementStrategy, free: list[dict[str, float]]) -> bool:
+    """Subtract the bundles from ``free``, the resources of each node; return whether they fit."""
     if strategy == "STRICT_PACK":
-        whole = _sum(bundles)
-        for number, node in enumerate(free):
-            if _fits(whole, node):
-                _subtract(whole, node)
-                return [number] * len(bundles)
-        return None
-    chosen: list[int] = []
+        bundles = [_sum(bundles)]
+    used: set[int] = set()
     for bundle in bundles:
-        candidates = [
-            number
-            for number, node in enumerate(free)
-            if _fits(bundle, node) and not (strategy == "STRICT_SPREAD" and number in chosen)
-        ]
-        if not candidates:
-            return None
-        chosen.append(candidates[0])
-        _subtract(bundle, free[candidates[0]])
-    return chosen
+        for number, node in enumerate(free):
+            if _fits(bundle, node) and not (strategy == "STRICT_SPREAD" and number in used):
+                break
+        else:
+            return False
+        used.add(number)
+        free[number] = {name: amount - bundle.get(name, 0.0) for name, amount in free[number].items()}
+    return True
 
 
 def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
     return all(amount <= node.get(name, 0.0) + 1e-6 for name, amount in bundle.items())
 
 
-def _subtract(bundle: Mapping[str, float], node: dict[str, float]) -> None:
-    for name, amount in bundle.items():
-        node[name] = node.get(name, 0.0) - amount
-
-
 def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
 def _table(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if amount) or "nothing"
+
+
+class Role(Enum):
+    """The parts of a training run. ``str(role)`` is its short name, as in configurations.
+
+    >>> str(Role.RefPolicy), Role.from_string("rm")
+    ('ref', <Role.RewardModel: 'rm'>)
+    """
+
+    Actor = "actor"
+    Rollout = "rollout"
+    ActorRollout = "actor_rollout"
+    Critic = "critic"
+    RefPolicy = "ref"
+    RewardModel = "rm"
+    ActorRolloutRef = "actor_rollout_ref"
+    Env = "env"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def from_string(cls, name: str) -> Role:
+        """Return the role with this short name.
+
+        Raises:
+            ConfigError: no role has this name.
+        """
+        try:
+            return cls(name.lower())
+        except ValueError:
+            known = [role.value for role in cls]
+            raise ConfigError(f"no role is named {name!r}", remedy=f"one of {known}") from None
+
+
+class ResourcePoolManager:
+    """The pools of a run on a Ray cluster, which are checked together before anything starts.
+
+        >>> manager = ResourcePoolManager(
+        ...     {"training": [1, 1], "generation": [1]},
+        ...     {Role.Actor: "training", Role.Critic: "training", Role.Rollout: "generation"},
+        ... )
+        >>> manager.create_resource_pool()  # after ray.init()
+        >>> manager.get_resource_pool(Role.Actor).max_colocate_count
+        2
+
+    Args:
+        resource_pool_spec: by the pool's name, the workers in each of its placement groups.
+        mapping: the pool of each role (a :class:`Role`, or any other name).
+        max_colocate_count: worker groups that may share a pool. Default: the number of roles in it. Roles that share
+            processes (``create_colocated_worker_cls``) are one group.
+        use_gpu, cpus_per_worker, gpus_per_worker, resources_per_worker, strategy, placement_timeout_s: of every pool,
+            as for :class:`RayResourcePool`.
+
+    Raises:
+        ResourceError: ``mapping`` names a pool that is not in ``resource_pool_spec``.
+    """
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[Any, str],  # keys are hashable; a Mapping[Hashable, str] would refuse dict[Role, str]
+        *,
+        use_gpu: bool = False,
+        cpus_per_worker: float = 1.0,
+        gpus_per_worker: float | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        max_colocate_count: int | None = None,
+        strategy: PlacementStrategy = "PACK",
+        placement_timeout_s: float = 60.0,
+    ) -> None:
+        self.resource_pool_spec = {name: tuple(counts) for name, counts in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        for role, pool in self.mapping.items():
+            if pool not in self.resource_pool_spec:
+                raise ResourceError(
+                    f"role {role} is mapped to pool {pool!r}, "
+                    f"and resource_pool_spec has {list(self.resource_pool_spec)}"
+                )
+        self.resource_pool_dict: dict[str, RayResourcePool] = {}
+        self._gpus_per_worker = float(use_gpu) if gpus_per_worker is None else gpus_per_worker
+        self._max_colocate_count = max_colocate_count
+        self._strategy: PlacementStrategy = strategy
+        self._options: dict[str, Any] = {
+            "gpus_per_worker": self._gpus_per_worker,
+            "cpus_per_worker": cpus_per_worker,
+            "resources_per_worker": resources_per_worker,
+            "strategy": strategy,
+            "placement_timeout_s": placement_timeout_s,
+        }
+
+    def create_resource_pool(self) -> None:
+        """Check that the cluster can hold all pools together, and create them. They take no resources until used.
+
+        Raises:
+            ResourceError: Ray is not initialised, or the cluster could not hold the pools if nothing else ran on it.
+        """
+        from asyncrl.single_controller.ray.resource_pool import RayResourcePool, cluster_nodes
+
+        nodes = cluster_nodes()
+        groups = Counter(self.mapping.values())
+        pools = {
+            name: RayResourcePool(
+                counts,
+                name_prefix=name,
+                max_colocate_count=self._max_colocate_count or groups[name] or 1,
+                **self._options,
+            )
+            for name, counts in self.resource_pool_spec.items()
+        }
+        try:
+            check_capacity([bundles for pool in pools.values() for bundles in pool.bundles()], self._strategy, nodes)
+        except ResourceError as error:
+            lines = [f"the cluster cannot hold the {len(pools)} pools together: {error}"]
+            for name, pool in pools.items():
+                shared = f", for {pool.max_colocate_count} groups" if pool.max_colocate_count > 1 else ""
+                lines.append(f"pool {name}: {list(pool.process_on_nodes)} bundles of {_table(pool.bundle())}{shared}")
+            raise ResourceError("\n".join(lines)) from error
+        self.resource_pool_dict = pools
+
+    def get_resource_pool(self, role: Hashable) -> RayResourcePool:
+        """Return the pool of a role.
+
+        Raises:
+            ResourceError: the role is not in ``mapping``, or the pools are not created yet.
+        """
+        if role not in self.mapping:
+            raise ResourceError(f"role {role} has no pool: mapping has {[str(each) for each in self.mapping]}")
+        if not self.resource_pool_dict:
+            raise ResourceError("the pools are not created yet: call create_resource_pool() first")
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> float:
+        """Return the number of GPUs of all pools together."""
+        return self._gpus_per_worker * sum(sum(counts) for counts in self.resource_pool_spec.values())
+
+    def __repr__(self) -> str:
+        pools = {name: list(counts) for name, counts in self.resource_pool_spec.items()}
+        return f"ResourcePoolManager({pools}, { ({str(role): pool for role, pool in self.mapping.items()}) })"

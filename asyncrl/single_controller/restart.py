@@ -1,37 +1,36 @@
-"""Restart: what becomes of a group when the process of a rank dies.
+"""Restart: what happens to groups and their calls when workers die.
 
-    alive --(its process dies)--> dead --(the policy allows)--> made again --(constructed)--> alive
-                                    '--(no policy, spent, no seats, the constructor raises)--> gone
+A :class:`Restart` policy replaces the workers whose processes died::
 
-A worker that is made again has the same rank, class, arguments and environment, and none of the state of the old one.
-While workers are made again, calls wait (as they do at the start of the group); so do those in the middle of a chain.
-Calls that were under way fail with :class:`WorkerDiedError`, except those of idempotent methods: they are sent again,
-with the same inputs, which outlive the process that made them. When the policy is spent, everything fails with the
-last death; when somebody has ended the group, or its seats are gone, with :class:`GroupClosedError`.
+    alive --(its process dies)--> dead --(the policy allows)--> replaced --(constructed)--> alive
+                                    '--(no policy, spent, no resources, the constructor raises)--> lost
 
-Deaths arrive as news: each process holds one call that never returns, and its failure is the news. Nobody polls.
+A new worker has the same rank, class, arguments and environment as the one before, and none of its state. While workers
+are replaced, calls wait, as they do at the start of the group. Active calls fail with :class:`WorkerDiedError`, except
+those of idempotent methods: they are sent again, to all their ranks, which may work together, with the same inputs,
+which outlive the process that made them. No other failure is repeated. When the policy is spent, every call fails with
+the last death; when the group was ended from outside, or its placement groups are gone, with :class:`GroupClosedError`.
+
+Deaths are reported, not polled: each process holds one call that never returns, and whose failure reports the death.
 """
-
-# ruff: noqa: SLF001  a group and the lives of its workers are one machine in two files
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.data.pending import Future
+from asyncrl.data.future import Future
 from asyncrl.errors import DispatchError, RankErrors, WorkerDiedError
-from asyncrl.single_controller.retry import doubled
 
 if TYPE_CHECKING:
     from asyncrl.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Lives", "Restart", "workers_there"]
+# ruff: noqa: SLF001  WorkerRestarts is a part of its group
+# pyright: reportPrivateUsage=false
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +41,18 @@ class Restart:
 
         >>> with LocalWorkerGroup(ClassWithInitArgs(Greeter), restart=Restart(backoff_s=0.0)) as greeters:
         ...     greeters.kill(0)
-        ...     greeters.greet("hi").result()  # by a new worker
+        ...     greeters.greet("hi").result()  # runs in a new worker
         ['hi, from 0 of 1']
 
     Attributes:
-        max_restarts: how often in the life of the group, whatever ranks it takes each time.
-        scope: ``"group"`` makes all workers again when one dies: what workers with collectives need, whose
-            communicators die with any of them. ``"worker"`` makes the dead ones again, for workers that do not talk to
-            each other.
-        backoff_s: pause before; doubled each time.
+        max_restarts: of the group in total, however many ranks each of them replaces.
+        scope: ``"group"`` replaces all workers when one dies: needed by workers with collectives, whose communicators
+            die with any of them. ``"worker"`` replaces only the dead ones, for workers that do not communicate.
+        backoff_s: pause before the first restart; doubled each time.
         prepare: a method without arguments that new workers run before any call, such as verl's ``"init_model"``.
 
     Raises:
-        DispatchError: ``max_restarts`` is below 1, ``backoff_s`` negative, or there is no such scope.
+        DispatchError: ``max_restarts`` is below 1, ``backoff_s`` negative, or ``scope`` unknown.
     """
 
     max_restarts: int = 3
@@ -64,31 +62,27 @@ class Restart:
 
     def __post_init__(self) -> None:
         if self.max_restarts < 1 or not self.backoff_s >= 0 or self.scope not in ("worker", "group"):
-            raise DispatchError(f"a restart needs max_restarts >= 1, backoff_s >= 0 and a scope, got {self}")
+            raise DispatchError(
+                f"a restart needs max_restarts >= 1, backoff_s >= 0 and scope 'worker' or 'group', got {self}"
+            )
 
     def pause_s(self, number: int) -> float:
-        """Seconds before restart ``number``, counted from 0.
-
-        >>> Restart(backoff_s=0.5).pause_s(2)
-        2.0
-        """
-        return doubled(self.backoff_s, number)
+        """Return the seconds before restart ``number``, counted from 0; the doubling ends where a float would."""
+        return self.backoff_s * 2.0 ** min(number, 1023)
 
 
-async def workers_there(group: WorkerGroup) -> None:
-    """Wait until every worker is constructed, at this moment. On the controller loop."""
+async def workers_ready(group: WorkerGroup) -> None:
+    """Wait until all workers are constructed at the same time. On the controller loop."""
     while (ready := group._ready).outcome.state != "done":
         await ready.completed()
 
 
-class Lives:
-    """The processes of a group's workers, one after another for each rank. On the controller loop, but for reading.
+class WorkerRestarts:
+    """The deaths and restarts of a group's workers. Changed on the controller loop, read from any thread.
 
-    Attributes:
-        policy: None leaves the dead alone.
-        incarnations: which process of each rank is the current one, from 0.
-        restarts: how often workers have been made again.
-        deaths: of processes of a group that was neither starting nor closed.
+    ``policy`` None leaves dead workers dead. ``incarnations``: the number of the current process of each rank, from 0.
+    ``restarts``: how often workers have been replaced. ``deaths``: of processes, between the start of the group and its
+    shutdown.
     """
 
     def __init__(self, group: WorkerGroup, policy: Restart | None) -> None:
@@ -98,60 +92,56 @@ class Lives:
         self.restarts = 0
         self.deaths = 0
         self._dead: dict[int, WorkerDiedError] = {}
-        self._begun = False
-        self._working = False
-        self._gone = False
+        self._started = False
+        self._restarting = False
+        self._lost = False
         self._changed = asyncio.Event()
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Ranks whose process is gone and not yet made again."""
         return tuple(sorted(self._dead))
 
     def begin(self) -> None:
-        """All workers are constructed."""
-        self._begun = True
+        """Handle deaths from now on: all workers are constructed. The start itself handles earlier ones."""
+        self._started = True
 
     def died(self, rank: int, incarnation: int, error: WorkerDiedError) -> None:
-        """News of a death."""
         group = self._group()
         if group is None or group._closed or self.incarnations[rank] != incarnation or rank in self._dead:
             return
-        if not self._begun:
-            return  # that failure is the start's
+        if not self._started:
+            return
         self._dead[rank] = error
         self.deaths += 1
-        if self._working:
+        if self._restarting:
             return
         if self.policy is None or self.restarts >= self.policy.max_restarts:
-            logger.error("%s; it is not made again", error)
-            self._gone = True
-            self._tell()
+            logger.error("%s; the worker is not restarted", error)
+            self.stop()
             return
-        self._working = True
+        self._restarting = True
         ready: Future[None] = Future(group._loop, f"restart of {group.name}")
-        group._is_ready_with(ready)
-        ready.run(self._make_again, group._owner)
-        ready.outcome.error()  # whoever waits for it tells of it
+        group._set_ready(ready)
+        ready.run(lambda: self._restart(group), group._owner)
+        ready.outcome.error()  # those that wait for it report it
 
-    def left(self) -> None:
-        """The workers are no longer this program's to make again."""
-        self._gone = True
-        self._tell()
+    def stop(self) -> None:
+        self._lost = True
+        self._notify()
 
-    async def replaced(self, ranks: Iterable[int], since: Sequence[int]) -> bool:
-        """Wait until these ranks work again, in other processes than ``since``; False if they never will."""
-        waiting = list(ranks)
-        while not (self.policy is None or self._gone):
-            # One that is being made has its number already, and is not to be called yet.
-            if not self._working and all(self.incarnations[rank] > since[rank] for rank in waiting):
+    async def allow_again(self, failure: BaseException, sent_to: Sequence[int]) -> bool:
+        """Wait until a call can be sent again, to others than the dead among ``sent_to``; return False if it cannot."""
+        errors = failure.exceptions if isinstance(failure, RankErrors) else (failure,)
+        waiting = [each.rank for each in errors if isinstance(each, WorkerDiedError)]
+        while isinstance(failure, WorkerDiedError) and not (self.policy is None or self._lost):
+            # A worker under construction has its number already, but takes no calls yet.
+            if not self._restarting and all(self.incarnations[rank] > sent_to[rank] for rank in waiting):
                 return True
             await self._changed.wait()
         return False
 
-    async def _make_again(self) -> None:
-        group, policy = self._group(), self.policy
-        assert group is not None
+    async def _restart(self, group: WorkerGroup) -> None:
+        policy = self.policy
         assert policy is not None
         try:
             while self._dead:
@@ -161,17 +151,17 @@ class Lives:
                 await asyncio.sleep(policy.pause_s(self.restarts))
                 self.restarts += 1
                 ranks = sorted(range(group.world_size) if policy.scope == "group" else self._dead)
-                logger.warning("%s; making ranks %s again (%d)", errors[0], ranks, self.restarts)
+                logger.warning("%s; restarting ranks %s (restart %d)", errors[0], ranks, self.restarts)
                 await self._replace(group, ranks, policy.prepare)
         except BaseException:
-            self._gone = True
+            self._lost = True
             raise
         finally:
-            self._working = False
-            self._tell()
+            self._restarting = False
+            self._notify()
 
     async def _replace(self, group: WorkerGroup, ranks: Sequence[int], prepare: str) -> None:
-        with group._line.lock:  # a call that another thread is sending goes to the old ones, and knows it
+        with group._order.lock:  # a call that another thread is sending goes to the old processes, and records it
             for rank in ranks:
                 self._dead.pop(rank, None)
                 self.incarnations[rank] += 1
@@ -180,14 +170,8 @@ class Lives:
         except WorkerDiedError as error:
             self._dead.setdefault(error.rank, error)
             return
-        errors = [
-            failure.to_error(group=group.name, rank=rank, method="__init__")
-            for rank, failure in zip(ranks, failures, strict=True)
-            if failure is not None
-        ]
-        if errors:
-            raise RankErrors.of(errors, call=f"the restart of {group.name}", ranks=len(ranks))
+        group._raise_failures(ranks, failures, what="restart")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

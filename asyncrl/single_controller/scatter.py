@@ -1,33 +1,38 @@
-"""Scatter and collect: how the arguments of one call reach the ranks, and how their results become one.
+"""Scatter and collect: how the arguments of one call are split over the ranks, and how their results are joined.
 
-A call goes through three steps. In the caller's thread, batches are stored (and, where they are to be split, cut into
-views first), so the caller may go on changing its own. Then futures among the arguments are waited for, as far as their
-headers; nothing in the workers waits meanwhile. Now the rows are known, and every rank's arguments follow.
+A call goes through three steps. In the caller's thread, batches are stored (and, where they are split, sliced into
+views first), so that the caller may change its own. Then the call waits for the futures among its arguments, only for
+their headers; nothing in the workers waits meanwhile. Now the rows are known, and so are every rank's arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from asyncrl.data.codec import Encoded
+from asyncrl.data.columns import chunk_bounds
 from asyncrl.data.future import DataProtoFuture, Future
-from asyncrl.data.plan import Plan, Rows
+from asyncrl.data.plan import Plan, Rows, rows_of
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError
 from asyncrl.single_controller.call import Arguments, StoredValue
-from asyncrl.single_controller.dispatch import LIST_MODES, PROTO_MODES, SPLIT_MODES, Dispatch, DispatchMode
+from asyncrl.single_controller.decorator import LIST_MODES, PROTO_MODES, SPLIT_MODES, Dispatch, DispatchMode
 from asyncrl.single_controller.mesh import Mesh, MeshDispatch
 
-__all__ = ["Scatter", "Share", "collect", "leaves", "rows_of", "shares", "to_fetch"]
+if TYPE_CHECKING:
+    from asyncrl.single_controller.worker_group import WorkerGroup
+
+# ruff: noqa: SLF001  the backend's hooks are private, since registered methods become attributes of the group
+# pyright: reportPrivateUsage=false
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows of a batch that one rank gets; the last ``padding`` of them are repeated ones."""
+    """The rows of a batch that one rank gets; the last ``padding`` of them are repetitions."""
 
     index: Rows
     padding: int = 0
@@ -37,57 +42,32 @@ NO_ROWS = Share(range(0))
 
 
 def shares(rows: int, ranks: int, *, pad: bool) -> list[Share]:
-    """Consecutive rows for each rank, sizes differing by at most one, larger ones first.
+    """Split rows into consecutive shares whose sizes differ by at most one, larger ones first.
 
-    With ``pad``, smaller shares repeat their last row (or, having none, some row of the batch), so that all ranks get
+    With ``pad``, smaller shares repeat their last row (an empty one: any row of the batch), so that all ranks get
     equally many: each at most one row more than its own.
     """
-    size, larger = divmod(rows, ranks)
     result: list[Share] = []
-    start = 0
-    for rank in range(ranks):
-        end = start + size + (rank < larger)
-        if pad and larger and rank >= larger:
-            repeated = end - 1 if size else rank % rows
-            result.append(Share(np.array([*range(start, end), repeated], dtype=np.int64), padding=1))
+    for rank, own in enumerate(chunk_bounds(rows, ranks, uneven=True)):
+        if pad and rank >= rows % ranks > 0:
+            repeated = own.stop - 1 if own else rank % rows
+            result.append(Share(np.array([*own, repeated], dtype=np.int64), padding=1))
         else:
-            result.append(Share(range(start, end)))
-        start = end
+            result.append(Share(own))
     return result
 
 
 class Scatter:
-    """The arguments of one call on their way to ``ranks`` ranks.
+    """The arguments of one call of ``group``, split over ``ranks`` ranks.
 
-    Args:
-        store: puts one argument where the workers can fetch it, or leaves it as it is.
-        store_parts: the same for the parts of a batch with these rows.
-        refer: what a rank, or all of them, get, with what the backend's own references stand for.
-
-    Attributes:
-        futures: those among the arguments.
-        shares: rows for each rank, or for each dp rank of a mesh.
-        mesh: where the mode is a :class:`MeshDispatch`. If not known yet, to be set before :meth:`arguments`.
+    ``futures`` are those among the arguments, ``shares`` the rows for each rank or dp rank. The ``mesh`` of a
+    :class:`MeshDispatch` is None if it is not known yet, to be set before :meth:`arguments`.
 
     Raises:
         DispatchError: the arguments do not suit the mode.
     """
 
-    __slots__ = (
-        "_group",
-        "_listed",
-        "_mode",
-        "_pad",
-        "_ranks",
-        "_refer",
-        "_rows",
-        "_store",
-        "_store_parts",
-        "_whole",
-        "futures",
-        "mesh",
-        "shares",
-    )
+    __slots__ = ("_group", "_listed", "_mode", "_pad", "_ranks", "_rows", "_whole", "futures", "mesh", "shares")
 
     def __init__(
         self,
@@ -96,22 +76,12 @@ class Scatter:
         *,
         ranks: int,
         pad: bool,
-        store: Callable[[Any], Any],
-        store_parts: Callable[[DataProto, Sequence[Rows]], list[Any]] | None = None,
-        refer: Callable[[Arguments], Arguments] | None = None,
-        group: object = None,
+        group: WorkerGroup,
         mesh: Mesh | None = None,
     ) -> None:
         self._mode = mode
         self._ranks = ranks
         self._pad = pad
-        self._store = store
-
-        def store_each(data: DataProto, parts: Sequence[Rows]) -> list[Any]:
-            return [store(rows_of(data, part)) for part in parts]
-
-        self._store_parts = store_parts or store_each
-        self._refer = refer
         self._group = group
         self.mesh = mesh
         self._rows: int | None = None
@@ -122,33 +92,40 @@ class Scatter:
         if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (arguments.args and callable(arguments.args[0])):
             raise DispatchError("DP_COMPUTE_PROTO_WITH_FUNC needs a function as first positional argument")
         if isinstance(mode, Dispatch | MeshDispatch):
-            self._keep_batches()
+            self._store_batches()
         elif not self.futures:
             self.apply_custom()
 
-    def _keep_batches(self) -> None:
+    def _store_batches(self) -> None:
         if self._mode in LIST_MODES:
             self._listed = [self._stored(each) for each in _transpose(self._whole, self._ranks)]
         elif self.splits:
-            self._whole = _mapped(self._whole, self._stored_parts if self._parts else self._store)
+            self._whole = _mapped(self._whole, self._stored_parts if self._parts else self._group._store)
         else:
             self._whole = self._stored(self._whole)
 
     def _stored(self, arguments: Arguments) -> Arguments:
-        return _mapped(arguments if self._refer is None else self._refer(arguments), self._store)
+        return _mapped(self._group._dereference(arguments), self._group._store)
 
     def apply_custom(self) -> None:
-        """Call the mode's own function, if it has one, once the futures are done. It may give others to wait for."""
+        """Call the dispatch function of a custom mode once the futures are done. It may return other futures."""
         if self._listed is not None or not isinstance(self._mode, dict):
             return
-        args, kwargs = self._mode["dispatch_fn"](self._group, *self._whole.args, **self._whole.kwargs)
-        listed = _transpose(Arguments(tuple(args), dict(kwargs)), self._ranks)
+        returned: Any = self._mode["dispatch_fn"](self._group, *self._whole.args, **self._whole.kwargs)
+        try:
+            args, kwargs = returned
+            arguments = Arguments(tuple(args), dict(kwargs))
+        except (TypeError, ValueError) as error:
+            raise DispatchError(
+                f"a dispatch_fn must return (args, kwargs), a tuple and a dict, got {returned!r:.80}"
+            ) from error
+        listed = _transpose(arguments, self._ranks)
         self._listed = [self._stored(each) for each in listed]
         self.futures = [leaf for each in self._listed for leaf in leaves(each) if isinstance(leaf, Future)]
 
     @property
-    def is_here(self) -> bool:
-        """Whether :meth:`arguments` can be asked at once, and runs no code of the user's."""
+    def is_ready(self) -> bool:
+        """Whether :meth:`arguments` can be called at once, and runs no code of the user's."""
         if isinstance(self._mode, dict):
             return False
         if isinstance(self._mode, MeshDispatch) and self.mesh is None:
@@ -157,20 +134,18 @@ class Scatter:
 
     @property
     def splits(self) -> bool:
-        """Whether batches are split by rows."""
         return isinstance(self._mode, MeshDispatch) or (isinstance(self._mode, Dispatch) and self._mode in SPLIT_MODES)
 
     @property
     def _parts(self) -> int | None:
-        """Into how many parts batches are split, if that is known."""
         if isinstance(self._mode, MeshDispatch):
             return None if self.mesh is None else self.mesh.dp_size
         return self._ranks
 
     def _stored_parts(self, leaf: Any) -> Any:
         if not isinstance(leaf, DataProto):
-            return self._store(leaf)
-        return _Parts(self._store_parts(leaf, [share.index for share in self._shares_of(len(leaf))]))
+            return self._group._store(leaf)
+        return _Parts(self._group._store_parts(leaf, [share.index for share in self._shares_of(len(leaf))]))
 
     def _shares_of(self, rows: int) -> list[Share]:
         if self._rows is None:
@@ -179,29 +154,30 @@ class Scatter:
             self.shares = shares(rows, self._parts, pad=self._pad)
         elif self._rows != rows:
             raise DispatchError(
-                f"all batches of a call are split alike and need equally many rows, got {self._rows} and {rows}"
+                f"all batches of a call must have equally many rows, since they are split alike, "
+                f"got {self._rows} and {rows}"
             )
         return self.shares
 
     def snapshot(self) -> None:
-        """Copy the batches that are the caller's own still."""
+        """Copy the batches that the caller still shares, and may change."""
         if self._listed is not None:
-            self._listed = [_mapped(each, _own) for each in self._listed]
+            self._listed = [_mapped(each, _copied) for each in self._listed]
         else:
-            self._whole = _mapped(self._whole, _own)
+            self._whole = _mapped(self._whole, _copied)
 
     def arguments(self) -> list[Arguments]:
-        """Arguments by rank, with a :class:`Plan` for every batch. To be asked once the futures are done.
+        """Return the arguments by rank, with a :class:`Plan` for every stored batch, once the futures are done.
 
         Raises:
             DispatchError: batches differ in their rows, or the arguments do not suit the mode.
-            BaseException: what a future failed with.
+            BaseException: the error of a future.
         """
         if self._listed is not None:
             if not self.futures:
                 return self._listed
-            return [_mapped(each, _arrived) for each in self._listed]
-        whole = _mapped(self._whole, _arrived) if self.futures else self._whole
+            return [_mapped(each, _resolved) for each in self._listed]
+        whole = _mapped(self._whole, _resolved) if self.futures else self._whole
         if not self.splits:
             return [whole] * self._ranks
         for leaf in leaves(whole):
@@ -225,22 +201,22 @@ class Scatter:
         return part
 
 
-def _own(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     if isinstance(leaf, _Parts):
-        return _Parts([_own(part) for part in leaf.parts])
+        return _Parts([_copied(part) for part in leaf.parts])
     if isinstance(leaf, DataProto):
         return leaf.clone()
     return leaf.own() if isinstance(leaf, Encoded) else leaf
 
 
-def _arrived(leaf: Any) -> Any:
+def _resolved(leaf: Any) -> Any:
     return leaf.outcome.get() if isinstance(leaf, Future) else leaf
 
 
 def to_fetch(arguments: Arguments, *, batches: bool = False) -> bool:
-    """Whether a worker has to fetch something before it calls its method; ``batches`` counts those that come along."""
+    """Return whether a worker has to fetch an argument; with ``batches``, also whether one is a batch sent inline."""
     kinds = (Plan, StoredValue, DataProto, Encoded) if batches else (Plan, StoredValue)
-    for leaf in leaves(arguments):  # noqa: SIM110  on the way of every call: a generator costs more than what it does
+    for leaf in leaves(arguments):  # noqa: SIM110  on the path of every call, where a generator would cost more than the check
         if isinstance(leaf, kinds):
             return True
     return False
@@ -260,11 +236,11 @@ def collect(
     method: str,
     mesh: Mesh | None = None,
 ) -> Any:
-    """The result of a call from the values (or plans) by rank. A joined batch is a :class:`Plan`.
+    """Make the result of a call from the values (or plans) by rank. A joined batch is a :class:`Plan`.
 
     Raises:
-        DispatchError: a rank returned something else than batches, or rows from which padding cannot be taken off.
-        SchemaError: batches of the ranks do not fit together.
+        DispatchError: a rank did not return a batch, or returned rows from which padding cannot be removed.
+        SchemaError: the batches of the ranks have different columns.
     """
     if isinstance(mode, dict):
         futures = [DataProtoFuture.from_plan(each, method) if isinstance(each, Plan) else each for each in values]
@@ -277,7 +253,7 @@ def collect(
             name = mode.name if isinstance(mode, Dispatch) else f"mesh {mode.mesh_name!r}"
             raise DispatchError(
                 f"{method} returned {type(values[rank]).__name__} on rank {rank}, and {name} joins batches: return a "
-                "DataProto, or register the method with DP_COMPUTE_METRIC to get the list of values"
+                "DataProto, or register the method with DP_COMPUTE_METRIC to get a list of values"
             )
     collected = [values[rank] for rank in ranks]
     return Plan.concat([_unpadded(plan, share, method) for plan, share in zip(collected, parts, strict=True)])
@@ -289,9 +265,9 @@ def _unpadded(plan: Plan, share: Share, method: str) -> Plan:
     given, returned = len(share.index), plan.header.rows
     if returned % given:
         raise DispatchError(
-            f"{method} was given {given} rows of which {share.padding} were padding, and returned {returned}: padding "
-            "can be taken off only if every row gives equally many; register the method with pad=False, or pass a "
-            "number of rows that the ranks divide"
+            f"{method} got {given} rows of which {share.padding} were padding, and returned {returned}: padding can be "
+            "removed only if every row returns equally many; register the method with pad=False, or pass a number of "
+            "rows that the ranks divide"
         )
     return plan.take(range(returned // given * (given - share.padding)))
 
@@ -303,7 +279,7 @@ _NESTED = frozenset({list, tuple, dict})
 
 
 def leaves(arguments: Arguments) -> list[Any]:
-    """Everything in the arguments, and in lists, tuples and dicts among them."""
+    """Return every value in the arguments, and in the lists, tuples and dicts among them."""
     found: list[Any] = []
     _add_leaves(arguments.args, found)
     if arguments.kwargs:
@@ -321,7 +297,6 @@ def _add_leaves(trees: Iterable[Any], found: list[Any]) -> None:
 
 
 def _mapped(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
-    """The same with ``function`` of every leaf."""
     args, kwargs = arguments.args, arguments.kwargs
     return Arguments(
         tuple([_map(each, function) for each in args]),
@@ -339,7 +314,7 @@ def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _transpose(arguments: Arguments, ranks: int) -> list[Arguments]:
-    """From lists by rank in every argument to arguments in every rank."""
+    """Turn arguments that are lists by rank into a list of arguments by rank."""
     named = [*((f"argument {number}", each) for number, each in enumerate(arguments.args)), *arguments.kwargs.items()]
     for name, value in named:
         entries = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else None
@@ -355,10 +330,3 @@ def _transpose(arguments: Arguments, ranks: int) -> list[Arguments]:
         )
         for rank in range(ranks)
     ]
-
-
-def rows_of(data: DataProto, index: Rows) -> DataProto:
-    """These rows of a batch that is here: a view if they are consecutive."""
-    if isinstance(index, range):
-        return data.slice(index.start, index.stop)
-    return data.select_idxs(index)

@@ -1,17 +1,14 @@
-"""Streams: what a generator method yields, item by item, from all ranks as they come.
+"""Streams: the items of a generator method, from all ranks as they arrive.
 
-    open --(all ranks are through)--> ended
-      |--(a rank fails)-------------> failed: what had come is given first, then the error; the others are closed
-      |--(the call is cancelled)----> cancelled: the same, with a CancelledError
-      '--(the consumer leaves)------> left: the generators are closed in the workers
+    open --(all ranks have ended)-----> ended
+      |--(a rank fails)---------------> failed: the items received before come first, then the error; other ranks close
+      |--(the call is cancelled)------> cancelled: the same, with a CancelledError
+      '--(the consumer closes it)-----> closed: the generators are closed in the workers
 
-At most ``AHEAD`` items are made before they are asked for (and on Ray as many again wait in each worker); then the
-generators stand still. Leaving is ``break`` out of ``async with``, :meth:`Stream.aclose`, :meth:`Stream.close`, or
-dropping the stream.
+At most ``PREFETCH`` items are produced before they are consumed (on Ray as many again wait in each worker); then the
+generators pause. A consumer closes a stream with ``break`` out of ``async with``, :meth:`Stream.aclose`,
+:meth:`Stream.close`, or by dropping it.
 """
-
-# ruff: noqa: SLF001  a group and its invocations are one machine in several files
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -19,179 +16,181 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from asyncrl.single_controller.call import NO_VALUE, Cancelled, Lost, Reply
-from asyncrl.single_controller.dispatch import Execute
+from asyncrl.single_controller.call import NO_VALUE, AttemptLost, Cancelled, Reply
+from asyncrl.single_controller.decorator import Execute
 from asyncrl.single_controller.invocation import Invocation
 
 if TYPE_CHECKING:
-    from asyncrl.single_controller.controller_loop import ControllerLoop, Work
+    from asyncrl.runtime import ControllerLoop, Work
 
-__all__ = ["AHEAD", "Source", "Stream", "StreamItem", "Streaming"]
+# ruff: noqa: SLF001  a group and its invocations work on each other's state
+# pyright: reportPrivateUsage=false
 
 T = TypeVar("T")
 
-AHEAD = 8
-"""Items that are made before they are asked for."""
+PREFETCH = 8
+"""Items that are produced before they are consumed."""
 
-_NO_MORE: Any = object()
+_END: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
 class StreamItem(Generic[T]):
-    """What one rank yielded.
-
-    >>> StreamItem(rank=0, value="hi").value
-    'hi'
-    """
+    """One item, with the rank that yielded it."""
 
     rank: int
     value: T
 
 
-class Source:
-    """The items of one rank, on their way since it was made.
+class RankStream:
+    """The replies of one rank to a call of a generator method. A reply without a value is the last.
 
-    Args:
-        items: replies, of which one without a value is the last.
-        over: called once: whether the rank is through, or is left before that.
+    ``on_end`` is called once, with True if the rank has ended the stream, and False if the consumer has.
     """
 
-    def __init__(self, items: AsyncGenerator[Reply, None], over: Callable[[bool], object]) -> None:
+    def __init__(self, items: AsyncGenerator[Reply, None], on_end: Callable[[bool], object]) -> None:
         self._items = items
-        self._over: Callable[[bool], object] | None = over
-        self._lost: Lost | None = None
-        self._asking: asyncio.Task[Any] | None = None
+        self._on_end: Callable[[bool], object] | None = on_end
+        self._lost: AttemptLost | None = None
+        self._waiting: asyncio.Task[Any] | None = None
 
     async def replies(self) -> AsyncGenerator[Reply, None]:
-        while (reply := self._lost or await self._next()) is not _NO_MORE:
+        while (reply := self._lost or await self._next()) is not _END:
             yield reply
-        self._end(through=True)
+        self._end(by_rank=True)
 
-    def lose(self, lost: Lost) -> None:
-        """No item comes any more, but this reply. On the loop that asks for the items."""
+    def lose(self, lost: AttemptLost) -> None:
+        """Make this the only further reply: the worker is lost. On the loop that consumes the replies."""
         if self._lost is None:
             self._lost = lost
-            if self._asking is not None:
-                self._asking.cancel()
+            if self._waiting is not None:
+                self._waiting.cancel()
 
     def leave(self) -> None:
-        """Nobody asks for further items; nothing, if it is over."""
-        self._end(through=False)
+        """Stop consuming. Idempotent."""
+        self._end(by_rank=False)
 
     async def aclose(self) -> None:
-        """:meth:`leave`, and close what is open here."""
+        """:meth:`leave`, and close the generator in this process."""
         self.leave()
         await self._items.aclose()
 
     async def _next(self) -> Reply:
-        task = self._asking = asyncio.current_task()
+        task = self._waiting = asyncio.current_task()
         assert task is not None
-        reply: Reply = _NO_MORE
+        reply: Reply = _END
         try:
-            reply = await anext(self._items, _NO_MORE)
+            reply = await anext(self._items, _END)
         except asyncio.CancelledError:
             if self._lost is None:
                 raise
         finally:
-            self._asking = None
+            self._waiting = None
         if self._lost is None:
             return reply
-        if task.uncancel():  # its consumer has left, too
+        if task.uncancel():  # the consumer was cancelled, too
             raise asyncio.CancelledError
         return self._lost
 
-    def _end(self, *, through: bool) -> None:
-        over, self._over = self._over, None
-        if over is not None:
-            over(through)
+    def _end(self, *, by_rank: bool) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(by_rank)
 
 
-class Streaming(Invocation):
-    """The call behind a stream: sent as any other, it has items instead of replies."""
+class StreamInvocation(Invocation):
+    """The call behind a stream: sent like any other, it receives items instead of one reply for each rank."""
 
-    __slots__ = ("_changed", "_items", "_pumping", "_sources", "left")
+    __slots__ = ("_changed", "_items", "_pumping", "_ranks", "closed_by_consumer")
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._items: deque[StreamItem[Any]] = deque()
         self._changed = asyncio.Event()
         self._pumping: Work | None = None
-        self._sources: list[Source] = []
-        self.left = False
+        self._ranks: list[RankStream] = []
+        self.closed_by_consumer = False
 
     def send(self) -> None:
-        """To all ranks in one go. Under the line's lock."""
-        if self._over:
+        if self._finished:
             return
         group = self._group
         arguments = self._scatter.arguments()
         self.progress.sent(len(arguments))
-        for rank, each in enumerate(arguments):
-            sequence = group._line.sequence(rank)
-            self._sequences.append(sequence)
-            self._sources.append(group._open_stream(rank, self._call_with(each), sequence))
+        try:
+            for rank, each in enumerate(arguments):
+                sequence = group._order.take_sequence(rank)
+                self._sequences.append(sequence)
+                self._ranks.append(group._open_stream(rank, self._call_with(each), sequence))
+        except BaseException:
+            for stream in self._ranks:
+                stream.leave()
+            raise
         group._sent()
         self._mesh = self._scatter.mesh
         del self._scatter
-        self._pumping = group._owner.spawn(self._pump, self._collected)
-        self._abandon_if_over()
+        self._pumping = group._owner.spawn(self._pump, self._after_pump)
+        self._cancel_if_finished()
 
-    def _abandon(self) -> None:
+    def _cancel_ranks(self) -> None:
         if self._pumping is not None:
             self._pumping.cancel()
 
-    def _collected(self, task: asyncio.Task[Any]) -> None:
-        for source in self._sources:
-            source.leave()  # a pump that is cancelled before its first step has not done so
-        super()._collected(task)
+    def _after_pump(self, task: asyncio.Task[Any]) -> None:
+        for stream in self._ranks:
+            stream.leave()  # a pump that is cancelled before its first step has not done so
+        self._after_task(task)
 
     async def _pump(self) -> None:
         async with contextlib.AsyncExitStack() as closing:
-            for source in self._sources:
-                await closing.enter_async_context(contextlib.aclosing(source))
-            pumps = [asyncio.ensure_future(self._pump_rank(rank, each)) for rank, each in enumerate(self._sources)]
+            for stream in self._ranks:
+                await closing.enter_async_context(contextlib.aclosing(stream))
+            pumps = [asyncio.ensure_future(self._pump_rank(rank, each)) for rank, each in enumerate(self._ranks)]
             try:
                 await asyncio.gather(*pumps)
             finally:
                 for pump in pumps:
                     pump.cancel()
-                # A generator that is at work is closed once it has heard.
+                # A generator can be closed only when it is not running.
                 await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump_rank(self, rank: int, source: Source) -> None:
-        given = self._mesh is None or rank in self._mesh.collectors
-        async for reply in source.replies():
+    async def _pump_rank(self, rank: int, stream: RankStream) -> None:
+        collects = self._mesh is None or rank in self._mesh.collectors
+        async for reply in stream.replies():
             if isinstance(reply, NO_VALUE):
                 self.progress.ended(rank, "cancelled" if isinstance(reply, Cancelled) else "failed")
                 raise self._error(rank, reply)
-            if given:
+            if collects:
                 self._items.append(StreamItem(rank, reply))
-                self._tell()
-            while len(self._items) >= AHEAD:
+                self._notify()
+            while len(self._items) >= PREFETCH:
                 await self._changed.wait()
         self.progress.ended(rank, "done")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def take(self) -> StreamItem[Any] | None:
-        """An item, if there is one now. From any thread."""
+        """Return an item if one has arrived. From any thread."""
+        if self.closed_by_consumer:
+            self._items.clear()  # one may have arrived since, until the ranks stop
         try:
             item = self._items.popleft()
         except IndexError:
             return None
-        self._group._loop.notify(self._tell)
+        self._group._loop.notify(self._notify)
         return item
 
     async def arrival(self) -> None:
-        """Wait until there is an item, or none will come. On the controller loop."""
-        unsubscribe = self.outcome.subscribe(lambda: self._group._loop.notify(self._tell))
+        """Wait until an item has arrived, or none will. On the controller loop."""
+        unsubscribe = self.outcome.subscribe(lambda: self._group._loop.notify(self._notify))
         try:
             while not self._items and not self.outcome.complete:
                 await self._changed.wait()
@@ -199,53 +198,47 @@ class Streaming(Invocation):
             unsubscribe()
 
     def leave(self) -> None:
-        """Nobody wants further items. From any thread."""
-        self.left = True
+        """Drop the items and cancel the call. From any thread."""
+        self.closed_by_consumer = True
         self._items.clear()
         if self.outcome.cancel():
             self.cancel()
 
     @property
-    def alone(self) -> bool:
-        """Whether one rank alone runs it: then its items are plain values."""
+    def on_one_rank(self) -> bool:
+        """Whether only rank 0 runs the call: then its items are plain values."""
         return self._registration.execute_mode is Execute.RANK_ZERO
 
 
-class Stream(Generic[T]):
-    """The items of a generator method: an iterator in any event loop, or in any thread.
+class Stream(
+    Iterator[T], AsyncIterator[T], AbstractContextManager["Stream[T]"], AbstractAsyncContextManager["Stream[T]"]
+):
+    """The items of a generator method: an asynchronous iterator in any event loop, an iterator in any thread.
 
     Items of ``Execute.RANK_ZERO`` methods are the values; of others, :class:`StreamItem`: those of one rank in their
-    order, those of different ranks as they come.
+    order, those of different ranks as they arrive.
 
         >>> with group.count(2) as numbers:  # `async with` and `async for` in a coroutine
         ...     sorted((item.rank, item.value) for item in numbers)
         [(0, 0), (0, 1), (1, 0), (1, 1)]
 
-    Raises, after the items that had come before:
-        AsyncRLError: what a rank failed with, as calls do.
-        CancelledError: the call was cancelled, by an argument that was or by an interrupt; asyncio's in a coroutine,
-            that of concurrent.futures in a thread.
-        RuntimeError: the loop that it runs on has ended, or waits for itself.
+    Raises, after the items that arrived before:
+        AsyncRLError: the failure of a rank, as for calls.
+        CancelledError: the call was cancelled, by a cancelled argument or an interrupt; asyncio's in a coroutine, that
+            of concurrent.futures in a thread.
+        RuntimeError: the controller loop has ended, or would wait for itself.
     """
 
-    def __init__(self, streaming: Streaming, loop: ControllerLoop) -> None:
-        self._streaming = streaming
+    def __init__(self, invocation: StreamInvocation, loop: ControllerLoop) -> None:
+        self._invocation = invocation
         self._loop = loop
 
     @property
     def label(self) -> str:
-        """Group and method.
-
-        >>> group.count(2).label
-        'Greeter.count'
-        """
-        return self._streaming.outcome.label
-
-    def __aiter__(self) -> Self:
-        return self
+        return self._invocation.outcome.label
 
     async def __anext__(self) -> T:
-        while (item := self._streaming.take()) is None:
+        while (item := self._invocation.take()) is None:
             try:
                 if self._ended():
                     raise StopAsyncIteration
@@ -254,59 +247,44 @@ class Stream(Generic[T]):
             await asyncio.wrap_future(self._arrival())
         return self._value(item)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> T:
-        while (item := self._streaming.take()) is None:
+        while (item := self._invocation.take()) is None:
             if self._ended():
                 raise StopIteration
             if self._loop.is_here:
-                raise RuntimeError(f"{self.label} was iterated on the controller loop, which would wait for itself")
+                raise RuntimeError(
+                    f"{self.label} was iterated on the controller loop, which would wait for itself: "
+                    "use `async for` there"
+                )
             self._arrival().result()
         return self._value(item)
 
     def _ended(self) -> bool:
-        outcome = self._streaming.outcome
-        if not outcome.complete or self._streaming._items:
+        outcome = self._invocation.outcome
+        if not outcome.complete or self._invocation._items:
             return False
-        if outcome.state == "failed" or not self._streaming.left:
+        if outcome.state == "failed" or not self._invocation.closed_by_consumer:
             outcome.get()
         return True
 
     def _arrival(self) -> concurrent.futures.Future[None]:
         if not self._loop.loop.is_running():
-            raise RuntimeError(f"{self.label} cannot go on: the event loop it runs on is not running any more")
-        return asyncio.run_coroutine_threadsafe(self._streaming.arrival(), self._loop.loop)
+            raise RuntimeError(f"{self.label} cannot continue: its event loop has ended")
+        return asyncio.run_coroutine_threadsafe(self._invocation.arrival(), self._loop.loop)
 
     def _value(self, item: StreamItem[Any]) -> T:
-        return cast("T", item.value if self._streaming.alone else item)
+        return cast("T", item.value if self._invocation.on_one_rank else item)
 
     def close(self) -> None:
-        """Leave: the generators are closed in the workers. From any thread; again is nothing.
-
-        >>> numbers = group.count(1000)
-        >>> next(numbers).value
-        0
-        >>> numbers.close()
-        """
-        self._streaming.leave()
+        """Close the generators in the workers, and drop the items. From any thread. Idempotent."""
+        self._invocation.leave()
 
     async def aclose(self) -> None:
-        """:meth:`close`, for ``contextlib.aclosing`` and its like.
-
-        >>> asyncio.run(group.count(1000).aclose())
-        """
+        """:meth:`close`, for ``contextlib.aclosing``."""
         self.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
@@ -317,4 +295,4 @@ class Stream(Generic[T]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Stream {self.label}: {self._streaming.outcome.status}>"
+        return f"<Stream {self.label}: {self._invocation.outcome.status}>"

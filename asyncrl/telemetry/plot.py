@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.errors import ConfigError
-
-from .json_lines import read_json_lines
+from asyncrl.telemetry.run_directory import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_run"]
 
 INK = "#22272e"
 FAINT = "#8a939e"
 GRID = "#e6e9ed"
-# Okabe and Ito's colours, told apart by everybody; the first three belong to the three stages.
+# Okabe and Ito's colours, distinct for the colour-blind, too; the first three belong to the three stages.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6000", "#5d5d5d")
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -46,13 +45,10 @@ SUFFIXES = (".png", ".svg", ".pdf")
 SHOWN_STEPS = 4
 TURNS = "train"  # the stage whose spans are the steps
 MOST_LANES = 8
-MOST_POINTS = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A span or a wait of the saved timeline, in seconds."""
-
     stage: str
     lane: int
     name: str
@@ -62,20 +58,17 @@ class Slice:
 
 
 def plot_run(run: Path, out: Path) -> Path:
-    """Draw the files of the run's folder; panels whose data is not there say so.
+    """Draw the files of a run's folder; a panel without data has a note instead. Return ``out``.
 
-    Args:
-        run: folder of a run (:class:`RunDirectory`).
-        out: picture to write; its suffix chooses the format.
-
-    Returns:
-        ``out``.
+    The suffix of ``out`` chooses the format.
 
     Raises:
-        ConfigError: no run, a suffix that is no picture's, a file that cannot be read or written.
+        ConfigError: not the folder of a run, an unknown suffix, or a file that cannot be read or written.
     """
     if not (run / "metrics.jsonl").is_file():
-        raise ConfigError(f"{run}: no run: it has no metrics.jsonl", path=str(run), remedy="give a run's folder")
+        raise ConfigError(
+            f"{run}: not the folder of a run: it has no metrics.jsonl", path=str(run), remedy="give a run's folder"
+        )
     if out.suffix.lower() not in SUFFIXES:
         raise ConfigError(
             f"{out}: no picture has the suffix {out.suffix!r}", path=str(out), remedy=f"use {', '.join(SUFFIXES)}"
@@ -98,7 +91,7 @@ def plot_run(run: Path, out: Path) -> Path:
         _scores(figure.add_subplot(grid[0, :]), metrics, summary)
         _stages(figure.add_subplot(grid[1, :]), trace, summary)
         _staleness(figure.add_subplot(grid[2, 0]), metrics, summary)
-        _queue(figure.add_subplot(grid[2, 1]), metrics, trace)
+        _queue(figure.add_subplot(grid[2, 1]), metrics)
         figure.suptitle(_title(run, summary), x=0.012, ha="left", fontsize=13, fontweight="bold")
         figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)  # type: ignore[union-attr, call-arg]
         try:
@@ -124,8 +117,8 @@ def _title(run: Path, summary: Mapping[str, Any]) -> str:
 
 def _scores(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     axes.set_title("Reward and held-out success")
-    steps, rewards = _series(metrics, "reward_mean", "reward")
-    held_steps, held = _series(metrics, "eval/success", "success")
+    steps, rewards = _series(metrics, "reward_mean")
+    held_steps, held = _series(metrics, "eval/success")
     if not steps and not held:
         _nothing(axes, "no rewards in metrics.jsonl")
         return
@@ -168,51 +161,39 @@ def _stages(axes: Axes, trace: Sequence[Mapping[str, Any]], summary: Mapping[str
     seen = {each.stage for each in shown}
     stages = [stage for stage in dict.fromkeys(each.stage for each in slices) if stage in seen]
     heights = {stage: 1 + max((each.lane for each in shown if each.stage == stage), default=0) for stage in stages}
-    for row, stage in enumerate(stages):
-        colour = COLOURS[row % len(COLOURS)]
-        height = 0.78 / heights[stage]
-        for lane in range(heights[stage]):
-            for waiting in (False, True):
-                bars = [
-                    (max(each.start_s, begin_s) - begin_s, min(each.end_s, end_s) - max(each.start_s, begin_s))
-                    for each in shown
-                    if each.stage == stage and each.lane == lane and each.waiting == waiting
-                ]
-                axes.broken_barh(
-                    bars,
-                    (row - 0.39 + lane * height, height * (0.94 if heights[stage] > 1 else 1.0)),
-                    facecolors="white" if waiting else colour,
-                    edgecolors=FAINT if waiting else "white",
-                    hatch="////" if waiting else None,
-                    linewidth=0.6,
-                    zorder=4 if waiting else 3,
-                )
+    bars: defaultdict[tuple[str, int, bool], list[tuple[float, float]]] = defaultdict(list)
+    for each in shown:
+        start_s = max(each.start_s, begin_s)
+        bars[each.stage, each.lane, each.waiting].append((start_s - begin_s, min(each.end_s, end_s) - start_s))
+    for (stage, lane, waiting), ranges in bars.items():
+        row, height = stages.index(stage), 0.78 / heights[stage]
+        axes.broken_barh(
+            ranges,
+            (row - 0.39 + lane * height, height * (0.94 if heights[stage] > 1 else 1.0)),
+            facecolors="white" if waiting else COLOURS[row % len(COLOURS)],
+            edgecolors=FAINT if waiting else "white",
+            hatch="////" if waiting else None,
+            linewidth=0.6,
+            zorder=4 if waiting else 3,
+        )
     axes.set_yticks(range(len(stages)), stages)
     axes.set_ylim(len(stages) - 0.5, -0.5)
     axes.set_xlim(0, end_s - begin_s)
-    axes.set_xlabel(f"seconds, from {begin_s:.1f} s after the start" + _waiting_note(shown))
+    note = "  (hatched: waiting)" if any(each.waiting for each in shown) else ""
+    axes.set_xlabel(f"seconds, from {begin_s:.1f} s after the start{note}")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
 
 
-def _waiting_note(shown: Iterable[Slice]) -> str:
-    return "  (hatched: waiting)" if any(each.waiting for each in shown) else ""
-
-
 def _staleness(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     axes.set_title("Staleness of trained tokens")
-    recorded = (summary.get("staleness") or {}).get("histogram") or {}
-    histogram = {int(key): int(count) for key, count in recorded.items()}
+    histogram: Counter[int] = Counter()
+    for record in metrics:
+        histogram.update({int(name[10:]): tokens for name, tokens in record.items() if name.startswith("staleness/")})
     total = sum(histogram.values())
     if not total:
-        steps, largest = _series(metrics, "staleness_max")
-        if not steps:
-            _nothing(axes, "no summary.json yet: it is written when the run ends")
-            return
-        axes.step(steps, largest, where="mid", color=COLOURS[2])
-        axes.set_xlabel("training step")
-        axes.set_ylabel("largest, versions")
+        _nothing(axes, "no tokens have been trained on")
         return
     bound = summary.get("max_staleness")
     places = range(max(*histogram, bound or 0) + 1)
@@ -231,9 +212,9 @@ def _staleness(axes: Axes, metrics: Sequence[Mapping[str, Any]], summary: Mappin
     axes.grid(axis="y")
 
 
-def _queue(axes: Axes, metrics: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> None:
+def _queue(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title("Queue depth")
-    curves = _counter(trace, "groups") or {
+    curves = {
         label: points
         for label, name in (("ready", "groups_ready"), ("pending", "groups_pending"))
         if (points := [(record["time_s"], record[name]) for record in metrics if record.get(name) is not None])
@@ -242,9 +223,8 @@ def _queue(axes: Axes, metrics: Sequence[Mapping[str, Any]], trace: Sequence[Map
         _nothing(axes, "no queue depths were recorded")
         return
     for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
-        every = max(1, len(points) // MOST_POINTS)
-        times_s, values = zip(*points[::every], strict=True)
-        axes.step(times_s, values, where="post", color=colour, linewidth=1.4, label=name.replace("_", " "))
+        times_s, values = zip(*points, strict=True)
+        axes.step(times_s, values, where="post", color=colour, linewidth=1.4, label=name)
         if colour == COLOURS[0]:
             axes.fill_between(times_s, values, step="post", color=colour, alpha=0.12, linewidth=0)
     axes.set_xlabel("seconds after the start")
@@ -265,19 +245,13 @@ def _nothing(axes: Axes, text: str) -> None:
         spine.set_visible(False)
 
 
-def _series(metrics: Iterable[Mapping[str, Any]], *names: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the first of the metrics that is there; of a step that was done twice, the later value."""
-    records = list(metrics)
-    for name in names:
-        found = {record["step"]: record[name] for record in records if record.get(name) is not None}
-        if found:
-            steps = sorted(found)
-            return steps, [float(found[step]) for step in steps]
-    return [], []
+def _series(metrics: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps and values of a metric; of a step done twice, the later value."""
+    found = {record["step"]: record[name] for record in metrics if record.get(name) is not None}
+    return sorted(found), [float(found[step]) for step in sorted(found)]
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of up to ``window`` values ending at each."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
@@ -300,23 +274,13 @@ def _slices(trace: Iterable[Mapping[str, Any]]) -> list[Slice]:
 
 
 def _window(slices: Sequence[Slice]) -> tuple[float, float]:
-    """A few training steps from the middle of the run, where it neither starts nor ends; without them, everything."""
+    """Return a few training steps from the middle of the run, where it neither starts nor ends; else everything."""
     turns = sorted(each.start_s for each in slices if each.stage == TURNS and not each.waiting)
     if len(turns) > SHOWN_STEPS:
         middle = (len(turns) - SHOWN_STEPS) // 2
         return turns[middle], max(turns[middle + SHOWN_STEPS], turns[middle] + 1e-6)
     begin_s, end_s = min(each.start_s for each in slices), max(each.end_s for each in slices)
     return begin_s, max(end_s, begin_s + 1e-6)
-
-
-def _counter(trace: Iterable[Mapping[str, Any]], name: str) -> dict[str, list[tuple[float, float]]]:
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for event in trace:
-        if event.get("ph") == "C" and event.get("name") == name:
-            for key, value in event["args"].items():
-                if value is not None:
-                    curves.setdefault(key, []).append((event["ts"] / 1e6, float(value)))
-    return curves
 
 
 def _read_json(path: Path) -> dict[str, Any]:

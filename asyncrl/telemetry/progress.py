@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live display on a terminal, plain lines elsewhere.
+"""The progress of a run: a live display on a terminal, plain lines elsewhere.
 
-Both say the same; they are drawn on standard error, so that standard output holds results only.
+Both show the same, on standard error, so that standard output has results only.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["PlainProgress", "Progress", "RichProgress", "SilentProgress", "format_value", "make_progress"]
 
 Waits = Callable[[], Mapping[str, Mapping[str, float]]]
 
@@ -31,35 +30,29 @@ class Progress(Protocol):
     """The display. One stage (warm start, evaluation, training) is under way at a time."""
 
     def stage(self, name: str, total: int | None) -> None:
-        """Begin a stage of ``total`` steps (None: unknown); the one before is finished."""
+        """Begin a stage of ``total`` steps (None: unknown) and finish the one before."""
         ...
 
     def advance(self, steps: int = 1) -> None:
-        """Some more steps of the stage are done. What is newly known of them is told before, with :meth:`update`."""
+        """Count more steps of the stage; call :meth:`update` with their values before."""
         ...
 
     def update(self, **values: Any) -> None:
-        """Newest values, by name; they stay until they are replaced."""
+        """Show values by name; each stays until it is replaced."""
         ...
 
-    def note(self, text: str) -> None:
-        """One line that stays."""
-        ...
+    def note(self, text: str) -> None: ...
 
-    def close(self) -> None:
-        """Leave the terminal as it was. Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 def make_progress(
     kind: Literal["auto", "rich", "plain", "none"], *, waits: Waits | None = None, file: IO[str] | None = None
 ) -> Progress:
-    """The display that ``kind`` names; ``auto`` is rich on a terminal and plain elsewhere.
+    """Return the display that ``kind`` names; ``auto`` is rich on a terminal and plain elsewhere.
 
-    Args:
-        kind: as in ``telemetry.progress``.
-        waits: asked at every drawing for what waits now, as :meth:`Timeline.current_waits` answers.
-        file: standard error by default.
+    ``waits`` returns what waits now, as :meth:`Timeline.current_waits`, at every drawing; ``file`` is standard error by
+    default.
     """
     stream: IO[str] = sys.stderr if file is None else file
     if kind == "none":
@@ -70,7 +63,7 @@ def make_progress(
 
 
 def format_value(name: str, value: Any) -> str:
-    """A value as a person reads it, by the unit in its name."""
+    """Format a value for reading, by the unit in its name."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if name.endswith("_per_s") or (isinstance(value, int) and abs(value) < 10_000):
@@ -83,7 +76,7 @@ def format_value(name: str, value: Any) -> str:
 
 
 def _format_waits(waits: Mapping[str, Mapping[str, float]], *, from_s: float = 0.5) -> str:
-    """``trainer: groups 2.1 s``; waits shorter than ``from_s`` are not worth a word."""
+    """Format as ``trainer: groups 2.1 s``; waits shorter than ``from_s`` are left out."""
     return ", ".join(
         f"{stage}: {reason} {time_s:.1f} s"
         for stage, reasons in waits.items()
@@ -93,8 +86,6 @@ def _format_waits(waits: Mapping[str, Mapping[str, float]], *, from_s: float = 0
 
 
 class SilentProgress:
-    """Shows nothing."""
-
     def stage(self, name: str, total: int | None) -> None: ...
     def advance(self, steps: int = 1) -> None: ...
     def update(self, **values: Any) -> None: ...
@@ -127,7 +118,7 @@ class PlainProgress:
 
     def stage(self, name: str, total: int | None) -> None:
         self._finish_stage()
-        self._name, self._total, self._done = name, total, 0
+        self._name, self._total, self._done, self._values = name, total, 0, {}
         self._print(f"{name}: begins" + ("" if total is None else f", {total} steps"))
 
     def advance(self, steps: int = 1) -> None:
@@ -209,12 +200,6 @@ class RichProgress:
         if self._task is not None:
             self._bars.stop_task(self._task)
         self._live.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _render(self) -> RenderableType:
         from rich.console import Group

@@ -1,23 +1,71 @@
-"""The last words of a run: what it began with, what it ended with, and where the time and the tokens went."""
+"""Text of a run: the report at its end, and its trajectories."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-__all__ = ["print_report", "report_rows", "report_text"]
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.run_directory import read_json_lines
 
-Rows = list[tuple[str, str]]
+MOST_SHOWN = 5
+"""Causes of failures, and replicas, that a report lists."""
 
 
-def report_rows(summary: Mapping[str, Any]) -> dict[str, Rows]:
-    """The report as blocks of (name, text) rows; what the summary lacks is left out, never invented.
+def trajectory_text(record: Mapping[str, Any]) -> str:
+    """Format a record of ``trajectories.jsonl``: a headline, the expected answer, and the conversation.
+
+    >>> print(trajectory_text({"step": 3, "group_id": 7, "reward": 1.0, "finish": "done", "text": "2+2=4"}))
+    step 3, group_id 7: reward 1, done
+    2+2=4
+    """
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in (record.get("reward_parts") or {}).items())
+    versions = record.get("weight_versions") or []
+    about = [
+        f"reward {record['reward']:.4g}" + (f" ({parts})" if parts else "") if record.get("reward") is not None else "",
+        str(record.get("finish", "")),
+        f"weight version {min(versions)}" + (f" to {max(versions)}" if min(versions) < max(versions) else "")
+        if versions
+        else "",
+    ]
+    where = ", ".join(f"{name} {record[name]}" for name in ("step", "group_id") if record.get(name) is not None)
+    head = ": ".join(part for part in (where, ", ".join(filter(None, about))) if part)
+    task = record.get("task") or {}
+    truth = task.get("ground_truth", task.get("answer"))
+    expected = [f"expected: {truth}"] if truth is not None else []
+    return "\n".join([head, *expected, str(record.get("text", "")).rstrip()])
+
+
+def trajectories_of(run: Path, *, step: int | None = None, last: int | None = None) -> Iterator[str]:
+    """Format the trajectories of a run, in the order they were written.
+
+    Raises:
+        ConfigError: it is not the folder of a run, or holds none of that step.
+    """
+    path = run / "trajectories.jsonl"
+    if not path.is_file():
+        raise ConfigError(
+            f"{run}: not the folder of a run: it has no trajectories.jsonl", path=str(run), remedy="give a run's folder"
+        )
+    records = [record for record in read_json_lines(path) if step is None or record.get("step") == step]
+    if not records:
+        what = "no trajectories" if step is None else f"no trajectory of step {step}"
+        raise ConfigError(
+            f"{run} holds {what}", path=str(run), remedy="telemetry.trajectories_per_step decides how many are written"
+        )
+    yield from map(trajectory_text, records[-last:] if last is not None else records)
+
+
+def report_text(summary: Mapping[str, Any]) -> str:
+    """Return the report, in blocks of lines; what the summary lacks is left out.
 
     Keys read: ``success_before``, ``success_after``, ``reward_first``, ``reward_last``, ``steps``, ``wall_s``,
     ``tokens_per_s``, ``overlap_share``, ``max_staleness``, ``staleness`` (``max``, ``histogram``: staleness to tokens),
     ``tokens`` (``generated``, ``trained``, ``dropped``: reason to tokens, ``in_flight``), ``weight_version``, ``waits``
-    (stage to reason to seconds), ``phases_s`` (phase to seconds).
+    (stage to reason to seconds), ``idle`` (process to cause to percent), ``advice`` (with its ``sentence``),
+    ``phases_s`` (phase to seconds), ``failures`` (cause to ``count`` and ``example``).
     """
     blocks = {
         "Learning": list(_learning(summary)),
@@ -25,8 +73,16 @@ def report_rows(summary: Mapping[str, Any]) -> dict[str, Rows]:
         "Staleness of trained tokens": list(_staleness(summary)),
         "Tokens": list(_tokens(summary)),
         "Waits": list(_waits(summary)),
+        "Time of each process while training": list(_idle(summary)),
+        "Bottleneck": [("", summary["advice"]["sentence"])] if summary.get("advice") else [],
+        "Failures of the environment": list(_failures(summary)),
     }
-    return {title: rows for title, rows in blocks.items() if rows}
+    width = max((len(name) for rows in blocks.values() for name, _ in rows), default=0)
+    lines: list[str] = []
+    for title, rows in blocks.items():
+        if rows:
+            lines += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    return "\n".join(lines[1:])
 
 
 def _learning(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -79,37 +135,22 @@ def _waits(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{stage}: {reason}", _seconds(time_s)
 
 
-def report_text(summary: Mapping[str, Any]) -> str:
-    """The report in plain aligned lines."""
-    blocks = report_rows(summary)
-    width = max((len(name) for rows in blocks.values() for name, _ in rows), default=0)
-    lines: list[str] = []
-    for title, rows in blocks.items():
-        lines += ["", title]
-        lines += [f"  {name:<{width}}  {text}" for name, text in rows]
-    return "\n".join(lines[1:])
+def _idle(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    idle = summary.get("idle") or {}
+    for process, causes in islice(idle.items(), MOST_SHOWN + 4):
+        yield process, ", ".join(f"{cause} {share:.1f} %" for cause, share in causes.items() if share >= 0.05)
+    if len(idle) > MOST_SHOWN + 4:
+        yield "", f"and {len(idle) - MOST_SHOWN - 4} more processes, in summary.json"
 
 
-def print_report(summary: Mapping[str, Any], *, file: IO[str] | None = None) -> None:
-    """Print the report: a table with rules on a terminal, :func:`report_text` elsewhere."""
-    stream: IO[str] = sys.stdout if file is None else file
-    if not stream.isatty():
-        print(report_text(summary), file=stream)
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column()
-    for title, rows in report_rows(summary).items():
-        table.add_row(Text(title, style="bold not dim"), "")
-        for name, text in rows:
-            table.add_row(Text(f"  {name}"), Text(text))
-        table.add_section()
-    Console(file=stream).print(table)
+def _failures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    failures = sorted((summary.get("failures") or {}).items(), key=lambda item: -item[1]["count"])
+    for cause, found in failures[:MOST_SHOWN]:
+        yield f"{found['count']:,} times", cause
+        for line in found["example"].splitlines()[1:]:
+            yield "", line
+    if len(failures) > MOST_SHOWN:
+        yield "", f"and {len(failures) - MOST_SHOWN} more causes, in summary.json"
 
 
 def _score(value: Any) -> str:

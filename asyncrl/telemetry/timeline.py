@@ -1,12 +1,14 @@
 """What happened when: spans of work, waits with their reasons, counters; saved as a Chrome trace.
 
-timeline = Timeline()
-with timeline.span("trainer", "update", step=3):
-    ...
-async with timeline.wait("trainer", "groups"):
-    batch = await buffer.select(...)
-timeline.counter("queue", ready=4, pending=12)
-timeline.save(Path("timeline.json"))        # opens in https://ui.perfetto.dev and chrome://tracing
+    timeline = Timeline()
+    with timeline.span("trainer", "update", step=3):
+        ...
+    with timeline.wait("trainer", "groups"):
+        batch = await buffer.select(...)
+    timeline.counter("queue", ready=4, pending=12)
+    timeline.save(Path("timeline.json"))        # opens in https://ui.perfetto.dev and chrome://tracing
+
+:class:`Occupancy` sums up which stages work at the same time, in constant memory.
 """
 
 from __future__ import annotations
@@ -14,17 +16,87 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from .json_form import to_json
-from .occupancy import Occupancy
+from asyncrl.telemetry.idle import Activity, ProcessTimes
+from asyncrl.telemetry.run_directory import replace_text, to_json
 
-__all__ = ["Span", "Timeline", "TimelineEvent", "lanes"]
+PAUSED = "pause"
+"""Reason of a wait that only a user ends."""
+
+
+class Occupancy:
+    """Time with each set of busy stages. Pure: the caller brings the times, which must not go back.
+
+    A stage is busy while at least one of its spans is open. Every question about overlap is a sum over the sets of busy
+    stages, so memory is constant: no history of intervals is kept, however long the run.
+    """
+
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()
+        self._busy: frozenset[str] = frozenset()
+        self._time_s: dict[frozenset[str], float] = {}
+        self._first_s: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}
+        self._now_s = float("-inf")
+
+    def begin(self, stage: str, at_s: float) -> None:
+        self._advance(at_s)
+        self._first_s.setdefault(stage, at_s)
+        self._open[stage] += 1
+        if self._open[stage] == 1:
+            self._busy |= {stage}
+
+    def end(self, stage: str, at_s: float) -> None:
+        """End a span of ``stage``.
+
+        Raises:
+            ValueError: none is open.
+        """
+        if not self._open[stage]:
+            raise ValueError(f"no span of {stage!r} is open")
+        self._advance(at_s)
+        self._last_s[stage] = at_s
+        self._open[stage] -= 1
+        if not self._open[stage]:
+            self._busy -= {stage}
+
+    def busy_s(self, stage: str, *, now_s: float) -> float:
+        """Return the time with at least one span of ``stage`` open, those open at ``now_s`` included."""
+        return sum(time_s for busy, time_s in self._times(now_s) if stage in busy)
+
+    def overlap_share(self, stages: Collection[str] | None = None, *, now_s: float) -> float:
+        """Return the share of the time from the first begin to the last end in which two or more stages are busy.
+
+        A span that is still open lasts until ``now_s``. 0 before any time has passed.
+        """
+        known = [stage for stage in self._first_s if stages is None or stage in stages]
+        if not known:
+            return 0.0
+        first_s = min(self._first_s[stage] for stage in known)
+        last_s = max(now_s if self._open[stage] else self._last_s[stage] for stage in known)
+        if last_s <= first_s:
+            return 0.0
+        chosen = frozenset(known)
+        return sum(time_s for busy, time_s in self._times(now_s) if len(busy & chosen) >= 2) / (last_s - first_s)
+
+    def _advance(self, at_s: float) -> None:
+        if at_s < self._now_s:
+            raise ValueError(f"time went back from {self._now_s} to {at_s}")
+        if self._busy:
+            self._time_s[self._busy] = self._time_s.get(self._busy, 0.0) + at_s - self._now_s
+        self._now_s = at_s
+
+    def _times(self, now_s: float) -> Iterable[tuple[frozenset[str], float]]:
+        yield from self._time_s.items()
+        if self._busy and now_s > self._now_s:
+            yield self._busy, now_s - self._now_s
+
 
 MOST_EVENTS = 200_000
 
@@ -33,7 +105,7 @@ MOST_EVENTS = 200_000
 class TimelineEvent:
     """One entry. ``start_s`` counts from the making of the timeline; ``duration_s`` is that of spans and waits."""
 
-    kind: Literal["span", "wait", "counter", "instant"]
+    kind: Literal["span", "wait", "counter"]
     stage: str
     name: str
     start_s: float
@@ -41,60 +113,14 @@ class TimelineEvent:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Span:
-    """One stretch of work or waiting; ``with`` and ``async with`` mean the same. Not to be entered twice."""
-
-    __slots__ = ("_on_begin", "_on_end", "args", "kind", "name", "stage", "start_s")
-
-    def __init__(
-        self,
-        kind: Literal["span", "wait"],
-        stage: str,
-        name: str,
-        args: Mapping[str, Any],
-        *,
-        on_begin: Callable[[Span], float],
-        on_end: Callable[[Span, Mapping[str, Any]], None],
-    ) -> None:
-        self.kind: Literal["span", "wait"] = kind
-        self.stage = stage
-        self.name = name
-        self.args = args
-        self.start_s: float | None = None
-        self._on_begin = on_begin
-        self._on_end = on_end
-
-    def __enter__(self) -> Self:
-        if self.start_s is not None:
-            raise RuntimeError(f"the span {self.stage}/{self.name} was entered before")
-        self.start_s = self._on_begin(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._on_end(self, {} if kind is None else {"error": kind.__name__})
-
-    async def __aenter__(self) -> Self:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, traceback)
-
-
 class Timeline:
     """Thread-safe record of a run.
 
     The sums (:meth:`overlap_share`, :meth:`busy_s`, :meth:`wait_s`) are exact for the whole run. Of the events
-    themselves only the newest ``max_events`` are held; how many older ones are gone is counted in ``dropped_events``.
+    themselves only the newest ``max_events``, about 300 bytes each, are held.
 
-    Waiting is no work: a span stays open while something inside it waits, so close it before, or count it as work.
-
-    Args:
-        clock: seconds that never go back; injectable for tests and for the virtual clock.
-        max_events: bound of memory, about 300 bytes for each.
+    A span that stays open while something inside it waits counts as work: close it before. ``clock`` returns seconds
+    that never go back.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter, max_events: int = MOST_EVENTS) -> None:
@@ -102,136 +128,139 @@ class Timeline:
         self._lock = threading.Lock()
         self._zero_s = clock()
         self._events: deque[TimelineEvent] = deque(maxlen=max_events)
-        self._recorded = 0
         self._occupancy = Occupancy()
+        self._spans_s: defaultdict[str, float] = defaultdict(float)
         self._waited_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._open_waits: dict[Span, float] = {}
-        self._open_spans: dict[Span, float] = {}
+        self._open: dict[int, TimelineEvent] = {}  # by identity, in the order in which they began
         self._stages: dict[str, None] = {}
+        self._processes = ProcessTimes()
+        self._going_on: Counter[Activity] = Counter()
 
-    def span(self, stage: str, name: str, **args: Any) -> Span:
-        """Work of ``stage`` for as long as the ``with`` block lasts; ``args`` are shown beside it."""
-        return Span("span", stage, name, args, on_begin=self._begin, on_end=self._end)
+    def span(self, stage: str, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Return a span in which ``stage`` works while the ``with`` block lasts; ``args`` are shown with it."""
+        return self._during("span", stage, name, args)
 
-    def wait(self, stage: str, reason: str) -> Span:
-        """``stage`` can do nothing for ``reason`` for as long as the ``with`` block lasts."""
-        return Span("wait", stage, reason, {}, on_begin=self._begin, on_end=self._end)
+    def wait(self, stage: str, reason: str) -> AbstractContextManager[None]:
+        """Return a span in which ``stage`` waits for ``reason`` while the ``with`` block lasts."""
+        return self._during("wait", stage, reason, {})
 
     def counter(self, name: str, **values: float) -> None:
-        """Values at this moment, drawn as a curve."""
-        self._record("counter", "", name, values)
-
-    def instant(self, stage: str, name: str, **args: Any) -> None:
-        """Something without duration: a publication, a failure."""
-        self._record("instant", stage, name, args)
+        """Record values, drawn as a curve."""
+        with self._lock:
+            self._events.append(TimelineEvent("counter", "", name, self._now_s(), 0.0, values))
 
     @property
     def events(self) -> tuple[TimelineEvent, ...]:
-        """The events held, in the order they ended."""
         with self._lock:
             return tuple(self._events)
 
-    @property
-    def dropped_events(self) -> int:
-        """Events that are not held any more."""
-        with self._lock:
-            return self._recorded - len(self._events)
-
     def overlap_share(self, stages: Collection[str] | None = None) -> float:
-        """Share of the time from the first span to the last in which spans of two stages or more are open."""
+        """Return :meth:`Occupancy.overlap_share` until now."""
         with self._lock:
             return self._occupancy.overlap_share(stages, now_s=self._now_s())
 
     def busy_s(self, stage: str) -> float:
-        """Time in which at least one span of ``stage`` was open."""
         with self._lock:
             return self._occupancy.busy_s(stage, now_s=self._now_s())
 
+    def spans_s(self) -> dict[str, float]:
+        """Return the seconds of all spans that have ended, by stage. Spans side by side add up."""
+        with self._lock:
+            return dict(self._spans_s)
+
     @property
     def stages(self) -> tuple[str, ...]:
-        """Stages in the order they were first heard of."""
         with self._lock:
             return tuple(self._stages)
 
     def wait_s(self) -> dict[str, dict[str, float]]:
-        """Seconds waited, by stage and reason, those still waiting included. Waits side by side add up."""
+        """Return the seconds waited, by stage and reason, those still waiting included. Waits side by side add up."""
         with self._lock:
-            now_s = self._now_s()
             total = {stage: dict(reasons) for stage, reasons in self._waited_s.items()}
-            for span, start_s in self._open_waits.items():
-                reasons = total.setdefault(span.stage, {})
-                reasons[span.name] = reasons.get(span.name, 0.0) + now_s - start_s
+            for stage, reason, time_s in self._open_for("wait"):
+                reasons = total.setdefault(stage, {})
+                reasons[reason] = reasons.get(reason, 0.0) + time_s
             return total
 
     def current_waits(self) -> dict[str, dict[str, float]]:
-        """What waits at this moment: stage, reason, and for how long the longest has."""
+        """Return what waits now: stage, reason, and the seconds of the longest wait."""
         with self._lock:
-            now_s = self._now_s()
             current: dict[str, dict[str, float]] = {}
-            for span, start_s in self._open_waits.items():
-                reasons = current.setdefault(span.stage, {})
-                reasons[span.name] = max(reasons.get(span.name, 0.0), now_s - start_s)
+            for stage, reason, time_s in self._open_for("wait"):  # the longest first
+                current.setdefault(stage, {}).setdefault(reason, time_s)
             return current
 
     def open_spans(self) -> list[tuple[str, str, float]]:
-        """Work that goes on at this moment: stage, name, and seconds since it began; the longest first."""
+        """Return the spans open now: stage, name, and seconds since they began; the longest first."""
         with self._lock:
-            now_s = self._now_s()
-            return [(span.stage, span.name, now_s - start_s) for span, start_s in self._open_spans.items()]
+            return self._open_for("span")
+
+    @contextmanager
+    def processes(self) -> Iterator[None]:
+        """Count the time of every process by cause while the block lasts; a block before it counts no more."""
+        with self._lock:
+            self._processes.begin(self._now_s())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._processes.end(self._now_s())
+
+    def replica_state(self, name: str, state: str) -> None:
+        """Take the state of a replica, as :meth:`asyncrl.telemetry.idle.ProcessTimes.replica`."""
+        with self._lock:
+            self._processes.replica(name, state, self._now_s())
+
+    def process_s(self) -> dict[str, dict[str, float]]:
+        """Return the seconds of every process by cause (:mod:`asyncrl.telemetry.idle`)."""
+        with self._lock:
+            return self._processes.seconds(self._now_s())
 
     def save(self, path: Path) -> None:
-        """Write Chrome's trace format: a row for each stage, more where its spans lie side by side.
-
-        Written beside ``path`` and moved into place, so a reader never sees half of it.
-        """
+        """Write Chrome's trace format: a row for each stage, more where its spans overlap."""
         with self._lock:
-            events, stages, dropped = list(self._events), list(self._stages), self._recorded - len(self._events)
-        draft = path.with_name(path.name + ".part")
-        with draft.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps({"dropped_events": dropped}))
-            file.write(', "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(record) for record in _trace(events, stages)))
-            file.write("\n]}\n")
-        draft.replace(path)
+            events, stages = list(self._events), list(self._stages)
+        records = ",\n".join(json.dumps(record) for record in _trace(events, stages))
+        replace_text(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{records}\n]}}\n')
 
     def _now_s(self) -> float:
         return self._clock() - self._zero_s
 
-    def _begin(self, span: Span) -> float:
-        with self._lock:
-            now_s = self._now_s()
-            self._stages.setdefault(span.stage)
-            if span.kind == "span":
-                self._occupancy.begin(span.stage, now_s)
-                self._open_spans[span] = now_s
-            else:
-                self._open_waits[span] = now_s
-            return now_s
+    def _open_for(self, kind: Literal["span", "wait"]) -> list[tuple[str, str, float]]:
+        now_s = self._now_s()
+        return [(each.stage, each.name, now_s - each.start_s) for each in self._open.values() if each.kind == kind]
 
-    def _end(self, span: Span, failed: Mapping[str, Any]) -> None:
-        with self._lock:
-            now_s = self._now_s()
-            start_s = span.start_s
-            assert start_s is not None
-            if span.kind == "span":
-                self._occupancy.end(span.stage, now_s)
-                del self._open_spans[span]
-            else:
-                del self._open_waits[span]
-                self._waited_s[span.stage][span.name] += now_s - start_s
-            self._add(
-                TimelineEvent(span.kind, span.stage, span.name, start_s, now_s - start_s, {**span.args, **failed})
-            )
+    def _count(self, event: TimelineEvent, change: int, at_s: float) -> None:
+        activity = event.stage if event.kind == "span" else (event.stage, event.name)
+        self._going_on[activity] += change
+        if self._going_on[activity] == (change > 0):  # the first began, or the last ended
+            self._processes.changed(frozenset(+self._going_on), at_s)
 
-    def _record(self, kind: Literal["counter", "instant"], stage: str, name: str, args: Mapping[str, Any]) -> None:
+    @contextmanager
+    def _during(self, kind: Literal["span", "wait"], stage: str, name: str, args: Mapping[str, Any]) -> Iterator[None]:
         with self._lock:
-            if stage:
-                self._stages.setdefault(stage)
-            self._add(TimelineEvent(kind, stage, name, self._now_s(), 0.0, args))
-
-    def _add(self, event: TimelineEvent) -> None:
-        self._events.append(event)
-        self._recorded += 1
+            event = TimelineEvent(kind, stage, name, self._now_s(), args=args)
+            self._stages.setdefault(stage)
+            if kind == "span":
+                self._occupancy.begin(stage, event.start_s)
+            self._open[id(event)] = event
+            self._count(event, 1, event.start_s)
+        try:
+            yield
+        except BaseException as error:
+            args = {**args, "error": type(error).__name__}
+            raise
+        finally:
+            with self._lock:
+                now_s = self._now_s()
+                del self._open[id(event)]
+                self._count(event, -1, now_s)
+                if kind == "span":
+                    self._occupancy.end(stage, now_s)
+                    self._spans_s[stage] += now_s - event.start_s
+                else:
+                    self._waited_s[stage][name] += now_s - event.start_s
+                self._events.append(replace(event, duration_s=now_s - event.start_s, args=args))
 
 
 def lanes(events: Iterable[TimelineEvent]) -> list[tuple[TimelineEvent, int]]:
@@ -259,8 +288,7 @@ def _trace(events: list[TimelineEvent], stages: list[str]) -> Iterator[dict[str,
     yield {"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "asyncrl"}}
     thread = 0
     for stage in stages:
-        slices = [event for event in events if event.stage == stage and event.kind in {"span", "wait"}]
-        placed = lanes(slices)
+        placed = lanes(event for event in events if event.stage == stage)
         first = thread + 1
         for lane in range(1 + max((lane for _, lane in placed), default=0)):
             thread += 1
@@ -278,20 +306,6 @@ def _trace(events: list[TimelineEvent], stages: list[str]) -> Iterator[dict[str,
                 "dur": _microseconds(event.duration_s),
                 "args": to_json(event.args),
             }
-        for event in events:
-            if event.stage == stage and event.kind == "instant":
-                at = _microseconds(event.start_s)
-                args = to_json(event.args)
-                yield {
-                    "name": event.name,
-                    "cat": stage,
-                    "ph": "i",
-                    "s": "t",
-                    "pid": 1,
-                    "tid": first,
-                    "ts": at,
-                    "args": args,
-                }
     for event in events:
         if event.kind == "counter":
             at = _microseconds(event.start_s)

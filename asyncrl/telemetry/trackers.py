@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own files. Trackers are parts: ``asyncrl.trackers`` lists them by name.
+"""Trackers: where metrics go besides the run's own files. Entry points of ``asyncrl.trackers`` name them.
 
 A tracker is made with the folder of the run, its name and its configuration, and then gets :meth:`Tracker.log` calls:
 
@@ -7,29 +7,33 @@ A tracker is made with the folder of the run, its name and its configuration, an
         def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
         def close(self) -> None: ...
 
-One with ``log_text(name, text, *, step)`` is given trajectories to read as well. One with a class attribute ``package``
-has it looked for before the run begins. Nothing else of a tracker can touch the run: it is made, called and closed by a
-thread of its own.
+One with ``log_text(name, text, *, step)`` also gets trajectories. The package named by a class attribute ``package``
+must be installed before the run begins. Nothing else of a tracker can affect the run: it is made, called and closed in
+a thread of its own.
+
+Ours are TensorBoard (event files), trackio (local) and Weights & Biases.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import html
+import importlib
+import json
 import logging
 import math
+import re
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.errors import ConfigError
 from asyncrl.interfaces import TextTracker, Tracker
-from asyncrl.parts import install_command, load_part
-
-__all__ = ["Trackers", "open_trackers"]
+from asyncrl.plugins import check_part
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +45,10 @@ CLOSE_TIMEOUT_S = 60.0
 class Trackers:
     """Several trackers as one, each served by a thread of its own: a slow or dead service slows nothing but itself.
 
-    A tracker that raises is logged and counted, and left out after three failures in a row, or when it cannot even be
-    made: what a web service does must not end a run, and every metric is in ``metrics.jsonl`` anyway. Of one that is
-    too slow the oldest entries go, counted too, when ``MOST_WAITING`` of them wait.
-
-    Args:
-        makers: make the trackers, by name; called in their threads.
-
-    Attributes:
-        failures: number of failed calls by tracker.
-        lost: entries that never reached a tracker, by tracker.
+    A tracker that raises is logged and counted in ``failures``, and left out after three failures in a row, or when it
+    cannot even be made: what a web service does must not end a run, and every metric is in ``metrics.jsonl`` anyway. Of
+    one that is too slow the oldest entries go, counted in ``lost``, when ``MOST_WAITING`` of them wait. ``makers`` make
+    the trackers, in their threads.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Tracker]]) -> None:
@@ -73,12 +71,12 @@ class Trackers:
     def log_text(self, name: str, text: str, *, step: int) -> None:
         """Pass a text on to trackers that take texts; returns at once."""
 
-        def tell(tracker: Tracker) -> None:
+        def log_text(tracker: Tracker) -> None:
             if isinstance(tracker, TextTracker):
                 tracker.log_text(name, text, step=step)
 
         for served in self._served.values():
-            served.put(tell)
+            served.put(log_text)
 
     def close(self) -> None:
         """Deliver what is left, then close every tracker: within a minute for all of them (blocks). Idempotent."""
@@ -96,8 +94,6 @@ class Trackers:
 
 
 class _Served:
-    """One tracker, its thread, and what waits for it."""
-
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.failures = self.lost = 0
         self._name, self._make = name, make
@@ -118,7 +114,7 @@ class _Served:
                 self._waiting.popleft()
                 self.lost += 1
                 if self.lost == 1:
-                    logger.warning("tracker %s is too slow: its oldest entries are given up", self._name)
+                    logger.warning("tracker %s is too slow: its oldest entries are dropped", self._name)
             self._waiting.append(call)
             self._changed.notify()
 
@@ -165,7 +161,7 @@ class _Served:
     def _try(self, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception:  # a vendor's or a stranger's code may raise anything: told and counted
+        except Exception:  # code of others may raise anything: it is logged and counted
             self.failures += 1
             self._in_a_row += 1
             logger.warning("tracker %s failed", self._name, exc_info=True)
@@ -174,38 +170,112 @@ class _Served:
 
 
 def open_trackers(names: Sequence[str], folder: Path, *, name: str, config: Mapping[str, Any]) -> Trackers:
-    """Find the trackers ``names``, and have them made in their threads.
+    """Find the trackers ``names`` (installed names or ``package.module:Tracker``), and make them in their threads.
 
-    Args:
-        names: installed names or ``package.module:Tracker``.
-        folder: the run's folder.
-        name: the run's name.
-        config: nested tables, shown beside the metrics where a tracker can.
+    ``folder`` and ``name`` are the run's; ``config`` (nested tables) is shown beside the metrics where a tracker can.
 
     Raises:
         ConfigError: unknown, or its package is missing (with the command that installs it).
     """
-    made: dict[str, Callable[[], Tracker]] = {}
-    for each in names:
-        factory = load_part("asyncrl.trackers", each, path="telemetry.trackers")
-        package = getattr(factory, "package", "")
-        if package and not _installed(package):
-            remedy = f"install it: {install_command(package)}, or take it out of telemetry.trackers"
-            raise ConfigError(
-                f"telemetry.trackers: {each} needs the package {package}, which is not installed; {remedy}",
-                path="telemetry.trackers",
-                remedy=remedy,
-            )
-        made[each] = partial(factory, folder, name=name, config=config)
-    return Trackers(made)
+    makers = {each: partial(check_tracker(each), folder, name=name, config=config) for each in names}
+    return Trackers(makers)
 
 
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # a module that was put in place of it, or barred
-        return False
+def check_tracker(name: str) -> Callable[..., Tracker]:
+    """Return the tracker of this name, which can be made with an empty folder's arguments; errors as above."""
+    given: dict[str, Any] = {"name": "", "config": {}}
+    found: Callable[..., Tracker] = check_part(
+        "asyncrl.trackers", name, Path(), options={}, path="telemetry.trackers", **given
+    )
+    return found
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class TensorBoardTracker:
+    """Event files under ``tensorboard/`` of the run's folder, through torch's writer: ``tensorboard --logdir RUN``."""
+
+    package = "tensorboard"
+
+    def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"))
+        self._writer.add_text("config", f"```\n{name}: {json.dumps(config, indent=2, default=str)}\n```", 0)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        for metric, value in metrics.items():
+            self._writer.add_scalar(metric, value, step)
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        self._writer.add_text(name, f"```\n{text}\n```", step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TrackioTracker:
+    """A run of the project that our run is named after, also of a resumed one: ``trackio show --project NAME``.
+
+    Where it keeps its files, and whether it sends them anywhere, is of its environment (``TRACKIO_DIR``,
+    ``TRACKIO_SPACE_ID``, ``TRACKIO_SERVER_URL``).
+    """
+
+    package = "trackio"
+
+    def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
+        with redirect_stdout(sys.stderr):  # it greets on standard output, where only results belong
+            self._trackio: Any = importlib.import_module("trackio")
+            self._run: Any = self._trackio.init(
+                project=name, name=folder.name, config=dict(config), resume="allow", embed=False
+            )
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+_STEP = "trainer/step"
+
+
+class WandbTracker:
+    """A run named like ours, which a resumed run goes on with; the rest (project, mode, key) is of its environment.
+
+    Without a network: ``WANDB_MODE=offline``, and later ``wandb sync RUN/wandb/offline-run-*``.
+
+    Our step is a metric of its own, against which all others are drawn: scores of an evaluation beside training come
+    after those of later steps, and wandb drops what goes back by its own step.
+    """
+
+    package = "wandb"
+
+    def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run: Any = self._wandb.init(
+            id=re.sub(r"[^\w.\-]", "-", folder.name)[-64:],
+            name=folder.name,
+            group=name,
+            dir=str(folder),
+            config=dict(config),
+            # Offline there is nothing to ask, and wandb 0.31 then writes nothing at all of a run that may be resumed.
+            resume="allow" if self._wandb.setup().settings.mode == "online" else None,
+        )
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._run.log({**metrics, _STEP: step})
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        self._run.log({name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>"), _STEP: step})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from asyncrl.errors import WeightMismatchError, WeightVersionError
+from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
+from asyncrl.weights import WeightManifest
 
-__all__ = ["ModelTensors"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelTensors:
-    """The parameters and persistent buffers of a model, each once.
+    """The parameters and persistent buffers of a model (tensors may be on the ``meta`` device), each once.
 
     Tensors shared under several names (tied embeddings) are one: any of the names will do, and if several come they
-    must agree. Persistent buffers may come or not.
-
-    Args:
-        model: as transformers makes it; tensors on the ``meta`` device do.
-
-    Attributes:
-        owners: the first name of each name's tensor.
-        live: the model's tensors by first name.
-        required: first names of parameters.
+    must agree. Persistent buffers may be left out. ``owners`` maps each name to the first name of its tensor; ``live``
+    has the tensors by first name; ``required`` are the first names of parameters.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -39,38 +34,82 @@ class ModelTensors:
             self.live[owner] = tensor
         self.required = {self.owners[name] for name, _ in parameters}
 
-    def verify(self, tensors: Mapping[str, torch.Tensor], *, version: int, held: int) -> None:
-        """Check names, shapes, dtypes and that ``version`` is newer than the one ``held``. A floating dtype may differ.
+    @classmethod
+    def of_config(cls, model_path: str, *, dtype: torch.dtype = torch.float32) -> ModelTensors:
+        """Return the tensors of a folder's or hub id's model, from its configuration alone. Blocks.
 
         Raises:
-            WeightMismatchError, WeightVersionError.
+            WeightError: transformers does not support the model.
         """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config: Any = AutoConfig.from_pretrained(model_path)  # Any: a class per family
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model.tie_weights()
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise WeightError(
+                f"{model_path} is no causal language model that transformers knows, so its updates cannot be checked: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return cls(model)
+
+    def check(self, tensors: Mapping[str, torch.Tensor], *, version: int, held: int) -> None:
+        """Raise :class:`WeightMismatchError` unless tensors fit the model; a floating dtype may differ.
+
+        Raise :class:`WeightVersionError` unless ``version`` is newer than ``held``.
+        """
+        entries = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self._check(entries, lambda a, b: torch.equal(tensors[a], tensors[b]), version=version, held=held)
+
+    def check_manifest(self, manifest: WeightManifest, *, held: int) -> dict[str, str]:
+        """Check a manifest likewise, before any byte is pulled. Return name -> first name, without second names."""
+        entries = {each.name: (tuple(each.shape), getattr(torch, each.dtype, each.dtype)) for each in manifest.tensors}
+        checksums = {each.name: each.checksum for each in manifest.tensors}
+        return self._check(entries, lambda a, b: checksums[a] == checksums[b], version=manifest.version, held=held)
+
+    def _check(
+        self,
+        entries: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]],
+        equal: Callable[[str, str], bool],
+        *,
+        version: int,
+        held: int,
+    ) -> dict[str, str]:
         if version <= held:
             raise WeightVersionError(f"weight version {version} does not follow version {held}: versions grow")
-        unknown = sorted(name for name in tensors if name not in self.owners)
-        missing = sorted(self.required - {self.owners[name] for name in tensors if name in self.owners})
+        unknown = sorted(name for name in entries if name not in self.owners)
+        missing = sorted(self.required - {self.owners[name] for name in entries if name in self.owners})
         if unknown or missing:
             raise WeightMismatchError(
                 f"weights of version {version} do not fit the model: "
                 f"unknown names {_few(unknown)}, missing names {_few(missing)}"
             )
         by_owner: dict[str, str] = {}
-        for name, tensor in tensors.items():
+        for name, (shape, dtype) in entries.items():
             owner = self.owners[name]
             live = self.live[owner]
-            if tensor.shape != live.shape:
+            if shape != tuple(live.shape):
                 raise WeightMismatchError(
-                    f"{name} of version {version} has shape {tuple(tensor.shape)}, the model's is {tuple(live.shape)}"
+                    f"{name} of version {version} has shape {shape}, the model's is {tuple(live.shape)}"
                 )
-            if tensor.dtype != live.dtype and not (tensor.is_floating_point() and live.is_floating_point()):
-                raise WeightMismatchError(
-                    f"{name} of version {version} has dtype {tensor.dtype}, the model's is {live.dtype}"
-                )
+            floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point and live.is_floating_point()
+            if dtype != live.dtype and not floating:
+                raise WeightMismatchError(f"{name} of version {version} has dtype {dtype}, the model's is {live.dtype}")
             other = by_owner.setdefault(owner, name)
-            if other != name and not torch.equal(tensors[other], tensor):
+            if other != name and not equal(other, name):
                 raise WeightMismatchError(
                     f"{other} and {name} are one tensor in the model, but differ in version {version}"
                 )
+        return {name: owner for owner, name in by_owner.items()}
+
+
+def check_prepared(version: int, prepared: int | None) -> None:
+    """Raise :class:`WeightVersionError` unless ``version`` is the prepared one."""
+    if version != prepared:
+        state = "none is" if prepared is None else f"version {prepared} is"
+        raise WeightVersionError(f"cannot commit weight version {version}: {state} prepared")
 
 
 def _few(names: list[str]) -> str:

@@ -1,30 +1,28 @@
-"""The trainer: policy and optimizer, sharded over ranks with FSDP2."""
+"""The training engine: policy and optimizer, sharded over ranks with FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncrl.algorithms import PolicyObjective, TokenLosses, supervised_token_losses, token_weights
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
+from engines.training.log_probs import TokenScores
 from engines.training.lora import lora_of, without_adapters
 from engines.training.model import PolicyModel, load_policy_model
-from engines.training.packed_rows import PackedRows, RowStream
-from engines.training.sharded_engine import ShardedEngine, check_some
-from engines.training.token_log_probs import TokenScores
-from engines.training.whole_batch import prepared_columns, whitened
+from engines.training.packing import PackedRows
+from engines.training.rank_group import RankGroup
+from engines.training.sharded_engine import ShardedEngine, check_any_tokens
 
-__all__ = ["FSDPEngine"]
-
-_OPTIONAL = ("proximal_log_probs", "reference_log_probs", "ages")
-
-_PREPARED = "prepared."
-"""Prefix of the columns that an objective has made of the whole batch; they travel with their rows."""
+_OPTIONAL = ("proximal_log_probs", "reference_log_probs", "staleness")
+_PREPARED = "prepared."  # prefix of the columns that the objective prepares; they are exchanged with their rows
+_SEEDS = 2**63 - 25  # a prime: every bit of the seed counts, in the 64 bits that torch takes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -35,20 +33,13 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     batch: dropout is off, and neither how rows are spread over ranks nor how they are cut into micro-batches matters,
     up to the order of float32 additions. On the CPU the same calls give the same bits.
 
-    Rows are spread over the ranks so that all have about the same work (see
-    :class:`~engines.training.dealing.Dealing`) and computed in packed micro-batches (see :func:`plan_microbatches`); on
-    ranks with fewer micro-batches, stand-ins of weight zero keep the collectives in step.
+    Ranks with fewer micro-batches (:class:`~engines.training.partition.BatchPartition`,
+    :func:`~engines.training.packing.plan_microbatches`) compute dummies of weight zero, so that all ranks call the same
+    collectives.
 
-    Args:
-        model_path: of a causal LM. This and what is not named here is as :class:`ShardedEngine` says.
-        objective: what :meth:`update` minimises.
-        lora: train low-rank adapters instead of the weights: ``rank``, ``alpha`` and ``targets``, see
-            :class:`~engines.training.lora.LoRA`.
-        temperature: the one that tokens are sampled with: log-probs are of softmax(logits / temperature).
-
-    Raises:
-        ConfigError: a value that cannot be used; the message names it.
-        OSError: there is no such model.
+    :meth:`update` minimises ``objective``. ``lora`` trains low-rank adapters instead of the weights
+    (:class:`~engines.training.lora.LoRA`). ``temperature`` is the one that tokens are sampled with: log-probs are of
+    softmax(logits / temperature). Other arguments are those of :class:`ShardedEngine`.
     """
 
     objective: PolicyObjective
@@ -68,124 +59,107 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
             temperature=self.temperature,
         )
 
-    # ------------------------------------------------------------------------------------------------------- training
-
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One policy step: ``minibatches * epochs`` optimizer steps on a trajectory batch.
+        """Make ``num_mini_batches * epochs`` optimizer steps on a trajectory batch.
 
         Columns: ``input_ids``, ``loss_mask``, ``behaviour_log_probs``, ``advantages`` ([B] or ragged); optionally
-        ``proximal_log_probs``, ``reference_log_probs`` and ``ages``. Without ``proximal_log_probs`` they are the
-        current ones if there is a single optimizer step and the objective prepares nothing, otherwise they are
-        computed once, before the first. Other columns are ignored. A rank may hold no rows, as long as the columns are
-        there.
+        ``proximal_log_probs``, ``reference_log_probs`` and ``staleness``. Without ``proximal_log_probs`` they are the
+        current ones if there is a single optimizer step and the objective prepares nothing, otherwise they are computed
+        once, before the first. A rank may hold no rows, as long as it has the columns.
 
-        Returns:
-            ``loss`` and ``grad_norm`` (before clipping; both means over the optimizer steps), ``lr`` (of the last
-            step), the objective's metrics (means over trained tokens), ``tokens_trained`` and ``rows`` (global, each
-            counted once whatever the number of epochs).
-
-        Raises:
-            SchemaError: a column is missing or misshapen.
-            InvalidDataError: no token to train on, or a mask that includes a row's first token.
-            EngineError: loss or gradient norm is not finite (no step is made of it), or another rank failed.
+        Metrics: ``loss`` and ``grad_norm`` (before clipping; both means over the optimizer steps), ``lr`` (of the last
+        step), the objective's (means over trained tokens), ``tokens_trained`` and ``rows`` (global, each counted once
+        whatever the number of epochs).
         """
         self._check_open()
         rows = self._read(batch, required=self.objective.columns, optional=_OPTIONAL)
-        held = self._ranks.gather([*(name in rows.columns for name in _OPTIONAL)])
-        if any(each != held[0] for each in held):
-            raise InvalidDataError(f"some ranks have the columns {', '.join(_OPTIONAL)}, others have not")
-        if self.objective.whiten:
+        present = self._ranks.gather([name in rows.columns for name in _OPTIONAL])
+        if any(each != present[0] for each in present):
+            raise InvalidDataError(f"some ranks have the columns {', '.join(_OPTIONAL)}, others do not")
+        if self.objective.whiten_advantages:
             rows.columns["advantages"] = whitened(rows.columns["advantages"], rows.mask, self._ranks)
-        dealing = self._deal(rows)
-        check_some(dealing.scored)
+        partition = self._partition(rows)
+        check_any_tokens(partition.scored)
         prepares = self.objective.prepares
-        if "proximal_log_probs" not in rows.columns and (prepares or self.minibatches * self.epochs > 1):
-            rows.columns["proximal_log_probs"], _ = self._score(dealing, extras="none")
+        if "proximal_log_probs" not in rows.columns and (prepares or self.num_mini_batches * self.epochs > 1):
+            rows.columns["proximal_log_probs"], _ = self._score(partition, extras="none")
         if prepares:
             prepared = prepared_columns(
                 self.objective,
                 rows,
                 self._ranks,
-                row_counts=dealing.row_counts,
-                token_counts=dealing.token_counts,
-                seed=self._draw(),
+                row_counts=partition.row_counts,
+                token_counts=partition.token_counts,
+                seed=self._derived_seed(),
             )
             rows.columns |= {_PREPARED + name: column for name, column in prepared.items()}
-        metrics = self._descend(
-            dealing,
+        metrics = self._run_mini_batches(
+            partition,
             token_weights=lambda lengths, tokens, rows: self.objective.token_weights(
                 lengths, total_tokens=tokens, total_rows=rows
             ),
-            losses_of=self._policy_losses,
-            extras="entropy_gradient" if self.objective.entropy_coefficient else "entropy",
+            loss_fn=self._policy_losses,
+            epochs=self.epochs,
+            num_mini_batches=self.num_mini_batches,
+            extras="entropy_gradient" if self.objective.entropy_coef else "entropy",
         )
         return self.objective.report(metrics)
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step of cross-entropy, every token where ``loss_mask`` counting the same.
+        """Make one optimizer step of cross-entropy, in which every token where ``loss_mask`` counts the same.
 
-        Returns:
-            ``loss`` (nats per token), ``accuracy`` (share of tokens that were the most likely one), ``grad_norm``
-            (before clipping), ``lr``, ``tokens``.
-
-        Raises:
-            SchemaError: as :meth:`update`.
-            InvalidDataError: as :meth:`update`.
-            EngineError: as :meth:`update`.
+        Metrics: ``loss`` (nats per token), ``accuracy`` (share of tokens that were the most likely one), ``grad_norm``
+        (before clipping), ``lr``, ``tokens``.
         """
         self._check_open()
-        ((rows, members),) = self._deal(self._read(batch)).minibatches(1, seed=0)
-        portion = self._passes.portion(rows, members)
-        check_some(portion.tokens)
-        weights = token_weights(
-            rows.scored, aggregation="token_mean", total_tokens=portion.tokens, total_rows=portion.rows
+        metrics = self._run_mini_batches(
+            self._partition(self._read(batch)),
+            token_weights=lambda lengths, tokens, rows: token_weights(
+                lengths, loss_agg_mode="token_mean", total_tokens=tokens, total_rows=rows
+            ),
+            loss_fn=_supervised_losses,
+            extras="correct",
         )
-        metrics = self._step(rows, portion, weights, losses_of=_supervised_losses, extras="correct")
-        self._updates += 1
-        return metrics | {"tokens": float(portion.tokens)}
+        metrics["tokens"] = metrics.pop("tokens_trained")
+        del metrics["rows"]
+        return metrics
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """Columns ``log_probs`` and ``entropy``: ragged float32, aligned with ``input_ids``, entry 0 of each row 0."""
         self._check_open()
         return self._log_probs(batch)
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
-        """:meth:`log_probs` under the frozen weights that adapters stand beside: a reference without a second copy.
+        """Return :meth:`log_probs` under the frozen weights beside the adapters: a reference without a second copy.
 
         Raises:
-            ConfigError: without LoRA nothing is frozen.
+            ConfigError: the engine trains without LoRA, so no weights are frozen.
         """
         self._check_open()
         if self._model.lora is None:
-            raise ConfigError("all weights are trained: nothing is left to refer to", path="lora", remedy="set lora")
+            raise ConfigError("all weights are trained: there is no reference model", path="lora", remedy="set lora")
         with without_adapters(self._model):
             return self._log_probs(batch)
 
-    # -------------------------------------------------------------------------------------------------------- weights
-
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under their checkpoint names, one at a time, tied ones once, adapters merged in. Collective.
+        """Yield full weights one at a time, adapters merged in.
 
-        A tensor may be the trainer's own memory: it holds until the next step and must not be written to. Models whose
-        checkpoint names are not the module's (fused experts) are gathered whole first.
+        A tensor may be the trainer's own memory: it is valid until the next step and must not be written to. Models
+        whose checkpoint names differ from the module's (fused experts) are gathered as a whole first.
         """
         self._check_open()
         return self._full_tensors()
 
-    # ------------------------------------------------------------------------------------------------------- internal
-
-    def _policy_losses(self, rows: PackedRows, scores: TokenScores, stream: RowStream, mask: Tensor) -> TokenLosses:
-        columns = {name: stream.of_tokens(column).to(mask.device) for name, column in rows.columns.items()}
+    def _policy_losses(self, scores: TokenScores, columns: Mapping[str, Tensor], mask: Tensor) -> TokenLosses:
         return self.objective.token_losses(
             current_log_probs=scores.log_probs,
             proximal_log_probs=columns.get("proximal_log_probs", scores.log_probs.detach()),
             behaviour_log_probs=columns["behaviour_log_probs"],
             advantages=columns["advantages"],
             reference_log_probs=columns.get("reference_log_probs"),
-            ages=columns.get("ages"),
+            staleness=columns.get("staleness"),
             entropy=scores.entropy,
             mask=mask,
-            rows=stream.of_tokens(rows.row_of).to(mask.device),
+            rows=columns["row_of"],
             prepared={
                 name.removeprefix(_PREPARED): column for name, column in columns.items() if name.startswith(_PREPARED)
             },
@@ -193,7 +167,7 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
 
     def _log_probs(self, batch: DataProto) -> DataProto:
         rows = self._read(batch, loss_mask=False)
-        log_probs, entropy = self._score(self._deal(rows), extras="entropy")
+        log_probs, entropy = self._score(self._partition(rows), extras="entropy")
         offsets = offsets_from_lengths(rows.lengths)
         return DataProto.from_dict(
             tensors={
@@ -203,6 +177,53 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         )
 
 
-def _supervised_losses(scores: TokenScores, _stream: RowStream, mask: Tensor) -> TokenLosses:
+def _supervised_losses(scores: TokenScores, _columns: Mapping[str, Tensor], mask: Tensor) -> TokenLosses:
     losses = supervised_token_losses(scores.log_probs, mask=mask)
     return TokenLosses(loss=losses.loss, metrics={"accuracy": scores.correct * mask})
+
+
+def prepared_columns(
+    objective: PolicyObjective,
+    rows: PackedRows,
+    ranks: RankGroup,
+    *,
+    row_counts: Sequence[int],
+    token_counts: Sequence[int],
+    seed: int,
+) -> dict[str, Tensor]:
+    """Return the columns that the objective prepares from the tokens of all ranks, before rows are exchanged and cut.
+
+    Collective. Every rank computes the same from the tokens of all, in the order of their rows. ``rows`` are this
+    rank's own, with ``proximal_log_probs``; the counts are those of each rank, and ``seed`` is equal on all. The
+    columns are [T] float32 of this rank's rows; 0 for tokens that are not trained.
+    """
+    mine, rank = rows.mask, ranks.rank
+    row_of = (rows.row_of[mine] + sum(row_counts[:rank])).double()
+    batch = {
+        name: ranks.gather_column(rows.columns[name][mine], token_counts)
+        for name in ("proximal_log_probs", "behaviour_log_probs", "advantages")
+    }
+    whole = objective.prepare(**batch, rows=ranks.gather_column(row_of, token_counts).long(), seed=seed % _SEEDS)
+    first = sum(token_counts[:rank])
+    prepared: dict[str, Tensor] = {}
+    for name, column in whole.items():
+        prepared[name] = torch.zeros(len(mine))
+        prepared[name][mine] = column[first : first + token_counts[rank]].float()
+    return prepared
+
+
+def whitened(column: Tensor, mask: Tensor, ranks: RankGroup) -> Tensor:
+    """Shift and scale ``column`` [T] to mean 0 and variance 1 over the tokens inside ``mask`` of all ranks.
+
+    Collective. Other tokens stay as they are. The variance is the sample one (divided by T - 1); equal numbers give 0.
+    """
+    inside = column[mask].double()
+    count, total = ranks.sum([float(len(inside)), float(inside.sum())])
+    deviations = inside - total / max(count, 1.0)
+    squares, largest = ranks.sum([float(deviations.square().sum()), float(inside.abs().sum())])
+    deviation = (squares / max(count - 1.0, 1.0)) ** 0.5
+    # The mean of equal numbers need not be that number in floating point: a deviation of 1e-17 counts as 0.
+    scale = 1.0 / deviation if deviation > 1e-12 * largest else 0.0
+    changed = column.clone()
+    changed[mask] = (deviations * scale).to(column.dtype)
+    return changed

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft: a model's weights stay, small matrices beside them learn.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft: small matrices are trained beside frozen weights.
 
     W' = W + (alpha / rank) * B @ A        A: [rank, inputs], B: [outputs, rank], B = 0 at first
 
-Frozen, the model is its own reference policy: without the adapters it computes what it computed before any step.
+Without its adapters the model is its own reference policy: its weights are those before the first step.
 """
 
 from __future__ import annotations
@@ -17,37 +17,26 @@ from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["LoRA", "adapter_tensors", "add_adapters", "lora_of", "merged_tensors", "without_adapters"]
-
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """What is adapted, and how much.
+    """The options of the adapters. Raises :class:`ConfigError` for a value that cannot be used."""
 
-    Attributes:
-        rank: of the matrices, 1 or more.
-        alpha: positive; their product counts alpha / rank times.
-        targets: ends of the names of linear modules, or only ``all-linear``: every one but the output head.
-
-    Raises:
-        ConfigError: a value that cannot be used.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] = ("all-linear",)
+    rank: int  # of the matrices
+    alpha: float  # the matrices' product is scaled by alpha / rank
+    target_modules: tuple[str, ...] = ("all-linear",)  # ends of names; all-linear: linear ones but the output head
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"lora.rank is {self.rank}", path="lora.rank", remedy="at least 1")
         if not self.alpha > 0:
             raise ConfigError(f"lora.alpha is {self.alpha}", path="lora.alpha", remedy="positive; often twice the rank")
-        if not self.targets or ("all-linear" in self.targets and len(self.targets) > 1):
+        if not self.target_modules or ("all-linear" in self.target_modules and len(self.target_modules) > 1):
             raise ConfigError(
-                f"lora.targets is {list(self.targets)}",
-                path="lora.targets",
+                f"lora.target_modules is {list(self.target_modules)}",
+                path="lora.target_modules",
                 remedy="names of linear modules, such as q_proj and v_proj, or 'all-linear' alone",
             )
 
@@ -56,19 +45,18 @@ class LoRA:
         return self.alpha / self.rank
 
     def as_record(self) -> dict[str, Any]:
-        """For files."""
-        return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+        return {"rank": self.rank, "alpha": self.alpha, "target_modules": list(self.target_modules)}
 
     def adapter_config(self, *, base: str) -> dict[str, Any]:
-        """The ``adapter_config.json`` of peft for the adapters of the model ``base``."""
-        whole = self.targets == ("all-linear",)
+        """Return peft's ``adapter_config.json`` for adapters of the model ``base``."""
+        whole = self.target_modules == ("all-linear",)
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
             "r": self.rank,
             "lora_alpha": self.alpha,
-            "target_modules": "all-linear" if whole else list(self.targets),
+            "target_modules": "all-linear" if whole else list(self.target_modules),
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -76,35 +64,28 @@ class LoRA:
 
 
 def lora_of(options: Mapping[str, Any] | LoRA | None) -> LoRA | None:
-    """From a table of options.
-
-    Raises:
-        ConfigError: an unknown or missing one.
-    """
+    """Make the options from a configuration table; raise :class:`ConfigError` for an unknown or missing key."""
     if options is None or isinstance(options, LoRA):
         return options
-    if unknown := sorted(options.keys() - {"rank", "alpha", "targets"}):
-        raise ConfigError(f"lora.{unknown[0]} does not exist", path=f"lora.{unknown[0]}", remedy="rank, alpha, targets")
+    if unknown := sorted(options.keys() - {"rank", "alpha", "target_modules"}):
+        raise ConfigError(
+            f"lora.{unknown[0]} does not exist", path=f"lora.{unknown[0]}", remedy="rank, alpha, target_modules"
+        )
     if missing := sorted({"rank", "alpha"} - options.keys()):
         raise ConfigError(f"lora.{missing[0]} is missing", path="lora", remedy="{rank = 16, alpha = 32}")
-    targets = options.get("targets", ("all-linear",))
+    target_modules = options.get("target_modules", ("all-linear",))
     return LoRA(
         rank=int(options["rank"]),
         alpha=float(options["alpha"]),
-        targets=(targets,) if isinstance(targets, str) else tuple(targets),
+        target_modules=(target_modules,) if isinstance(target_modules, str) else tuple(target_modules),
     )
 
 
 def add_adapters(causal_lm: Any, lora: LoRA, *, seed: int) -> None:
-    """Freeze a model and put adapters beside its linear modules, the same ones for the same seed on every rank.
-
-    Args:
-        causal_lm: a transformers model on the CPU; changed in place.
-        lora: what to adapt.
-        seed: of the first matrices.
+    """Freeze a model on the CPU and add adapters to its linear modules; equal on every rank for the same seed.
 
     Raises:
-        ConfigError: peft is not installed, or a target is no linear module of the model's body.
+        ConfigError: peft is not installed, or a target is not a linear module of the model's body.
     """
     try:
         import peft
@@ -115,7 +96,7 @@ def add_adapters(causal_lm: Any, lora: LoRA, *, seed: int) -> None:
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast(Any, lora.alpha),  # documented as an int, used as a number
-        target_modules="all-linear" if lora.targets == ("all-linear",) else list(lora.targets),
+        target_modules="all-linear" if lora.target_modules == ("all-linear",) else list(lora.target_modules),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -127,8 +108,8 @@ def add_adapters(causal_lm: Any, lora: LoRA, *, seed: int) -> None:
             peft.inject_adapter_in_model(config, causal_lm)
         except ValueError as error:
             raise ConfigError(
-                f"lora.targets is {list(lora.targets)}: {str(error).splitlines()[0]}",
-                path="lora.targets",
+                f"lora.target_modules is {list(lora.target_modules)}: {str(error).splitlines()[0]}",
+                path="lora.target_modules",
                 remedy=f"'all-linear', or some of {', '.join(linear)}",
             ) from error
     for name, module in causal_lm.named_modules():
@@ -137,21 +118,21 @@ def add_adapters(causal_lm: Any, lora: LoRA, *, seed: int) -> None:
         base = module.get_base_layer()
         if base is head or base is embeddings or type(base) is not nn.Linear:
             raise ConfigError(
-                f"lora.targets names {name}, a {type(base).__name__}"
+                f"lora.target_modules names {name}, a {type(base).__name__}"
                 + (" and the output head" if base is head else ""),
-                path="lora.targets",
-                remedy="linear modules of attention and feed-forward layers; embeddings, heads and experts that lie in "
-                "one tensor are not adapted here",
+                path="lora.target_modules",
+                remedy="linear modules of attention and feed-forward layers; embeddings, heads and experts that share "
+                "one tensor cannot be adapted",
             )
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The frozen model alone, for as long as the block lasts. For passes without gradients."""
+    """Disable the adapters inside the block. For passes without gradients."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    # peft's own switch also changes which parameters are trained, which a sharded model must not do.
+    # peft's own method also changes which parameters are trained, which a sharded model must not do.
     for layer in layers:
         layer._disable_adapters = True  # noqa: SLF001
     try:
@@ -162,9 +143,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged_tensors(tensors: Iterator[tuple[str, Tensor]], lora: LoRA) -> Iterator[tuple[str, Tensor]]:
-    """A model's full tensors with the adapters added to its weights, under the names they have without adapters.
+    """Yield a model's full tensors with the adapters added to its weights, named as without adapters.
 
-    Adapters must follow their weight before the next one does, as a module's parameters do.
+    Adapters must follow their weight before the next weight, as a module's parameters do.
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -181,7 +162,7 @@ def merged_tensors(tensors: Iterator[tuple[str, Tensor]], lora: LoRA) -> Iterato
 
 
 def adapter_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The adapters alone, under the names that peft gives them in files."""
+    """Yield the adapters alone, under peft's names in files."""
     for name, tensor in tensors:
         if name.endswith((_A, _B)):
             yield f"base_model.model.{name.replace('.default.', '.')}", tensor

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import ConfigError
-from engines.loading import one_at_a_time
-from engines.training.balance import RowCost
+from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
 from engines.training.lora import LoRA, add_adapters, merged_tensors
-from engines.training.microbatch import Layout
-from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowsOfStream, register_packed_attention
-from engines.training.token_log_probs import Extras, Head, TokenScores, token_log_probs
+from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowLayout, register_packed_attention
+from engines.training.packing import Layout
+from engines.training.partition import RowCost
 
-__all__ = [
-    "ComputeDtype",
-    "PolicyModel",
-    "choose_layout",
-    "load_causal_lm",
-    "load_policy_model",
-    "local_shard",
-    "shard",
-]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+model_loading_lock = threading.Lock()
+"""Must be held while a transformers model is made.
+
+``from_pretrained`` changes settings of the whole process while it runs (default dtype, device and initialisation
+contexts), so a second call in another thread gets wrong weights now and then, silently. A rollout engine and a trainer
+that share a process load at the same time.
+"""
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -38,28 +37,23 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyModel(nn.Module):
-    """Scores chosen tokens of rows that lie in a stream, one after the other.
+    """Scores selected tokens of rows that are packed into one sequence.
 
-    Only the hidden states that predict a wanted token reach the output head, which for large vocabularies is most of
-    the work saved. Attention is causal and stays within rows (:mod:`engines.training.packed_attention`). A model whose
-    attention cannot be told of rows is given single rectangles instead; padding is on the right there, so no token
-    ever sees it. Neither way needs an attention mask: the fastest kernels apply.
-
-    Attributes:
-        causal_lm: the model of transformers.
-        layout: how rows may lie; ``packed`` if :meth:`pack` found that the model allows it.
-        lora: what was put beside its weights, if anything; only that is trained then.
+    Only the hidden states that predict a selected token reach the output head: for large vocabularies the rest is most
+    of the work. Attention is causal and stays within rows (:mod:`engines.training.packed_attention`). A model without
+    variable-length attention gets single rectangles instead, padded on the right, where no token attends to padding.
+    Neither layout needs an attention mask, so the fastest kernels apply.
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.layout: Layout = "padded"
-        self.lora: LoRA | None = None
+        self.layout: Layout = "padded"  # until pack() finds that the model allows the other
+        self.lora: LoRA | None = None  # its adapters: only they are trained then
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
-        # What some families do to the logits after the head: gemma caps, granite divides, cohere multiplies.
+        # Some families change the logits after the head: gemma caps, granite divides, cohere multiplies.
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
@@ -76,16 +70,10 @@ class PolicyModel(nn.Module):
         extras: Extras = "none",
         temperature: float = 1.0,
     ) -> TokenScores:
-        """Score N tokens of a stream of T cells.
+        """Score N tokens of a micro-batch of T cells.
 
-        Args:
-            input_ids: [T] int64; any valid id in cells of padding, which lie behind their row.
-            positions: [T] int64, place of each cell in its row.
-            predictors: [N] cells, each one before its target.
-            targets: [N] int64, the tokens there.
-            rectangles: ``(rows, length)`` in the order of the stream; a single one in the padded layout.
-            extras: see :data:`~engines.training.token_log_probs.Extras`.
-            temperature: divides the logits.
+        Arguments up to ``rectangles`` are fields of :class:`~engines.training.packing.PackedMicroBatch`: one rectangle
+        only in the padded layout, and any valid id in cells of padding. ``temperature`` divides the logits.
         """
         states = self.hidden_states(input_ids, positions, rectangles=rectangles)
         return token_log_probs(
@@ -98,9 +86,9 @@ class PolicyModel(nn.Module):
         )
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, *, rectangles: tuple[tuple[int, int], ...]) -> Tensor:
-        """[T, H] last hidden states of a stream."""
+        """Return the last hidden states [T, H]."""
         if self.layout == "packed":
-            rows = RowsOfStream.of(rectangles, device=input_ids.device)
+            rows = RowLayout.of(rectangles, device=input_ids.device)
             states = self._decode(input_ids[None], position_ids=positions[None], **{ROWS: rows})
         else:
             (shape,) = rectangles
@@ -108,7 +96,7 @@ class PolicyModel(nn.Module):
         return states.flatten(0, 1)
 
     def pack(self) -> str:
-        """Use the packed layout if the model computes in it what it computes row by row; returns why not, or ``""``.
+        """Use the packed layout if its results are those of single rows; return why not, or ``""``.
 
         Must be called before sharding, on the CPU.
         """
@@ -122,7 +110,7 @@ class PolicyModel(nn.Module):
             expected = torch.cat([self._decode(row[None])[0] for row in ids])
             config: Any = self.causal_lm.config
             before = config._attn_implementation  # noqa: SLF001  # transformers' own setter has no getter
-            rows = RowsOfStream.of([(1, 7), (2, 5), (1, 2)], device=expected.device)
+            rows = RowLayout.of([(1, 7), (2, 5), (1, 2)], device=expected.device)
             register_packed_attention()
             try:
                 self.causal_lm.set_attn_implementation(PACKED_ATTENTION)
@@ -130,13 +118,13 @@ class PolicyModel(nn.Module):
                 found = self._decode(torch.cat(ids)[None], position_ids=positions[None], **{ROWS: rows})[0]
             except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
                 self.causal_lm.set_attn_implementation(before)
-                return f"{self.architecture} refuses: {error}"
+                return f"{self.architecture} does not support packed rows: {error}"
         windows = [window for window in rows.windows if window is not None]
         reason = ""
         if not rows.windows or not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
-            reason = f"{self.architecture} mixes packed rows: its attention does not ask transformers for its function"
+            reason = f"{self.architecture} mixes packed rows: its attention is not the one set in transformers"
         elif windows != _windows(config.get_text_config(), layers=len(rows.windows)):
-            reason = f"{self.architecture} does not tell its attention function of its sliding window"
+            reason = f"{self.architecture} does not pass its sliding window to its attention function"
         if reason:
             self.causal_lm.set_attn_implementation(before)
         else:
@@ -144,7 +132,7 @@ class PolicyModel(nn.Module):
         return reason
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """[N, V] logits of hidden states [N, H]."""
+        """Return the logits [N, V] of hidden states [N, H]."""
         head: Any = self.causal_lm.get_output_embeddings()
         logits: Tensor = head(hidden)
         if self._scale != 1.0:
@@ -154,7 +142,7 @@ class PolicyModel(nn.Module):
         return logits
 
     def row_cost(self) -> RowCost:
-        """What rows cost, from the numbers of weights; before or after sharding."""
+        """Return the cost of rows, computed from the numbers of weights; before or after sharding."""
         config: Any = self.causal_lm.config.get_text_config()
         weights = sum(parameter.numel() for parameter in self.causal_lm.parameters() if parameter.ndim >= 2)
         embeddings = self.vocabulary * int(config.hidden_size)
@@ -167,48 +155,47 @@ class PolicyModel(nn.Module):
             per_pair=2.0 * config.num_hidden_layers * heads * size,
         )
 
-    def _decode(self, input_ids: Tensor, **keywords: Any) -> Tensor:
-        """[B, L, H] last hidden states of the model without its head."""
+    def _decode(self, input_ids: Tensor, **keywords: Any) -> Tensor:  # [B, L, H] last hidden states
         states: Tensor = self.causal_lm.base_model(input_ids=input_ids, use_cache=False, **keywords).last_hidden_state
         return states
 
     def _head(self) -> Head | None:
-        """The output head as a matrix, if it is one."""
         head: Any = self.causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
             return None
         return Head(head.weight, head.bias, self._scale, self._softcap)
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their names in the causal LM, tied ones once."""
+        """Yield parameters under their names in the causal LM, tied ones once."""
         self.free_gathered()
         yield from self.causal_lm.named_parameters()
 
     @property
     def renamed(self) -> bool:
-        """Whether the checkpoint names its tensors differently from the module (fused experts, for example)."""
+        """True if the checkpoint's names of tensors differ from the module's (fused experts, for example)."""
         return bool(getattr(self.causal_lm, "_weight_conversions", None))
 
     def to_checkpoint_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors by module name to full tensors by checkpoint name."""
+        """Rename (and split or stack) full tensors by module name to those by checkpoint name."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         renamed: dict[str, Tensor] = revert_weight_conversion(self.causal_lm, tensors)
         return renamed
 
     def tensors_by_name(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, and the buffers that belong into a checkpoint."""
+        """Yield parameters, and the buffers that belong into a checkpoint."""
         yield from self.parameters_by_name()
         for prefix, module in self.causal_lm.named_modules():
-            transient = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no public question for this
+            transient = module._non_persistent_buffers_set  # noqa: SLF001  # torch has no public way
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in transient:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def merged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors of :meth:`tensors_by_name`, as they are in a model without adapters that computes the same."""
         return tensors if self.lora is None else merged_tensors(tensors, self.lora)
 
     def free_gathered(self) -> None:
-        """Hold only shards: without a backward pass FSDP keeps what it gathered, which would outlive new weights."""
+        """Free gathered weights: without a backward pass FSDP keeps them, and they would outlive new weights."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -224,15 +211,13 @@ def load_policy_model(
 ) -> PolicyModel:
     """Load a causal LM from a folder or the hub, in float32 on the CPU.
 
-    Rows will lie as ``layout`` says; ``auto`` packs them if the model allows it and says so in the log if not. With
-    ``lora`` the model is frozen and gets adapters, drawn from ``seed``.
-
-    Dropout is switched off wherever the config names it: the policy that is trained must be the policy that is
-    sampled from, and a training step is then a function of its batch alone.
+    Layout ``auto`` packs rows if the model allows it, and logs a warning if not. With ``lora`` the model is frozen and
+    gets adapters, drawn from ``seed``. Dropout is switched off: the trained policy must be the one that is sampled
+    from, and a training step is then a function of its batch alone.
 
     Raises:
-        ConfigError: the model computes logits in a way that is not covered here, cannot be packed and must be, or has
-            no modules of the names that adapters are wanted for.
+        ConfigError: the model changes its logits in an unsupported way, cannot be packed although ``layout`` is
+            ``packed``, or lacks the target modules of ``lora``.
         OSError: there is no such model.
     """
     causal_lm = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing)
@@ -247,13 +232,15 @@ def load_policy_model(
 
 
 def load_causal_lm(path: str, *, gradient_checkpointing: bool) -> Any:
-    """The model of transformers, in float32 on the CPU, with every dropout switched off."""
+    """Load a model of transformers in float32 on the CPU, with every dropout switched off."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config: Any = AutoConfig.from_pretrained(path)
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
             if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
                 setattr(part, name, 0.0)
-    with one_at_a_time:
+    with model_loading_lock:
         causal_lm: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     for module in causal_lm.modules():
         if isinstance(module, nn.Dropout):
@@ -265,11 +252,7 @@ def load_causal_lm(path: str, *, gradient_checkpointing: bool) -> Any:
 
 
 def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"]) -> None:
-    """Let rows lie as asked.
-
-    Raises:
-        ConfigError: the model cannot be packed and must be.
-    """
+    """Set the layout; raise :class:`ConfigError` if the model cannot be packed although ``layout`` is ``packed``."""
     if layout != "padded" and (reason := model.pack()):
         if layout == "packed":
             raise ConfigError(reason, path="layout", remedy="'padded', or 'auto'")
@@ -279,7 +262,7 @@ def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"]) -> None:
 def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
     """Shard every decoder layer, then the rest, over ``mesh``.
 
-    Weights, gradients after reduction and optimizer state are float32. ``bfloat16`` computes in bfloat16.
+    Weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
 
     One rank that computes in float32 has nothing to shard or to cast, so its model is only moved to the device: FSDP
     would hold the weights twice and copy them before every forward pass (10% of an update of 8 rows, 135M parameters).
@@ -292,7 +275,7 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # On one rank resharding between forward and backward frees nothing.
     reshard = None if mesh.size() > 1 else False
-    layers = set(model.causal_lm._no_split_modules or ())  # noqa: SLF001  # transformers' own sharding plan reads it so
+    layers = set(model.causal_lm._no_split_modules or ())  # noqa: SLF001  # as transformers' own sharding plan does
     for module in model.causal_lm.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -300,13 +283,13 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor (the same memory), or the tensor itself."""
+    """Return this rank's shard of a tensor (the same memory), or the tensor itself if it is not sharded."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _foreign_attention(config: Any) -> str:
-    """Why layers see something else than all tokens before them, or a window of those; empty if they do not."""
+    """Return why packed attention does not cover the model's layers: neither full nor sliding-window; else ``""``."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{config.model_type} has layers of {', '.join(sorted(kinds))}"
@@ -316,14 +299,12 @@ def _foreign_attention(config: Any) -> str:
 
 
 def _windows(config: Any, *, layers: int) -> list[int]:
-    """The sliding windows its layers must ask for, in order."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     return [window for kind in kinds if kind == "sliding_attention" and window]
 
 
 def _check_logits(model: PolicyModel) -> None:
-    """The head applied to single hidden states must give what the model itself gives."""
     ids = torch.arange(min(4, model.vocabulary)).unsqueeze(0)
     with torch.no_grad():
         expected = model.causal_lm(input_ids=ids, use_cache=False).logits
@@ -331,7 +312,7 @@ def _check_logits(model: PolicyModel) -> None:
         found = model.logits_of(states)
     if expected.shape != found.shape or not torch.allclose(expected.float(), found.float(), rtol=1e-3, atol=1e-4):
         raise ConfigError(
-            f"{model.architecture} does more to its logits than the trainer knows of (head, scale, softcap)",
+            f"{model.architecture} changes its logits by more than head, scale and softcap",
             path="model_path",
             remedy="use an architecture whose logits are lm_head(hidden), scaled or soft-capped",
         )

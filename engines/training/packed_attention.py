@@ -1,14 +1,13 @@
-"""Causal attention over a stream of packed rows: each token sees its own row and nothing else.
+"""Causal attention over a packed sequence: each token attends to its own row only.
 
-Everything of a transformer but attention works on single tokens and never learns that rows were packed. Attention is
-told by a keyword, :data:`ROWS`, which models of transformers hand from their ``forward`` down to the attention function
-they find by name. Ours takes a stream apart into its rows; no mask of the size of the stream is ever made.
+Everything of a transformer but attention works on single tokens, so only attention depends on how rows are packed.
+Models of transformers pass the keyword :data:`ROWS` from their ``forward`` to the attention function that is registered
+by name. Ours splits the sequence into its rows; no mask of the size of the sequence is ever made.
 
-On CUDA, half-precision streams go through one variable-length flash kernel,
-:func:`torch.nn.attention.varlen.varlen_attn`. Elsewhere rows of one length lie side by side as a rectangle, a
-view of the stream, and each rectangle is one causal call of
-:func:`torch.nn.functional.scaled_dot_product_attention`. ``benchmarks/trainer.py --attention`` compares this with the
-alternatives: a block-diagonal mask, one call a row, and padding everything.
+On CUDA, half-precision sequences go through one variable-length flash kernel,
+:func:`torch.nn.attention.varlen.varlen_attn`. Elsewhere rows of one length form a rectangle, a view of the sequence,
+and each rectangle is one causal call of :func:`torch.nn.functional.scaled_dot_product_attention`.
+``benchmarks/trainer.py --attention`` compares this with the alternatives.
 """
 
 from __future__ import annotations
@@ -22,41 +21,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-
-__all__ = ["PACKED_ATTENTION", "ROWS", "RowsOfStream", "packed_attention", "register_packed_attention"]
 
 PACKED_ATTENTION = "asyncrl_packed"
-"""Name of the attention function in transformers' table. No mask function has this name, so no mask is made."""
+"""Name of the attention function in transformers' table; no mask function has this name, so no mask is made."""
 
 ROWS = "asyncrl_rows"
-"""Keyword under which a model's ``forward`` is given the :class:`RowsOfStream`."""
+"""Keyword of a model's ``forward`` for the :class:`RowLayout`."""
 
 
 @dataclass(slots=True)
-class RowsOfStream:
-    """How the T cells of a stream are divided into rows.
+class RowLayout:
+    """The division of a packed sequence of T cells into rows."""
 
-    Attributes:
-        rectangles: ``(rows, length)`` in the order of the stream; T = sum of rows * length.
-        boundaries: [rows + 1] int32 on the stream's device: where each row begins, and T.
-        windows: sliding windows that layers asked for, one entry a call; None for full attention. A model's support for
-            packing is judged by it.
-    """
-
-    rectangles: tuple[tuple[int, int], ...]
-    boundaries: Tensor
+    rectangles: tuple[tuple[int, int], ...]  # (rows, length) in the order of the sequence; T = sum of rows * length
+    cu_seqlens: Tensor  # [rows + 1] int32 on the sequence's device: the first cell of each row, and T
+    # The sliding windows that layers asked for, one entry per call: they show whether a model supports packing.
     windows: list[int | None] = field(default_factory=list)
 
     @staticmethod
-    def of(rectangles: Sequence[tuple[int, int]], *, device: torch.device) -> RowsOfStream:
+    def of(rectangles: Sequence[tuple[int, int]], *, device: torch.device) -> RowLayout:
         lengths = [length for rows, length in rectangles for _ in range(rows)]
-        boundaries = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        boundaries[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0)
-        return RowsOfStream(tuple(rectangles), boundaries.to(device))
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cu_seqlens[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0)
+        return RowLayout(tuple(rectangles), cu_seqlens.to(device))
 
     @property
-    def longest(self) -> int:
+    def max_seqlen(self) -> int:
         return max(length for _, length in self.rectangles)
 
 
@@ -72,38 +62,23 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    asyncrl_rows: RowsOfStream | None = None,
+    asyncrl_rows: RowLayout | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    **_others: Any,  # what transformers passes to every attention function, whether it concerns it or not
+    **_others: Any,  # transformers passes more to every attention function
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute causal attention within rows; transformers calls this in every layer.
 
-    Args:
-        module: the attention layer.
-        query: [B, heads, L, D]; with ``asyncrl_rows`` [1, heads, T, D].
-        key: as ``query``, with the heads of keys and values: equally many, or a divisor.
-        value: as ``key``.
-        attention_mask: must be None: causality and rows are all there is.
-        dropout: must be 0, see :func:`~engines.training.model.load_policy_model`.
-        scaling: factor of the scores; 1 / sqrt(D) by default.
-        sliding_window: tokens a token sees, itself included.
-        softcap: scores are bent to ``softcap * tanh(score / softcap)``.
-        is_causal: must not be False.
-        asyncrl_rows: rows of the stream; without it each of the B rows is one row.
-        s_aux: attention sinks: not supported, must be None.
-        position_bias: added to scores: not supported, must be None.
-
-    Returns:
-        [B, L, heads, D], and None for the weights.
-
-    Raises:
-        NotImplementedError: something else is asked for.
+    ``query`` is [B, heads, L, D], or [1, heads, T, D] with the division ``asyncrl_rows`` into rows; ``key`` and
+    ``value`` have equally many heads, or a divisor. ``scaling`` is 1 / sqrt(D) by default. A token attends to
+    ``sliding_window`` tokens, itself included. With ``softcap`` scores become ``softcap * tanh(score / softcap)``.
+    Attention masks, sinks (``s_aux``), ``position_bias``, ``dropout`` and ``is_causal=False`` are not supported. The
+    result is [B, L, heads, D], and None for the weights.
     """
     foreign = attention_mask is not None or s_aux is not None or position_bias is not None
     if foreign or dropout or is_causal is False:
         raise NotImplementedError(
-            f"{type(module).__name__}: packed attention is causal and knows no masks, sinks, biases or dropout"
+            f"{type(module).__name__}: packed attention is causal and does not support masks, sinks, biases or dropout"
         )
     if asyncrl_rows is None:
         batch, _, length, _ = query.shape
@@ -115,7 +90,7 @@ def packed_attention(
     if softcap is None and _has_varlen_kernel(query):
         return _varlen(*tokens, rows=rows, scaling=scaling, window=sliding_window).unsqueeze(0), None
     sizes = [count * length for count, length in rows.rectangles]
-    # split, not slices: its backward pass joins the pieces, where each slice's would fill a whole stream with zeros.
+    # split, not slices: its backward pass joins the pieces, where each slice's would fill a whole sequence with zeros.
     pieces = zip(rows.rectangles, *(each.split(sizes) for each in tokens), strict=True)
     attended_pieces: list[Tensor] = []
     for shape, *piece in pieces:
@@ -125,10 +100,9 @@ def packed_attention(
     return (attended_pieces[0] if len(attended_pieces) == 1 else torch.cat(attended_pieces)).unsqueeze(0), None
 
 
-def _attend(
+def _attend(  # [B, heads, L, D]
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """[B, heads, L, D]: causal attention within each of B rows."""
     length = query.shape[2]
     if window is not None and window >= length:
         window = None
@@ -144,7 +118,7 @@ def _attend(
 def _attend_softcapped(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None, softcap: float
 ) -> Tensor:
-    """No kernel bends scores, so they are written out, rectangle by rectangle."""
+    """Compute attention with soft-capped scores, for which there is no kernel: one matrix of scores per rectangle."""
     length, size = query.shape[2:]
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
@@ -156,14 +130,13 @@ def _attend_softcapped(
 
 @lru_cache(maxsize=8)
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] bool: what each token sees of the ``window`` tokens up to itself."""
+    """Return [L, L] bool: each token attends to the ``window`` tokens up to itself."""
     place = torch.arange(length, device=device)
     back = place[:, None] - place[None, :]
     return (back >= 0) & (back < window)
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
-    """Whether torch's flash kernel takes this: half precision, on a device that has it, heads of a fitting size."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     if "window_size" not in _varlen_parameters():
@@ -172,10 +145,9 @@ def _has_varlen_kernel(query: Tensor) -> bool:
     return size <= 256 and size % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, *, rows: RowsOfStream, scaling: float | None, window: int | None
+def _varlen(  # [T, heads, D]
+    query: Tensor, key: Tensor, value: Tensor, *, rows: RowLayout, scaling: float | None, window: int | None
 ) -> Tensor:
-    """[T, heads, D] in one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
@@ -188,10 +160,10 @@ def _varlen(
         query,
         key,
         value,
-        rows.boundaries,
-        rows.boundaries,
-        rows.longest,
-        rows.longest,
+        rows.cu_seqlens,
+        rows.cu_seqlens,
+        rows.max_seqlen,
+        rows.max_seqlen,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **options,
@@ -202,7 +174,7 @@ def _varlen(
 
 @cache
 def _varlen_parameters() -> frozenset[str]:
-    """What torch's kernel can be told: before torch 2.10 there is none, windows came with 2.11, groups with 2.12."""
+    """Return the parameters of torch's kernel: torch 2.10 introduced it, windows came with 2.11, groups with 2.12."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -211,5 +183,6 @@ def _varlen_parameters() -> frozenset[str]:
 
 
 def register_packed_attention() -> None:
-    """Let transformers find :func:`packed_attention` by its name. Idempotent."""
+    from transformers import AttentionInterface
+
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,10 +1,11 @@
-"""The ranks of one trainer, and the little they tell each other beside gradients."""
+"""The ranks of one trainer: their process group, and the collectives beside those of gradients."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,31 +15,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.errors import ConfigError, EngineError
 
-__all__ = ["RankGroup"]
+ResultT = TypeVar("ResultT")
 
-# torch keeps one default process group per process, so who made it and who still needs it is a fact of the process.
+# torch keeps one default process group per process, so these are of the process, too.
 _lock = threading.Lock()
 _users = 0
-# A port is listened on for as long as the process lives: closing and opening it again would race with the other ranks.
+# Servers listen until the process ends: closing and opening a port again would race with the other ranks.
 _servers: dict[tuple[str, int], Store] = {}
 _groups_made: dict[tuple[str, int], int] = {}
 
 
 class RankGroup:
-    """One rank's membership: its device, the mesh for FSDP, and agreement on small numbers.
+    """One rank's membership in a process group: its device, the mesh for FSDP, and collectives.
 
-    The first engine of a process makes torch's default process group; engines after it join that, and the last one to
-    close destroys it. A default group that was there before is used and left alone. One rank alone needs no network:
-    it meets itself at a store in memory.
-
-    Attributes:
-        rank: this process, 0..world_size-1.
-        world_size: number of processes.
-        device: where this rank computes.
-        mesh: all ranks, one-dimensional.
+    The first engine of a process makes torch's default process group, later ones join it, and the last one to close
+    destroys it. A default group that existed before is used and not destroyed. A single rank needs no network: its
+    store is in memory.
 
     Raises:
-        ConfigError: no port for several ranks, or a default group of another shape is there already.
+        ConfigError: no port for several ranks, or a default group of another size exists.
     """
 
     def __init__(
@@ -71,7 +66,7 @@ class RankGroup:
         self.mesh = DeviceMesh.from_group(group, self.device.type)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum of every number over the ranks, in float64."""
+        """Sum each number over the ranks, in float64."""
         if self.world_size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -80,50 +75,37 @@ class RankGroup:
         return summed
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The integers of every rank, by rank. All give equally many."""
+        """Return the integers of every rank, by rank; every rank has the same number of them."""
         if self.world_size == 1:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self._group)
-        return [tensor.tolist() for tensor in everyone]
+        return [part.tolist() for part in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def gather_lists(self, values: Sequence[int]) -> list[list[int]]:
-        """The integers of every rank, by rank; ranks may give different numbers of them."""
+        """Return the integers of every rank, by rank; ranks may have different numbers of them."""
         if self.world_size == 1:
             return [list(values)]
         counts = [count for (count,) in self.gather([len(values)])]
         padded = self.gather([*values, *[0] * (max(counts) - len(values))]) if max(counts) else [[] for _ in counts]
         return [each[:count] for each, count in zip(padded, counts, strict=True)]
 
+    def gather_column(self, column: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Concatenate every rank's ``column`` [lengths[rank]], by rank, on every rank; float64 on the CPU."""
+        mine = column.to(device="cpu", dtype=torch.float64)
+        if self.world_size == 1:
+            return mine
+        padded = torch.zeros(max(lengths), dtype=torch.float64)
+        padded[: len(mine)] = mine
+        parts = self._all_gather(padded)
+        return torch.cat([part[:length].cpu() for part, length in zip(parts, lengths, strict=True)])
+
     def all_to_all(self, rows: Tensor, *, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Rows of a matrix to the ranks they are meant for; CPU in, CPU out.
-
-        Args:
-            rows: [sum of sends, C], in the order of the ranks they go to.
-            sends: how many go to each rank.
-            receives: how many come from each rank.
-
-        Returns:
-            [sum of receives, C], in the order of the ranks they come from.
-        """
+        """Send ``sends[rank]`` rows of a CPU matrix [sum of sends, C] to each rank; return [sum of receives, C]."""
         found = torch.empty(sum(receives), rows.shape[1], dtype=rows.dtype, device=self.device)
         dist.all_to_all_single(found, rows.to(self.device).contiguous(), list(receives), list(sends), group=self._group)
         return found.cpu()
 
-    def concatenated(self, column: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Every rank's ``column`` [lengths[rank]] one after another, by rank, on every rank; float64 on the CPU."""
-        mine = column.to(device="cpu", dtype=torch.float64)
-        if self.world_size == 1:
-            return mine
-        padded = torch.zeros(max(lengths), dtype=torch.float64, device=self.device)
-        padded[: len(mine)] = mine
-        everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(everyone, padded, group=self._group)
-        return torch.cat([part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)])
-
-    def agree(self, error: Exception | None, *, doing: str) -> None:
-        """Fail together: raise ``error`` on the ranks that have one, and :class:`EngineError` on all others.
+    def raise_together(self, error: Exception | None, *, doing: str) -> None:
+        """Raise ``error`` on the ranks that have one, and :class:`EngineError` on all others.
 
         Without it, a rank that fails alone leaves the others waiting in their next collective.
         """
@@ -133,13 +115,31 @@ class RankGroup:
         if failed:
             raise EngineError(f"{doing} failed on rank {failed[0]} (of {len(failed)} that failed); see its error")
 
+    def call_together(
+        self, function: Callable[[], ResultT], *, doing: str, catch: type[Exception] = Exception
+    ) -> ResultT:
+        """Return the result of ``function``, or raise on every rank if it raises ``catch`` on any."""
+        error: Exception | None = None
+        result: list[ResultT] = []
+        try:
+            result.append(function())
+        except catch as raised:
+            error = raised
+        self.raise_together(error, doing=doing)
+        return result[0]
+
+    def _all_gather(self, mine: Tensor) -> list[Tensor]:
+        mine = mine.to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return parts
+
     def close(self) -> None:
-        """Leave. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        # DTensor's caches keep the mesh for ever, and the mesh its group: sockets, threads, and a trap for the next
-        # group of the same name.
+        # DTensor's caches keep the mesh for ever, and the mesh would keep its group: sockets, threads, and a name that
+        # the next group could not have.
         getattr(self.mesh, "_pg_registry", {}).clear()
         del self._group
         if self._owner:
@@ -162,7 +162,7 @@ def _device_of(rank: int, device: str) -> torch.device:
 def _join(
     rank: int, world_size: int, master_addr: str, master_port: int | None, device: torch.device, timeout_s: float
 ) -> bool:
-    """Make or join the default group; True if it is one of ours, to be left again."""
+    """Make or join the default group; True if an engine made it, so that :func:`_leave` must be called."""
     global _users  # noqa: PLW0603  # mirrors torch's own process-wide group
     with _lock:
         if dist.is_initialized():
@@ -190,7 +190,7 @@ def _join(
 
 
 def _meeting_point(master_addr: str, master_port: int, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A store for one process group. Groups made one after the other at the same port get rooms of their own in it."""
+    """Return a store for one process group. Groups that follow each other at one port get prefixes of their own."""
     address = (master_addr, master_port)
     if address not in _servers:
         _servers[address] = TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)

@@ -1,15 +1,13 @@
-"""A tiny language model made on the spot: random weights, and a tokenizer trained on the demonstrations.
+"""Model source ``scratch``: a tiny model with random weights, and a tokenizer trained on demonstrations.
 
-It writes a complete Hugging Face folder, so everything that loads a real model loads this one. What makes it small
-enough to learn on two processor cores within minutes:
+It is a complete Hugging Face folder, which every engine loads like any other model. It is small enough to learn on two
+processor cores within minutes:
 
-* a byte-level BPE trained on the rendered demonstrations, whose merges may cross words: recurring scaffolding (the
-  JSON of a tool call) becomes one or two tokens, while digits always stay single;
-* a chat template of one token per turn border. Tools are not declared in the prompt: a model from scratch knows them
-  from its demonstrations only;
-* tied embeddings and wide initial weights, which make copying a token easy to learn.
-
-Any text can be encoded: what the merges do not cover falls back to bytes.
+* The tokenizer is a byte-level BPE trained on the rendered demonstrations, whose merges may cross words: recurring text
+  (the JSON of a tool call) becomes one or two tokens, while digits stay single. Other text falls back to bytes.
+* The chat template has one token per turn border. Tools are not declared in the prompt: the model learns them from
+  its demonstrations.
+* Tied embeddings and wide initial weights make copying a token easy to learn.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from asyncrl.interfaces import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "make", "make_scratch_model", "make_scratch_tokenizer"]
 
 END, PAD = "<|end|>", "<|pad|>"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 _SPECIAL_TOKENS = [PAD, END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+_LEAST_VOCABULARY = 256 + len(_SPECIAL_TOKENS)
 
 CHAT_TEMPLATE = """
 {%- for message in messages -%}
@@ -42,75 +40,44 @@ CHAT_TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """.strip()
-"""Turns are ``<|role|>content<|end|>``; calls are written the way Hermes and Qwen models write them."""
+"""Turns are ``<|role|>content<|end|>``; tool calls have the format of Hermes and Qwen models."""
 
 
-def make(folder: Path, *, seed: int, demonstrations: Callable[[int], list[Message]] | None, **options: Any) -> None:
-    """Model source ``scratch``: see :func:`make_scratch_model` for the options.
-
-    Raises:
-        ConfigError: there are no demonstrations to make a tokenizer from.
-    """
-    if demonstrations is None:
-        raise ConfigError(
-            "a model from scratch needs demonstrations: its tokenizer is made from them",
-            path="model.source",
-            remedy="choose an environment with demonstrations, or a pretrained model",
-        )
-    conversations = [demonstrations(index) for index in range(int(options.pop("tokenizer_conversations", 512)))]
-    make_scratch_model(folder, seed=seed, conversations=conversations, **options)
-
-
-def make_scratch_model(
+def make(
     folder: Path,
     *,
-    conversations: Sequence[Sequence[Message]],
-    seed: int = 0,
+    seed: int,
+    demonstrations: Callable[[int], list[Message]] | None,
+    tokenizer_conversations: int = 512,
     architecture: str = "llama",
     hidden_size: int = 128,
     layers: int = 4,
     heads: int = 4,
     intermediate_size: int = 352,
-    max_position: int = 512,
+    max_position: int = 1024,
     vocab_size: int = 512,
     rope_theta: float = 10_000.0,
     initializer_range: float = 0.05,
 ) -> None:
-    """Write config, random weights (float32), tokenizer and generation config into ``folder``.
+    """Write config, random weights (float32), tokenizer and generation config into ``folder``; make it if missing.
+
+    The tokenizer is trained on the first ``tokenizer_conversations`` of the demonstrations; ``vocab_size`` is an upper
+    bound, since merging stops early when no pair recurs. ``architecture`` is a Hugging Face ``model_type``: llama,
+    qwen2, qwen3 or mistral. ``hidden_size`` is a multiple of ``heads``, ``max_position`` in tokens. ``rope_theta`` is
+    the base of the rotary embeddings: small ones suit short sequences. ``initializer_range`` is the standard deviation
+    of the initial weights.
 
     Raises:
-        ConfigError: an option that cannot be used.
-
-    Args:
-        folder: made if missing.
-        conversations: texts the tokenizer is trained on.
-        seed: of the weights; the tokenizer depends on the conversations alone.
-        architecture: a Hugging Face ``model_type``: llama, qwen2, qwen3 or mistral.
-        hidden_size: width; with ``heads``, of equal size.
-        layers: depth.
-        heads: attention heads.
-        intermediate_size: width of the MLP.
-        max_position: longest sequence in tokens.
-        vocab_size: upper bound; merging stops early when nothing recurs.
-        rope_theta: base of the rotary positions; small ones suit short sequences.
-        initializer_range: standard deviation of the initial weights.
+        ConfigError: an option cannot be used, or there are no demonstrations.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    check_options(folder, demonstrations=demonstrations, hidden_size=hidden_size, heads=heads, vocab_size=vocab_size,
+                  architecture=architecture)  # fmt: skip
+    assert demonstrations is not None
+    conversations = [demonstrations(index) for index in range(tokenizer_conversations)]
     tokenizer = make_scratch_tokenizer(conversations, vocab_size=vocab_size, max_position=max_position)
-    if hidden_size % heads:
-        raise ConfigError(
-            f"hidden_size={hidden_size} is no multiple of heads={heads}",
-            path="model.options.hidden_size",
-            remedy="heads are of equal size: choose a multiple",
-        )
-    if architecture not in _ARCHITECTURES:
-        raise ConfigError(
-            f"no model can be made of architecture {architecture!r}",
-            path="model.options.architecture",
-            remedy=f"one of {', '.join(_ARCHITECTURES)}",
-        )
     config = AutoConfig.for_model(
         architecture,
         vocab_size=len(tokenizer),
@@ -139,24 +106,71 @@ def make_scratch_model(
     tokenizer.save_pretrained(str(folder))
 
 
-def make_scratch_tokenizer(
-    conversations: Iterable[Sequence[Message]], *, vocab_size: int = 512, max_position: int = 512
-) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the rendered conversations; digits are never merged, special tokens never split.
+def check_options(
+    folder: Path,
+    *,
+    demonstrations: Callable[[int], list[Message]] | None,
+    hidden_size: int = 128,
+    heads: int = 4,
+    architecture: str = "llama",
+    vocab_size: int = 512,
+    **others: object,
+) -> None:
+    """Raise ConfigError unless :func:`make` can make a model from these arguments."""
+    del folder, others
+    if hidden_size % heads:
+        raise ConfigError(
+            f"hidden_size={hidden_size} is not a multiple of heads={heads}",
+            path="model.options.hidden_size",
+            remedy="heads are of equal size: choose a multiple",
+        )
+    if architecture not in _ARCHITECTURES:
+        raise ConfigError(
+            f"architecture {architecture!r} is not supported",
+            path="model.options.architecture",
+            remedy=f"one of {', '.join(_ARCHITECTURES)}",
+        )
+    if vocab_size < _LEAST_VOCABULARY:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}",
+            path="model.options.vocab_size",
+            remedy=f"at least {_LEAST_VOCABULARY}: every byte is a token",
+        )
+    try:
+        (demonstrations or _no_demonstration)(0)
+    except ConfigError as error:
+        raise ConfigError(
+            f"a model from scratch needs demonstrations, also without a warm start: its tokenizer is trained on them; "
+            f"{error}",
+            path="model.source",
+            remedy="choose an environment with demonstrations, give them (env.options.demonstrations), or a pretrained "
+            "model (model.path)",
+        ) from error
 
-    Raises:
-        ConfigError: ``vocab_size`` has no room for the bytes and the special tokens.
-    """
+
+make.check_options = check_options  # type: ignore[attr-defined]
+
+
+def _no_demonstration(index: int) -> list[Message]:
+    raise ConfigError(f"there is no demonstration {index}")
+
+
+def make_scratch_model(
+    folder: Path, *, conversations: Sequence[Sequence[Message]], seed: int = 0, **options: Any
+) -> None:
+    """Make a model as :func:`make` does, its tokenizer from all of the ``conversations``."""
+    given = [list(conversation) for conversation in conversations]
+    make(folder, seed=seed, demonstrations=given.__getitem__, tokenizer_conversations=len(given), **options)
+
+
+def make_scratch_tokenizer(
+    conversations: Iterable[Sequence[Message]], *, vocab_size: int = 512, max_position: int = 1024
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on the rendered conversations; digits are never merged, special tokens never split."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(alphabet) + len(_SPECIAL_TOKENS):
-        raise ConfigError(
-            f"vocab_size is {vocab_size}",
-            path="model.options.vocab_size",
-            remedy=f"at least {len(alphabet) + len(_SPECIAL_TOKENS)}: every byte is a token",
-        )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -182,7 +196,6 @@ def make_scratch_tokenizer(
 
 
 def _texts(conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
-    """The conversations as the template renders them, without the special tokens between."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     border = re.compile("|".join(re.escape(token) for token in _SPECIAL_TOKENS))

@@ -1,4 +1,4 @@
-"""What training engines of all roles share: a model and its optimizer over ranks, optimizer steps, and their folder."""
+"""What the training engines have in common: a model and its optimizer over ranks, optimizer steps, save and load."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms import TokenLosses
+from asyncrl.algorithms.aggregation import check_range
 from asyncrl.data import DataProto
-from asyncrl.errors import EngineClosedError, EngineError, InvalidDataError
-from engines.training.dealing import Dealing
-from engines.training.microbatch import Layout
+from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
+from asyncrl.io import DurableFiles
+from engines.training.checkpoint import export_model, full_tensor, load_trainer, save_trainer
+from engines.training.log_probs import Extras
 from engines.training.model import ComputeDtype, PolicyModel, shard
 from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
-from engines.training.options import check_options
-from engines.training.packed_rows import PackedRows, RowStream
-from engines.training.passes import LossesOf, Passes, Portion
+from engines.training.packing import Layout, PackedRows
+from engines.training.partition import BatchPartition
+from engines.training.passes import LossFunction, MiniBatch, Passes
 from engines.training.rank_group import RankGroup
-from engines.training.token_log_probs import Extras, TokenScores
-from engines.training.trainer_folder import export_model, full_tensor, load_trainer, save_trainer
-
-__all__ = ["ShardedEngine", "check_some"]
 
 ModelT = TypeVar("ModelT", bound=PolicyModel)
 
@@ -34,40 +31,40 @@ ModelT = TypeVar("ModelT", bound=PolicyModel)
 class ShardedEngine(Generic[ModelT]):
     """Model and optimizer, sharded over the ranks of one group. Methods are collective.
 
-    Engines derive from it, add what they minimise, and begin with :meth:`_open`. The arguments of all of them are these
-    fields and their own; none is to be set once the engine is made.
+    A derived engine adds the loss it minimises and calls :meth:`_open` first. Its arguments are these fields and its
+    own; none may be set once the engine is made.
 
     Args:
         model_path: folder or hub id of a transformers model.
         lr: peak learning rate.
-        rank: this process, 0..world_size-1.
-        world_size: number of ranks; 1 needs no network, and any number of such engines can live in one process.
-        master_addr: where several ranks meet.
-        master_port: likewise; needed for several ranks unless this process has a torch process group already.
-        device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: CUDA if there is any.
-        dtype: what matrix products are computed in.
+        rank, world_size: this process, 0..world_size-1, and the number of ranks; 1 needs no network, and any number of
+            such engines can live in one process.
+        master_addr, master_port: where several ranks meet; the port is needed unless this process has a torch process
+            group already.
+        device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto`` (CUDA if available).
+        dtype: of matrix products.
         weight_decay: decoupled; not applied to tensors of one dimension (norms, biases).
-        betas: AdamW's decay rates of the two moments.
-        eps: AdamW's epsilon.
+        betas, eps: AdamW's decay rates of the two moments, and its epsilon.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
-        schedule: see :class:`~engines.training.optimizer.LearningRate`.
-        warmup_steps: optimizer steps; one update makes ``minibatches * epochs`` of them.
-        total_steps: optimizer steps; needed unless the schedule is constant.
+        lr_scheduler_type: see :class:`~engines.training.optimizer.LearningRate`.
+        warmup_steps: optimizer steps; one update makes ``num_mini_batches * epochs`` of them.
+        total_steps: optimizer steps; needed unless the learning rate is constant.
         max_tokens_per_microbatch: tokens a rank computes at once, padding included. A longer row is computed alone.
         gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
         layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
-            whose attention cannot be told of rows), ``auto``: packed where the model allows it.
-        minibatches: optimizer steps per pass over a batch.
-        epochs: passes over a batch.
-        publish_dtype: what published and exported floating weights are cast to.
+            without variable-length attention), ``auto``: packed where the model allows it.
+        num_mini_batches, epochs: optimizer steps per pass over a batch, and passes.
+        publish_dtype: of published and exported floating weights.
         threads: CPU threads of torch, for the whole process; None leaves them as they are.
-        seed: order in which rows are dealt to minibatches.
+        seed: of the assignment of rows to mini-batches.
         collective_timeout_s: how long a rank waits for the others before it fails.
 
     Raises:
         ConfigError: a value that cannot be used; the message names it.
         OSError: there is no such model.
     """
+
+    files: ClassVar[DurableFiles] = DurableFiles()
 
     model_path: str = field(kw_only=False)
     lr: float
@@ -81,13 +78,13 @@ class ShardedEngine(Generic[ModelT]):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    schedule: Schedule = "constant"
+    lr_scheduler_type: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
     max_tokens_per_microbatch: int = 8192
     gradient_checkpointing: bool = False
     layout: Layout | Literal["auto"] = "auto"
-    minibatches: int = 1
+    num_mini_batches: int = 1
     epochs: int = 1
     publish_dtype: ComputeDtype = "float32"
     threads: int | None = None
@@ -95,27 +92,17 @@ class ShardedEngine(Generic[ModelT]):
     collective_timeout_s: float = 1800.0
 
     def _open(self, load: Callable[[], ModelT], *, temperature: float = 1.0) -> None:
-        """Check the options, join the ranks and shard the model that ``load`` makes, on the CPU and not sharded yet."""
-        check_options(
-            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
-            minibatches=self.minibatches,
-            epochs=self.epochs,
-            threads=self.threads,
-            max_grad_norm=self.max_grad_norm,
-            temperature=temperature,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-            eps=self.eps,
-            layout=self.layout,
-            dtype=self.dtype,
-            publish_dtype=self.publish_dtype,
-        )
+        """Check the options, join the ranks, and shard the model that ``load`` makes on the CPU."""
+        self._check_options(temperature)
         self._rate = LearningRate(
-            peak=self.lr, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps
+            peak=self.lr,
+            lr_scheduler_type=self.lr_scheduler_type,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
         )
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        self._dealing_seed = self.seed
+        self._saved_seed = self.seed
         self._updates = 0
         self._optimizer_steps = 0
         self._closed = False
@@ -128,7 +115,7 @@ class ShardedEngine(Generic[ModelT]):
             timeout_s=self.collective_timeout_s,
         )
         try:
-            self._model: ModelT = self._load(load)
+            self._model: ModelT = self._ranks.call_together(load, doing="loading the model")
             self._cost = self._model.row_cost()
             shard(self._model, self._ranks.mesh, dtype=self.dtype)
             self._optimizer = ShardedAdamW(
@@ -141,50 +128,53 @@ class ShardedEngine(Generic[ModelT]):
             self._ranks.close()
             raise
 
-    def _load(self, load: Callable[[], ModelT]) -> ModelT:
-        """The model, or the same kind of error on every rank: one may lack the folder."""
-        try:
-            model, failure = load(), None
-        except Exception as error:  # noqa: BLE001 - raised again below
-            model, failure = None, error
-        self._ranks.agree(failure, doing="loading the model")
-        assert model is not None
-        return model
+    def _check_options(self, temperature: float) -> None:
+        for name in ("max_tokens_per_microbatch", "num_mini_batches", "epochs", "threads"):
+            value = getattr(self, name)
+            if name == "threads" and value is None:
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value}", path=name, remedy="a whole number of at least 1")
+        norm = self.max_grad_norm
+        if norm is not None and not norm > 0:
+            raise ConfigError(f"max_grad_norm is {norm}", path="max_grad_norm", remedy="positive, or None")
+        check_range("temperature", temperature, low=0.0, open_low=True)
+        check_range("weight_decay", self.weight_decay, low=0.0)
+        check_range("eps", self.eps, low=0.0, open_low=True)
+        for beta in self.betas:
+            check_range("betas", beta, low=0.0, high=math.nextafter(1.0, 0.0))
+        for name, choices in (
+            ("layout", ("auto", *get_args(Layout))),
+            ("dtype", get_args(ComputeDtype)),
+            ("publish_dtype", get_args(ComputeDtype)),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} is {value!r}", path=name, remedy=f"one of {', '.join(choices)}")
 
-    # --------------------------------------------------------------------------------------------------------- folder
+    # ------------------------------------------------------------------------------------------- save, load and export
 
     def save(self, folder: Path) -> None:
-        """Write weights, moments and counters; replaces ``folder`` as a whole. Collective; rank 0 writes.
-
-        Raises:
-            OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
-        """
+        """Write weights, moments and counters; replaces ``folder`` as a whole. Rank 0 writes."""
         self._check_open()
-        counters = {"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._dealing_seed}
-        save_trainer(Path(folder), self._model, self._optimizer, self._ranks, counters=counters)
+        counters = {"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._saved_seed}
+        save_trainer(Path(folder), self._model, self._optimizer, self._ranks, counters=counters, files=self.files)
 
     def load(self, folder: Path) -> None:
-        """Counterpart of :meth:`save`, at any world size. At the same world size training goes on bit for bit.
+        """Restore what :meth:`save` wrote. At the same world size training continues bit for bit.
 
-        Hyperparameters are this engine's; only the seed is that of the engine that saved.
-
-        Raises:
-            CheckpointError: missing, damaged or of another model. Nothing has been changed then.
+        Hyperparameters are this engine's; only the seed is that of the engine that saved. Nothing has been changed when
+        it raises.
         """
         self._check_open()
         counters = load_trainer(Path(folder), self._model, self._optimizer, self._ranks)
         self._updates = counters["updates"]
         self._optimizer_steps = counters["optimizer_steps"]
-        self._dealing_seed = counters["seed"]
+        self._saved_seed = counters["seed"]
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder: config, weights in ``publish_dtype``, the tokenizer of ``model_path`` if any.
 
-        With LoRA its weights have the adapters merged in; the adapters alone lie beside them in ``adapter``, as peft
-        reads them.
-
-        Raises:
-            OSError: the folder cannot be written (on rank 0; :class:`EngineError` on the others).
+        With LoRA the weights have the adapters merged in; the adapters alone lie in ``adapter``, as peft reads them.
         """
         self._check_open()
         export_model(
@@ -194,89 +184,70 @@ class ShardedEngine(Generic[ModelT]):
             self._ranks,
             dtype=getattr(torch, self.publish_dtype),
             model_path=self.model_path,
+            files=self.files,
         )
 
     def close(self) -> None:
-        """Leave the process group and free the model. Idempotent."""
         if self._closed:
             return
         self._closed = True
         del self._passes, self._optimizer, self._model
         self._ranks.close()
 
-    # ---------------------------------------------------------------------------------------------- for derived engines
+    # --------------------------------------------------------------------------------------------- for derived engines
 
-    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        dtype: torch.dtype = getattr(torch, self.publish_dtype)
-        whole = self._model.merged((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
-        tensors = ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in whole)
-        return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
-
-    def _descend(
+    def _run_mini_batches(
         self,
-        dealing: Dealing,
+        partition: BatchPartition,
         *,
         token_weights: Callable[[Tensor, int, int], Tensor],
-        losses_of: Callable[[PackedRows, TokenScores, RowStream, Tensor], TokenLosses],
+        loss_fn: LossFunction,
         extras: Extras = "none",
+        epochs: int = 1,
+        num_mini_batches: int = 1,
     ) -> dict[str, float]:
-        """``epochs`` passes over a batch, each in ``minibatches`` optimizer steps; the update is counted.
+        """Make ``epochs`` passes over a batch, each of ``num_mini_batches`` optimizer steps.
 
-        Args:
-            dealing: the batch.
-            token_weights: (trained tokens of each row, those of the step, its rows) -> weight of a row's tokens.
-            losses_of: as for :meth:`Passes.accumulate`, with the rows before.
-            extras: likewise.
-
-        Returns:
-            Metrics, averaged over steps: ``loss`` and ``grad_norm`` evenly, others by tokens; ``lr`` of the last step,
-            ``tokens_trained`` and ``rows`` of the batch.
-
-        Raises:
-            InvalidDataError: no token to train on.
+        ``token_weights`` maps (trained tokens of each row, those of the mini-batch, its rows) to the weight of a row's
+        tokens; ``loss_fn`` is that of :meth:`Passes.accumulate`. Metrics are averaged over steps:
+        ``loss`` and ``grad_norm`` evenly, others by tokens; ``lr`` is that of the last step, ``tokens_trained`` and
+        ``rows`` are of the batch.
         """
-        check_some(dealing.scored)
+        check_any_tokens(partition.scored)
         steps: list[dict[str, float]] = []
         tokens_of_steps: list[int] = []
-        for epoch in range(self.epochs):
-            for rows, members in dealing.minibatches(self.minibatches, seed=self._draw(epoch)):
-                portion = self._passes.portion(rows, members)
-                if portion.tokens == 0:
+        for epoch in range(epochs):
+            for rows, members in partition.mini_batches(num_mini_batches, seed=self._derived_seed(epoch)):
+                mini_batch = self._passes.plan(rows, members)
+                if mini_batch.tokens == 0:
                     continue
-                weights = token_weights(_only(rows.scored, members), portion.tokens, portion.rows)
-
-                def losses(
-                    scores: TokenScores, stream: RowStream, mask: Tensor, rows: PackedRows = rows
-                ) -> TokenLosses:
-                    return losses_of(rows, scores, stream, mask)
-
-                steps.append(self._step(rows, portion, weights, losses_of=losses, extras=extras))
-                tokens_of_steps.append(portion.tokens)
+                scored = torch.zeros_like(rows.scored)  # 0 for the rows of other mini-batches
+                scored[members] = rows.scored[members]
+                weights = token_weights(scored, mini_batch.tokens, mini_batch.rows)
+                steps.append(self._step(rows, mini_batch, weights, loss_fn=loss_fn, extras=extras))
+                tokens_of_steps.append(mini_batch.tokens)
         self._updates += 1
-        per_step = {"loss", "grad_norm"}
         metrics = {
-            name: _mean([step[name] for step in steps], [1] * len(steps) if name in per_step else tokens_of_steps)
+            name: _mean(
+                [step[name] for step in steps], [1] * len(steps) if name in ("loss", "grad_norm") else tokens_of_steps
+            )
             for name in steps[0]
         }
         return metrics | {
             "lr": steps[-1]["lr"],
-            "tokens_trained": float(dealing.scored),
-            "rows": float(dealing.rows),
+            "tokens_trained": float(partition.scored),
+            "rows": float(partition.rows),
         }
 
-    def _draw(self, number: int = 0) -> int:
-        """Seed of something that this update draws; ``number`` below 1024."""
-        return (self._dealing_seed << 40) + (self._updates << 10) + number
-
     def _step(
-        self, rows: PackedRows, portion: Portion, weights: Tensor, *, losses_of: LossesOf, extras: Extras
+        self, rows: PackedRows, mini_batch: MiniBatch, weights: Tensor, *, loss_fn: LossFunction, extras: Extras
     ) -> dict[str, float]:
-        self._optimizer.discard_gradients()  # of a step that was broken off by an error
+        self._optimizer.discard_gradients()  # those of a step that an error interrupted
         gradients = self._passes.accumulate(
             rows,
-            portion,
+            mini_batch,
             weights,
-            losses_of=losses_of,
+            loss_fn=loss_fn,
             squared_norm=self._optimizer.squared_gradient_norm,
             extras=extras,
         )
@@ -292,14 +263,13 @@ class ShardedEngine(Generic[ModelT]):
         self._optimizer_steps += 1
         return gradients.metrics | {"loss": gradients.loss, "grad_norm": gradients.norm, "lr": lr}
 
-    def _score(self, dealing: Dealing, *, extras: Extras) -> tuple[Tensor, Tensor]:
-        """Scores of the tokens of this rank's own rows; see :meth:`Passes.score`."""
-        ((rows, _),) = dealing.minibatches(1, seed=0)
+    def _score(self, partition: BatchPartition, *, extras: Extras) -> tuple[Tensor, Tensor]:
+        ((rows, _),) = partition.mini_batches(1, seed=0)
         scores, entropy = self._passes.score(rows, extras=extras)
-        return dealing.give_back(scores), dealing.give_back(entropy)
+        return partition.restore(scores), partition.restore(entropy)
 
-    def _deal(self, rows: PackedRows) -> Dealing:
-        return Dealing(rows, self._ranks, cost=self._cost)
+    def _partition(self, rows: PackedRows) -> BatchPartition:
+        return BatchPartition(rows, self._ranks, cost=self._cost)
 
     def _read(
         self,
@@ -309,39 +279,37 @@ class ShardedEngine(Generic[ModelT]):
         required: Sequence[str] = (),
         optional: Sequence[str] = (),
     ) -> PackedRows:
-        """The batch as packed rows, or an error on every rank if any rank's batch cannot be used."""
-        rows: PackedRows | None = None
-        failure: InvalidDataError | None = None
-        try:
-            rows = PackedRows.read(
+        """Read the batch as packed rows; fail on every rank if any rank's batch cannot be used."""
+        return self._ranks.call_together(
+            lambda: PackedRows.read(
                 batch,
                 vocabulary=self._model.vocabulary,
                 loss_mask=loss_mask,
                 required=required,
                 optional=[name for name in optional if name not in required],
-            )
-        except InvalidDataError as error:
-            failure = error
-        self._ranks.agree(failure, doing="reading the batch")
-        assert rows is not None
-        return rows
+            ),
+            doing="reading the batch",
+            catch=InvalidDataError,
+        )
+
+    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        dtype: torch.dtype = getattr(torch, self.publish_dtype)
+        merged = self._model.merged((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
+        tensors = ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in merged)
+        return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
+
+    def _derived_seed(self, number: int = 0) -> int:
+        """Return a seed for one of the draws of this update; ``number`` is below 1024."""
+        return (self._saved_seed << 40) + (self._updates << 10) + number
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the training engine is closed")
 
 
-def check_some(tokens: int) -> None:
-    """Raise :class:`InvalidDataError` if there are none."""
+def check_any_tokens(tokens: int) -> None:
     if tokens == 0:
         raise InvalidDataError("no token to train on: loss_mask is False everywhere, on every rank")
-
-
-def _only(scored: Tensor, members: Sequence[int]) -> Tensor:
-    """[B] like ``scored``, 0 for rows that are no members."""
-    kept = torch.zeros_like(scored)
-    kept[list(members)] = scored[list(members)]
-    return kept
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:

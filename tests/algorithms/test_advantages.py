@@ -279,7 +279,7 @@ def test_one_of_four_solved_with_two_answers() -> None:
         pass_at_k_advantages(rewards, groups, k=0)
 
 
-def test_only_a_best_row_that_would_be_missed_gets_something() -> None:
+def test_only_a_single_best_row_gets_an_advantage() -> None:
     rewards = torch.tensor([3.0, 1.0, 2.5, 4.0, 4.0, 0.0, 9.0])
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 2])
     assert best_of_group_advantages(rewards, groups).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -290,14 +290,14 @@ def test_only_a_best_row_that_would_be_missed_gets_something() -> None:
 
 
 def plain_gae(
-    rewards: list[float], values: list[float], *, discount: float, trace: float, last: float
+    rewards: list[float], values: list[float], *, gamma: float, gae_lambda: float, last: float
 ) -> tuple[list[float], list[float]]:
     advantages = []
     for start in range(len(rewards)):
         total = 0.0
         for t in range(start, len(rewards)):
             following = values[t + 1] if t + 1 < len(values) else last
-            total += (discount * trace) ** (t - start) * (rewards[t] + discount * following - values[t])
+            total += (gamma * gae_lambda) ** (t - start) * (rewards[t] + gamma * following - values[t])
         advantages.append(total)
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
@@ -310,19 +310,19 @@ def plain_gae(
 )
 @settings(max_examples=60, deadline=None)
 def test_gae_equals_plain_sums(
-    batch: list[list[tuple[float, float]]], discount: float, trace: float, cut_off: bool
+    batch: list[list[tuple[float, float]]], gamma: float, gae_lambda: float, cut_off: bool
 ) -> None:
     last = [0.5 * row if cut_off else 0.0 for row in range(len(batch))]
     expected = [
-        plain_gae([r for r, _ in row], [v for _, v in row], discount=discount, trace=trace, last=end)
+        plain_gae([r for r, _ in row], [v for _, v in row], gamma=gamma, gae_lambda=gae_lambda, last=end)
         for row, end in zip(batch, last, strict=True)
     ]
     got = gae(
         torch.tensor([r for row in batch for r, _ in row], dtype=torch.float64),
         torch.tensor([v for row in batch for _, v in row], dtype=torch.float64),
         torch.tensor([len(row) for row in batch]),
-        discount=discount,
-        trace=trace,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
         last_values=torch.tensor(last) if cut_off else None,
     )
     for which in (0, 1):
@@ -330,13 +330,13 @@ def test_gae_equals_plain_sums(
 
 
 def test_gae_of_two_rows_by_hand() -> None:
-    # Rows of 2 and 1 tokens. discount 1/2, trace 1/2: delta_1 = 1 - 2 = -1, delta_0 = 0 + 1 - 4 = -3, A_0 = -3 - 1/4
+    # Rows of 2 and 1 tokens. gamma 1/2, lambda 1/2: delta_1 = 1 - 2 = -1, delta_0 = 0 + 1 - 4 = -3, A_0 = -3 - 1/4
     rewards, values = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([4.0, 2.0, 3.0], requires_grad=True)
-    advantages, returns = gae(rewards, values, torch.tensor([2, 1]), discount=0.5, trace=0.5)
+    advantages, returns = gae(rewards, values, torch.tensor([2, 1]), gamma=0.5, gae_lambda=0.5)
     assert advantages.tolist() == [-3.25, -1.0, 2.0]
     assert returns.tolist() == [0.75, 1.0, 5.0]
     assert not advantages.requires_grad
-    assert gae_advantages(rewards, values, torch.tensor([2, 1]), discount=0.5, trace=0.5).equal(advantages)
+    assert gae_advantages(rewards, values, torch.tensor([2, 1]), gamma=0.5, gae_lambda=0.5).equal(advantages)
     default = gae(rewards, values, torch.tensor([2, 1]))[0]
     assert default.tolist() == pytest.approx([-2 - 0.95, -1.0, 2.0])
     assert gae_advantages(rewards, values, torch.tensor([2, 1])).equal(default)
@@ -350,7 +350,7 @@ def test_gae_of_two_rows_by_hand() -> None:
 
 
 def plain_gigpo(
-    rewards: list[float], groups: list[int], turns: list[tuple[float, int, int]], *, discount: float, weight: float
+    rewards: list[float], groups: list[int], turns: list[tuple[float, int, int]], *, gamma: float, weight: float
 ) -> list[float]:
     def relative(values: list[float], keys: list[Any]) -> list[float]:
         answer = []
@@ -365,7 +365,7 @@ def plain_gigpo(
     returns = []
     for at, (_, row, _) in enumerate(turns):
         later = [earned for earned, its_row, _ in turns[at:] if its_row == row]
-        returns.append(sum(discount**n * earned for n, earned in enumerate(later)))
+        returns.append(sum(gamma**n * earned for n, earned in enumerate(later)))
     episodes = relative(rewards, groups)
     steps = relative(returns, [(groups[row], anchor) for _, row, anchor in turns])
     return [episodes[row] + weight * step for (_, row, _), step in zip(turns, steps, strict=True)]
@@ -379,7 +379,7 @@ def plain_gigpo(
 )
 @settings(max_examples=60, deadline=None)
 def test_gigpo_equals_plain_python(
-    batch: list[tuple[int, int]], drawn: list[tuple[int, int, int]], discount: float, weight: float
+    batch: list[tuple[int, int]], drawn: list[tuple[int, int, int]], gamma: float, weight: float
 ) -> None:
     turns = [(float(earned), row % len(batch), anchor) for earned, row, anchor in drawn]
     rewards, groups = [float(r) for r, _ in batch], [g for _, g in batch]
@@ -389,10 +389,10 @@ def test_gigpo_equals_plain_python(
         torch.tensor([earned for earned, _, _ in turns]),
         torch.tensor([row for _, row, _ in turns], dtype=torch.int64),
         torch.tensor([anchor for _, _, anchor in turns], dtype=torch.int64),
-        discount=discount,
+        gamma=gamma,
         weight=weight,
     )
-    close(got, plain_gigpo(rewards, groups, turns, discount=discount, weight=weight))
+    close(got, plain_gigpo(rewards, groups, turns, gamma=gamma, weight=weight))
 
 
 def test_gigpo_by_hand() -> None:
@@ -404,7 +404,7 @@ def test_gigpo_by_hand() -> None:
         torch.tensor([0, 1, 0, 1]),
         torch.tensor([7, 7, 8, 9]),
     )
-    got = gigpo_advantages(*arguments, discount=0.5, normalise=False)
+    got = gigpo_advantages(*arguments, gamma=0.5, normalise=False)
     # episode: +-1/2; state 7: discounted returns 1/2 and 0, so +-1/4; states 8 and 9 have one turn each
     assert got.tolist() == [0.75, -0.75, 0.5, -0.5]
     assert gigpo_advantages(*arguments, normalise=False).tolist() == pytest.approx([0.975, -0.975, 0.5, -0.5])
@@ -470,7 +470,7 @@ def test_online_dpo_refuses_what_does_not_fit() -> None:
 # ----------------------------------------------------------------------------------------------------------- by name
 
 
-def test_an_estimator_says_what_it_needs() -> None:
+def test_an_estimator_names_the_columns_it_needs() -> None:
     needs: Mapping[str, tuple[str, ...]] = {
         "grpo": ("rewards", "groups"),
         "opo": ("rewards", "groups", "lengths"),
@@ -481,11 +481,11 @@ def test_an_estimator_says_what_it_needs() -> None:
         "gigpo": ("rewards", "groups", "turn_rewards", "turn_rows", "turn_anchors"),
     }
     assert {name: load_estimator(name).needs for name in needs} == needs
-    with pytest.raises(SchemaError, match="'remax' needs greedy_rewards; there are rewards, groups"):
+    with pytest.raises(SchemaError, match="'remax' needs greedy_rewards; the batch has rewards, groups"):
         load_estimator("remax")({"rewards": torch.zeros(2), "groups": torch.zeros(2)})
 
 
-def test_names_and_options_that_do_not_exist_are_told() -> None:
+def test_names_and_options_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ConfigError, match="no advantage named 'gppo'") as caught:
         load_estimator("gppo")
     assert caught.value.path == "algorithm.advantage"
@@ -501,7 +501,7 @@ def estimator(function: Callable[..., Any], **options: Any) -> AdvantageEstimato
     return AdvantageEstimator("mine", function, options)
 
 
-def test_a_function_of_ones_own() -> None:
+def test_a_users_function() -> None:
     def mine(rewards: torch.Tensor, lengths: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
         return rewards.double() * scale + (0 if lengths is None else lengths)
 
@@ -514,7 +514,7 @@ def test_a_function_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "got"),
     [
         (torch.zeros(3), r"\(3,\)"),
         (torch.tensor([1.0, math.nan]), r"\(2,\)"),
@@ -522,8 +522,8 @@ def test_a_function_of_ones_own() -> None:
         (torch.tensor([1.0, 1e300]).double() * 1e300, r"\(2,\)"),
     ],
 )
-def test_what_is_no_advantage_is_refused(answer: Any, told: str) -> None:
-    with pytest.raises(UserCodeError, match=rf"advantage 'mine' must return \[2\] finite numbers, got {told}"):
+def test_an_answer_that_is_not_an_advantage_is_refused(answer: Any, got: str) -> None:
+    with pytest.raises(UserCodeError, match=rf"advantage 'mine' must return \[2\] finite numbers, got {got}"):
         estimator(lambda rewards: answer)({"rewards": torch.zeros(2)})
 
 

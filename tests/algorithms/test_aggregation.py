@@ -13,17 +13,17 @@ from asyncrl.algorithms import token_weights
 from asyncrl.errors import ConfigError, InvalidDataError, SchemaError
 
 MODES: list[dict[str, Any]] = [
-    {"aggregation": "token_mean"},
-    {"aggregation": "sequence_mean"},
-    {"aggregation": "fixed_length", "fixed_length": 16},
+    {"loss_agg_mode": "token_mean"},
+    {"loss_agg_mode": "sequence_mean"},
+    {"loss_agg_mode": "fixed_length", "fixed_length": 16},
 ]
 
 
-def plain_loss(rows: list[list[float]], aggregation: str, fixed_length: int | None = None) -> float:
+def plain_loss(rows: list[list[float]], loss_agg_mode: str, fixed_length: int | None = None) -> float:
     trained = [row for row in rows if row]
     if not trained:
         return 0.0
-    match aggregation:
+    match loss_agg_mode:
         case "token_mean":
             return sum(map(math.fsum, trained)) / sum(map(len, trained))
         case "sequence_mean":
@@ -35,14 +35,18 @@ def plain_loss(rows: list[list[float]], aggregation: str, fixed_length: int | No
 
 def test_two_rows_of_one_and_three_tokens() -> None:
     lengths, totals = torch.tensor([1, 3, 0]), {"total_tokens": 4, "total_rows": 2}
-    assert token_weights(lengths, aggregation="token_mean", **totals).tolist() == [0.25, 0.25, 0.0]
+    assert token_weights(lengths, loss_agg_mode="token_mean", **totals).tolist() == [0.25, 0.25, 0.0]
     torch.testing.assert_close(
-        token_weights(lengths, aggregation="sequence_mean", **totals), torch.tensor([1 / 2, 1 / 6, 0.0])
+        token_weights(lengths, loss_agg_mode="sequence_mean", **totals), torch.tensor([1 / 2, 1 / 6, 0.0])
     )
-    assert token_weights(lengths, aggregation="fixed_length", fixed_length=8, **totals).tolist() == [1 / 16, 1 / 16, 0]
+    assert token_weights(lengths, loss_agg_mode="fixed_length", fixed_length=8, **totals).tolist() == [
+        1 / 16,
+        1 / 16,
+        0,
+    ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["aggregation"])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["loss_agg_mode"])
 @given(
     rows=st.lists(st.lists(st.floats(-5, 5), max_size=9), max_size=8),
     cuts=st.lists(st.integers(0, 8), max_size=4),
@@ -64,20 +68,20 @@ def test_every_split_sums_to_the_loss_of_the_whole(
 
 def test_totals_of_a_part_instead_of_the_whole_are_noticed() -> None:
     with pytest.raises(InvalidDataError, match="5 trained tokens in 2 rows, the whole batch only 4 in 2"):
-        token_weights(torch.tensor([2, 3]), aggregation="token_mean", total_tokens=4, total_rows=2)
+        token_weights(torch.tensor([2, 3]), loss_agg_mode="token_mean", total_tokens=4, total_rows=2)
     with pytest.raises(InvalidDataError, match="5 trained tokens in 2 rows, the whole batch only 5 in 1"):
-        token_weights(torch.tensor([2, 3]), aggregation="sequence_mean", total_tokens=5, total_rows=1)
+        token_weights(torch.tensor([2, 3]), loss_agg_mode="sequence_mean", total_tokens=5, total_rows=1)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     totals = {"total_tokens": 4, "total_rows": 2}
     with pytest.raises(ConfigError, match="which is None"):
-        token_weights(torch.tensor([1]), aggregation="fixed_length", **totals)
+        token_weights(torch.tensor([1]), loss_agg_mode="fixed_length", **totals)
     with pytest.raises(ConfigError, match="which is 0"):
-        token_weights(torch.tensor([1]), aggregation="fixed_length", fixed_length=0, **totals)
+        token_weights(torch.tensor([1]), loss_agg_mode="fixed_length", fixed_length=0, **totals)
     with pytest.raises(ConfigError, match="fixed_length=5 has no effect"):
-        token_weights(torch.tensor([1]), aggregation="token_mean", fixed_length=5, **totals)
+        token_weights(torch.tensor([1]), loss_agg_mode="token_mean", fixed_length=5, **totals)
     with pytest.raises(ConfigError, match="'mean' does not exist"):
-        token_weights(torch.tensor([1]), aggregation="mean", **totals)  # type: ignore[arg-type]
+        token_weights(torch.tensor([1]), loss_agg_mode="mean", **totals)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="lengths must be"):
-        token_weights(torch.tensor([1.0]), aggregation="token_mean", **totals)
+        token_weights(torch.tensor([1.0]), loss_agg_mode="token_mean", **totals)

@@ -118,7 +118,7 @@ def test_a_token_that_is_no_number_stays_visible() -> None:
         assert correction(tokens)[0].isnan()
 
 
-def test_nobody_else_gives_a_gradient() -> None:
+def test_only_the_current_policy_gets_a_gradient() -> None:
     tokens = tokens_of([[(0.1, 0.0), (0.2, 0.0)]])
     leaf = tokens.anchor.clone().requires_grad_()
     leaning = PolicyTokens(
@@ -134,7 +134,7 @@ def test_nobody_else_gives_a_gradient() -> None:
         assert not correction(leaning).requires_grad
 
 
-def test_what_each_says_of_itself() -> None:
+def test_the_capabilities_a_correction_declares() -> None:
     assert [type(each) for each in CORRECTIONS if not each.corrects] == [NoCorrection]
     assert (TruncatedImportance().cap, TruncatedImportance().level) == (2.0, "token")
     assert (MaskedImportance().low, MaskedImportance().high, MaskedImportance().level) == (0.0, 2.0, "sequence")
@@ -143,7 +143,7 @@ def test_what_each_says_of_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "told"),
+    ("kind", "options", "key"),
     [
         (TruncatedImportance, {"cap": 0.9}, "cap"),
         (TruncatedImportance, {"cap": math.inf}, "cap"),
@@ -158,10 +158,10 @@ def test_what_each_says_of_itself() -> None:
         (IcePop, {"low": -1.0}, "low"),
     ],
 )
-def test_options_outside_their_range_are_refused(kind: Any, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{told}") as caught:
+def test_options_outside_their_range_are_refused(kind: Any, options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}") as caught:
         kind(**options)
-    assert caught.value.path == told
+    assert caught.value.path == key
     assert caught.value.remedy
     TruncatedImportance(cap=1.0)
     MaskedImportance(low=1.0, high=1.0)
@@ -173,17 +173,17 @@ def test_options_outside_their_range_are_refused(kind: Any, options: dict[str, A
 def test_the_three_centres() -> None:
     current, proximal, behaviour = (torch.tensor([value]) for value in (-2.5, -2.0, -4.0))
     given = {"current": current, "proximal": proximal, "behaviour": behaviour}
-    assert anchor_log_probs("proximal", **given, ages=None).tolist() == [-2.0]
-    assert anchor_log_probs("behaviour", **given, ages=None).tolist() == [-4.0]
+    assert anchor_log_probs("proximal", **given, staleness=None).tolist() == [-2.0]
+    assert anchor_log_probs("behaviour", **given, staleness=None).tolist() == [-4.0]
     # a fresh sample's centre is the policy that sampled; after two versions a third of it is left
     for age, expected in ((0.0, -4.0), (1.0, -3.25), (2.0, -3.0)):
-        got = anchor_log_probs("interpolated", **given, ages=torch.tensor([age]))
+        got = anchor_log_probs("interpolated", **given, staleness=torch.tensor([age]))
         assert got.tolist() == pytest.approx([expected])
-    with pytest.raises(SchemaError, match="'interpolated' needs ages"):
-        anchor_log_probs("interpolated", **given, ages=None)
+    with pytest.raises(SchemaError, match="'interpolated' needs staleness"):
+        anchor_log_probs("interpolated", **given, staleness=None)
     leaf = current.clone().requires_grad_()
     for anchor in ("proximal", "behaviour", "interpolated"):
-        got = anchor_log_probs(anchor, current=leaf, proximal=leaf, behaviour=leaf, ages=torch.zeros(1))  # type: ignore[arg-type]
+        got = anchor_log_probs(anchor, current=leaf, proximal=leaf, behaviour=leaf, staleness=torch.zeros(1))  # type: ignore[arg-type]
         assert not got.requires_grad
 
 
@@ -197,7 +197,7 @@ def columns(count: int = 6, *, seed: int = 0) -> dict[str, torch.Tensor]:
         **made,
         "advantages": torch.randn(count, generator=draw, dtype=torch.float64),
         "mask": torch.ones(count, dtype=torch.bool),
-        "ages": torch.arange(count),
+        "staleness": torch.arange(count),
         "rows": torch.arange(count) // 2,
     }
 
@@ -205,11 +205,13 @@ def columns(count: int = 6, *, seed: int = 0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("anchor", ["proximal", "behaviour", "interpolated"])
 def test_ratio_times_weight_is_the_whole_importance_ratio(anchor: Any) -> None:
     """Wherever the centre lies: with nothing clipped or capped the gradient is that of current / behaviour."""
-    given = {name: column for name, column in columns().items() if name != "ages"}
+    given = {name: column for name, column in columns().items() if name != "staleness"}
     current = given.pop("current_log_probs").requires_grad_()
-    objective = PolicyObjective(loss=PPO(clip_low=1.0, clip_high=1e9), correction=TruncatedImportance(cap=1e9))
+    objective = PolicyObjective(
+        loss=PPO(clip_ratio_low=1.0, clip_ratio_high=1e9), correction=TruncatedImportance(cap=1e9)
+    )
     objective = PolicyObjective(loss=objective.loss, correction=objective.correction, anchor=anchor)
-    got = objective.token_losses(current_log_probs=current, **given, ages=torch.arange(6.0))
+    got = objective.token_losses(current_log_probs=current, **given, staleness=torch.arange(6.0))
     got.loss.sum().backward()
     whole = (current.detach() - given["behaviour_log_probs"]).exp()
     assert current.grad is not None
@@ -219,11 +221,11 @@ def test_ratio_times_weight_is_the_whole_importance_ratio(anchor: Any) -> None:
 
 def test_a_correction_weighs_the_loss_but_neither_kl_nor_entropy() -> None:
     given = columns()
-    given["ages"] = given["ages"].double()
+    given["staleness"] = given["staleness"].double()
     reference, entropy = given["current_log_probs"] - 0.5, torch.full((6,), 2.0, dtype=torch.float64)
     bare = PolicyObjective(loss=CISPO(), correction=NoCorrection()).token_losses(**given).loss
     both = PolicyObjective(
-        loss=CISPO(), correction=TruncatedImportance(cap=1.1), kl_coefficient=3.0, entropy_coefficient=0.5
+        loss=CISPO(), correction=TruncatedImportance(cap=1.1), kl_coef=3.0, entropy_coef=0.5
     ).token_losses(**given, reference_log_probs=reference, entropy=entropy)
     weight = (given["proximal_log_probs"] - given["behaviour_log_probs"]).exp().clamp(max=1.1)
     k3 = math.exp(-0.5) - 1 + 0.5
@@ -231,11 +233,11 @@ def test_a_correction_weighs_the_loss_but_neither_kl_nor_entropy() -> None:
     torch.testing.assert_close(both.metrics["behaviour_weight"], weight)
 
 
-def test_the_objective_says_which_columns_it_needs() -> None:
+def test_the_objective_declares_the_columns_it_needs() -> None:
     assert PolicyObjective().columns == ("behaviour_log_probs", "advantages")
-    assert PolicyObjective(kl_coefficient=0.1, anchor="interpolated").columns == (
+    assert PolicyObjective(kl_coef=0.1, anchor="interpolated").columns == (
         "behaviour_log_probs",
         "advantages",
         "reference_log_probs",
-        "ages",
+        "staleness",
     )

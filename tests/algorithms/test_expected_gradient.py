@@ -18,7 +18,7 @@ from asyncrl.algorithms import M2PO, PPO, Correction, NoCorrection, PolicyObject
 VOCABULARY, LENGTH = 3, 2
 ANSWERS = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
 REWARDS = torch.tensor([1.0, 0.0, 0.5, -1.0, 2.0, 0.0, 0.3, -0.2, 0.9], dtype=torch.float64)
-FREE = PPO(clip_low=1.0, clip_high=1e6)
+FREE = PPO(clip_ratio_low=1.0, clip_ratio_high=1e6)
 UNCAPPED = TruncatedImportance(cap=1e6)
 
 

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from asyncrl.algorithms import (
-    AdaptiveKL,
-    FixedKL,
-    gae,
-    penalised_rewards,
-    penalised_token_rewards,
-    row_divergences,
-)
+from asyncrl.algorithms import AdaptiveKL, FixedKL, gae, penalised_rewards, penalised_token_rewards, row_divergences
 from asyncrl.data.ragged import ragged_from_list
 from asyncrl.errors import ConfigError, SchemaError
 
@@ -37,7 +30,7 @@ def test_tokens_lose_their_own_share_and_the_last_one_gets_the_reward() -> None:
     # Summed over a row it is the row's penalised return.
     rows = penalised_rewards(rewards[[0, 2]], torch.tensor([12.0, 2.0]), coefficient=0.125)
     assert [float(got[:2].sum()), float(got[2])] == rows.tolist()
-    advantages, _ = gae(got, torch.zeros(3), lengths, trace=1.0)
+    advantages, _ = gae(got, torch.zeros(3), lengths, gae_lambda=1.0)
     assert advantages.tolist() == [-0.5, 0.0, 1.75]
     with pytest.raises(SchemaError, match=r"divergences must be \[3\]"):
         penalised_token_rewards(rewards, divergences[:2], lengths, coefficient=0.1)

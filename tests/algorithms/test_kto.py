@@ -58,14 +58,14 @@ def test_what_does_not_fit_is_refused() -> None:
         "desirable": torch.tensor([True, False]),
         "reference_point": 0.0,
     }
-    for wrong, told in (
+    for wrong, words in (
         ({"log_probs": torch.zeros(2, 1)}, r"log_probs must be \[B\] floating"),
         ({"reference_log_probs": torch.zeros(3)}, r"reference_log_probs must be \[B\] floating"),
         ({"reference_log_probs": torch.zeros(2, dtype=torch.int64)}, "got torch.int64"),
         ({"desirable": torch.zeros(2)}, r"desirable must be \(2,\) boolean, got torch.float32"),
         ({"desirable": torch.tensor([True])}, "desirable must be"),
     ):
-        with pytest.raises(SchemaError, match=told):
+        with pytest.raises(SchemaError, match=words):
             KTOObjective().answer_losses(**{**arguments, **wrong})
     with pytest.raises(ConfigError, match=r"^reference_point is"):
         KTOObjective().answer_losses(**{**arguments, "reference_point": -1.0})

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from asyncrl.algorithms import PolicyObjective, load_estimator
-from asyncrl.algorithms.anchor import Anchor
-from asyncrl.algorithms.policy_tokens import PolicyTokens
-from asyncrl.algorithms.soundness import Setting, objections
+from asyncrl.algorithms.losses import PolicyTokens
+from asyncrl.algorithms.objective import Anchor
+from asyncrl.algorithms.soundness import Setting, config_issues
 from asyncrl.config import Config, check_algorithm
 from asyncrl.errors import ConfigError, SchemaError
-from asyncrl.parts import load_part, part_names
+from asyncrl.plugins import load_part, part_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def test_every_combination_of_loss_anchor_and_correction_is_refused_where_the_pa
         }
         objective = PolicyObjective(loss=loss_named[loss](), correction=correction_named[correction](), anchor=anchor)
         found = list(
-            objections(objective, estimator, Setting(max_staleness=stale, optimizer_steps=steps, group_size=2))
+            config_issues(objective, estimator, Setting(max_staleness=stale, optimizer_steps=steps, group_size=2))
         )
         assert len(found) == sum(expected[phrase] for phrase in said), (loss, anchor, correction, stale, steps, found)
         sound += not found
@@ -130,8 +130,8 @@ def test_every_advantage_is_refused_where_the_page_says_so() -> None:
     tries: dict[str, dict[str, Any]] = {
         "group_size 1": {"trainer": {"group_size": 1}},
         "group_size < k": {"trainer": {"group_size": 3}},
-        "`sequence_mean`": {"algorithm": {"aggregation": "sequence_mean"}},
-        "a penalty in the reward": {"algorithm": {"kl_placement": "reward", "kl_coefficient": 0.1}},
+        "`sequence_mean`": {"algorithm": {"loss_agg_mode": "sequence_mean"}},
+        "a penalty in the reward": {"algorithm": {"kl_placement": "reward", "kl_coef": 0.1}},
         "groups that are used more than once": {"buffer": {"options": {"max_uses": 2}}},
     }
     smallest = {

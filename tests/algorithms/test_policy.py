@@ -20,7 +20,7 @@ COLUMNS = ("current", "proximal", "behaviour", "reference", "entropy", "advantag
 def plain_loss(objective: PolicyObjective, token: dict[str, float]) -> float:
     assert isinstance(objective.loss, PPO)
     ratio = math.exp(token["current"] - token["proximal"])
-    clipped = min(max(ratio, 1 - objective.loss.clip_low), 1 + objective.loss.clip_high)
+    clipped = min(max(ratio, 1 - objective.loss.clip_ratio_low), 1 + objective.loss.clip_ratio_high)
     weight = 1.0
     if isinstance(objective.correction, TruncatedImportance):
         weight = min(math.exp(token["proximal"] - token["behaviour"]), objective.correction.cap)
@@ -28,8 +28,8 @@ def plain_loss(objective: PolicyObjective, token: dict[str, float]) -> float:
     divergence = {"k1": gap, "k2": gap**2 / 2, "k3": math.exp(-gap) - 1 + gap}[objective.kl_estimator]
     return (
         -weight * min(ratio * token["advantage"], clipped * token["advantage"])
-        + objective.kl_coefficient * divergence
-        - objective.entropy_coefficient * token["entropy"]
+        + objective.kl_coef * divergence
+        - objective.entropy_coef * token["entropy"]
     )
 
 
@@ -75,11 +75,11 @@ one_token = st.fixed_dictionaries(
 )
 objectives = st.builds(
     PolicyObjective,
-    loss=st.builds(PPO, clip_low=st.floats(0, 1), clip_high=st.floats(0, 2)),
+    loss=st.builds(PPO, clip_ratio_low=st.floats(0, 1), clip_ratio_high=st.floats(0, 2)),
     correction=st.just(NoCorrection()) | st.builds(TruncatedImportance, cap=st.floats(1, 10)),
-    kl_coefficient=st.floats(0, 1),
+    kl_coef=st.floats(0, 1),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
-    entropy_coefficient=st.floats(0, 1),
+    entropy_coef=st.floats(0, 1),
 )
 
 
@@ -92,9 +92,7 @@ def test_equals_plain_python(objective: PolicyObjective, tokens: list[dict[str, 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_gradient_by_finite_differences(estimator: Any) -> None:
-    objective = PolicyObjective(
-        kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.1, loss=PPO(clip_high=0.5)
-    )
+    objective = PolicyObjective(kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.1, loss=PPO(clip_ratio_high=0.5))
     tokens = some_tokens(40)
     current = torch.tensor([token["current"] for token in tokens], dtype=torch.float64, requires_grad=True)
     entropy = torch.tensor([token["entropy"] for token in tokens], dtype=torch.float64, requires_grad=True)
@@ -120,7 +118,7 @@ def test_only_the_current_policy_and_the_entropy_get_a_gradient() -> None:
         for name in ("current", "proximal", "behaviour", "reference")
     }
     leaves["advantages"] = torch.ones(6, requires_grad=True)
-    losses(PolicyObjective(kl_coefficient=0.1), tokens, **leaves).loss.sum().backward()
+    losses(PolicyObjective(kl_coef=0.1), tokens, **leaves).loss.sum().backward()
     assert leaves.pop("current_log_probs").grad is not None
     assert all(leaf.grad is None for leaf in leaves.values())
 
@@ -155,7 +153,7 @@ def test_first_step_on_policy_is_the_plain_policy_gradient() -> None:
     current = torch.tensor([-0.3, -1.7, -2.9], requires_grad=True)
     same = current.detach().clone()
     advantages = torch.tensor([1.0, -2.0, 0.5])
-    got = PolicyObjective(kl_coefficient=0.1).token_losses(
+    got = PolicyObjective(kl_coef=0.1).token_losses(
         current_log_probs=current,
         proximal_log_probs=same,
         behaviour_log_probs=same,
@@ -205,7 +203,7 @@ def test_how_far_a_step_has_moved() -> None:
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 def test_nothing_outside_the_mask_reaches_loss_metrics_or_gradient(rubbish: float) -> None:
     tokens = some_tokens(4)
-    objective = PolicyObjective(kl_coefficient=0.2, entropy_coefficient=0.1)
+    objective = PolicyObjective(kl_coef=0.2, entropy_coef=0.1)
     dirty = [token if i % 2 else dict.fromkeys(COLUMNS, rubbish) for i, token in enumerate(tokens)]
     mask = [bool(i % 2) for i in range(4)]
     current = torch.tensor([token["current"] for token in dirty], dtype=torch.float64, requires_grad=True)
@@ -240,7 +238,7 @@ def test_nan_inside_the_mask_stays_visible() -> None:
 
 def test_permutation_padding_and_shape_change_no_tokens_loss() -> None:
     tokens = some_tokens(6)
-    objective = PolicyObjective(kl_coefficient=0.2)
+    objective = PolicyObjective(kl_coef=0.2)
     straight = losses(objective, tokens).loss
     order = [3, 1, 5, 0, 2, 4]
     assert losses(objective, [tokens[i] for i in order]).loss.equal(straight[order])
@@ -261,7 +259,7 @@ def test_permutation_padding_and_shape_change_no_tokens_loss() -> None:
 
 def test_extreme_ratios_stay_finite() -> None:
     current = torch.tensor([0.0, -500.0], requires_grad=True)
-    got = PolicyObjective(kl_coefficient=1.0).token_losses(
+    got = PolicyObjective(kl_coef=1.0).token_losses(
         current_log_probs=current,
         proximal_log_probs=torch.tensor([-500.0, 0.0]),
         behaviour_log_probs=torch.tensor([-900.0, -900.0]),
@@ -312,10 +310,10 @@ def test_columns_that_do_not_fit_are_named() -> None:
         losses(PolicyObjective(), tokens, advantages=torch.ones(3, dtype=torch.int64))
     with pytest.raises(SchemaError, match="mask must be boolean"):
         losses(PolicyObjective(), tokens, mask=torch.ones(3))
-    with pytest.raises(SchemaError, match=r"kl_coefficient is 0\.1, which needs reference_log_probs"):
-        losses(PolicyObjective(kl_coefficient=0.1), tokens, reference_log_probs=None)
-    with pytest.raises(SchemaError, match=r"entropy_coefficient is 0\.1, which needs entropy"):
-        losses(PolicyObjective(entropy_coefficient=0.1), tokens, entropy=None)
+    with pytest.raises(SchemaError, match=r"kl_coef is 0\.1, which needs reference_log_probs"):
+        losses(PolicyObjective(kl_coef=0.1), tokens, reference_log_probs=None)
+    with pytest.raises(SchemaError, match=r"entropy_coef is 0\.1, which needs entropy"):
+        losses(PolicyObjective(entropy_coef=0.1), tokens, entropy=None)
 
 
 @pytest.mark.parametrize("name", ["proximal_log_probs", "behaviour_log_probs", "advantages"])
@@ -344,12 +342,12 @@ def test_metrics_are_those_of_the_columns_given() -> None:
     "wrong",
     [
         {"anchor": "current"},
-        {"kl_coefficient": -1.0},
-        {"kl_coefficient": math.nan},
-        {"entropy_coefficient": -1.0},
+        {"kl_coef": -1.0},
+        {"kl_coef": math.nan},
+        {"entropy_coef": -1.0},
         {"kl_estimator": "k4"},
-        {"aggregation": "mean"},
-        {"aggregation": "fixed_length"},
+        {"loss_agg_mode": "mean"},
+        {"loss_agg_mode": "fixed_length"},
         {"fixed_length": 10},
     ],
     ids=str,
@@ -361,7 +359,7 @@ def test_values_outside_their_range_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_its_aggregation_weighs_the_tokens() -> None:
-    objective = PolicyObjective(aggregation="fixed_length", fixed_length=10)
+    objective = PolicyObjective(loss_agg_mode="fixed_length", fixed_length=10)
     assert objective.token_weights(torch.tensor([2, 0]), total_tokens=5, total_rows=2).tolist() == pytest.approx(
         [0.05, 0.0]
     )

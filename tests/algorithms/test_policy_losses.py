@@ -41,7 +41,7 @@ def ppo(loss: Any, row: Row, frozen: Row) -> list[float]:
     for token in row:
         ratio = math.exp(token["current"] - token["proximal"])
         advantage = token["advantage"]
-        worth = min(ratio * advantage, clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high) * advantage)
+        worth = min(ratio * advantage, clip(ratio, 1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high) * advantage)
         if getattr(loss, "dual_clip", None) is not None and advantage < 0:
             worth = max(worth, loss.dual_clip * advantage)
         answer.append(-worth)
@@ -51,7 +51,7 @@ def ppo(loss: Any, row: Row, frozen: Row) -> list[float]:
 def gspo(loss: Any, row: Row, frozen: Row) -> list[float]:
     """The sequence form of the paper: one ratio for the row, differentiated as it stands."""
     ratio = math.exp(statistics.fmean(token["current"] - token["proximal"] for token in row))
-    clipped = clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
+    clipped = clip(ratio, 1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high)
     return [-min(ratio * token["advantage"], clipped * token["advantage"]) for token in row]
 
 
@@ -61,14 +61,14 @@ def gmpo(loss: Any, row: Row, frozen: Row) -> list[float]:
     logs = []
     for token in row:
         free = token["current"] - token["proximal"]
-        logs.append(sign * min(sign * free, sign * clip(free, -loss.clip_low, loss.clip_high)))
+        logs.append(sign * min(sign * free, sign * clip(free, -loss.clip_ratio_low, loss.clip_ratio_high)))
     return [-advantage * math.exp(statistics.fmean(logs))] * len(row)
 
 
 def cispo(loss: Any, row: Row, frozen: Row) -> list[float]:
     answer = []
     for token, held in zip(row, frozen, strict=True):
-        weight = clip(math.exp(held["current"] - held["proximal"]), 1 - loss.clip_low, 1 + loss.clip_high)
+        weight = clip(math.exp(held["current"] - held["proximal"]), 1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high)
         answer.append(-weight * token["advantage"] * token["current"])
     return answer
 
@@ -151,14 +151,14 @@ Plain = Callable[[Any, Row, Row], list[float]]
 Prepare = Callable[[Any, list[Row]], None] | None
 CASES: list[tuple[PolicyLoss, Plain, Prepare]] = [
     (PPO(), ppo, None),
-    (PPO(clip_low=0.1, clip_high=0.6, dual_clip=1.5), ppo, None),
+    (PPO(clip_ratio_low=0.1, clip_ratio_high=0.6, dual_clip=1.5), ppo, None),
     (DAPO(), ppo, None),
     (GSPO(), gspo, None),
-    (GSPO(clip_low=0.3, clip_high=0.3), gspo, None),
+    (GSPO(clip_ratio_low=0.3, clip_ratio_high=0.3), gspo, None),
     (GMPO(), gmpo, None),
-    (GMPO(clip_low=0.1, clip_high=2.0), gmpo, None),
+    (GMPO(clip_ratio_low=0.1, clip_ratio_high=2.0), gmpo, None),
     (CISPO(), cispo, None),
-    (CISPO(clip_low=0.3, clip_high=0.1), cispo, None),
+    (CISPO(clip_ratio_low=0.3, clip_ratio_high=0.1), cispo, None),
     (SAPO(), sapo, None),
     (SAPO(positive_temperature=2.0, negative_temperature=0.5), sapo, None),
     (TOPR(), topr, None),
@@ -339,7 +339,7 @@ def test_on_policy_all_are_the_plain_policy_gradient(loss: PolicyLoss, plain: Pl
     assert got.metrics["policy_kl"].eq(0.0).all()
 
 
-def test_what_each_tells_of_its_clip() -> None:
+def test_the_clip_fraction_of_each_loss() -> None:
     one = {"proximal": 0.0, "behaviour": 0.0}
     # ratios 1.5 and 0.5 of good and bad tokens
     batch = [
@@ -352,9 +352,9 @@ def test_what_each_tells_of_its_clip() -> None:
         PPO(dual_clip=1.2): [1.0, 1.0, 0.0, 1.0],
         GSPO(): [1.0, 0.0, 0.0, 1.0],
         GMPO(): [1.0, 0.0, 0.0, 1.0],
-        GMPO(clip_low=0.7, clip_high=0.42): [0.0, 0.0, 0.0, 0.0],
+        GMPO(clip_ratio_low=0.7, clip_ratio_high=0.42): [0.0, 0.0, 0.0, 0.0],
         CISPO(): [1.0, 1.0, 0.0, 0.0],
-        CISPO(clip_low=0.2): [1.0, 1.0, 1.0, 1.0],
+        CISPO(clip_ratio_low=0.2): [1.0, 1.0, 1.0, 1.0],
         TOPR(): [0.0, 1.0, 0.0, 0.0],
         TOPR(cap=0.4): [0.0, 1.0, 0.0, 1.0],
         M2PO(threshold=0.2): [0.0, 0.0, 1.0, 1.0],  # log 1.5 squared is 0.164, log 0.5 squared 0.48
@@ -440,8 +440,8 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
     assert set(column.tolist()) == {0.0, 1.0}
     default = prepared_columns(PolicyObjective(loss=KLCov()), batch)["held_back"]
     assert default.nonzero().flatten().tolist() == highest[:1]
-    told = losses(KLCov(share=0.1), batch).metrics["held_back"]
-    assert told.nonzero().flatten().tolist() == sorted(highest)
+    held_back = losses(KLCov(share=0.1), batch).metrics["held_back"]
+    assert held_back.nonzero().flatten().tolist() == sorted(highest)
 
 
 def test_m2po_leaves_out_outliers_only() -> None:
@@ -456,7 +456,7 @@ def test_m2po_leaves_out_outliers_only() -> None:
     assert prepared_columns(PolicyObjective(loss=M2PO(threshold=0.25)), exact)["kept"].tolist() == [1.0, 0, 0, 0, 0]
 
 
-def test_what_must_be_prepared_or_told_is_asked_for() -> None:
+def test_missing_columns_are_asked_for() -> None:
     batch = some_batch(seed=0)
     columns = {
         "current_log_probs": packed(batch, "current"),
@@ -489,36 +489,36 @@ def test_what_must_be_prepared_or_told_is_asked_for() -> None:
         )
 
 
-def test_what_a_loss_says_of_itself() -> None:
+def test_the_capabilities_a_loss_declares() -> None:
     every = [loss for loss, _, _ in CASES]
     assert {type(loss) for loss in every if loss.corrects} == {TOPR, M2PO}
     assert {type(loss) for loss in every if loss.prepares} == {ClipCov, KLCov, M2PO}
-    assert {type(loss) for loss in every if loss.moves} == {KLCov}
+    assert {type(loss) for loss in every if loss.needs_several_steps} == {KLCov}
 
 
 @pytest.mark.parametrize(
     ("kind", "option", "value"),
     [
-        (PPO, "clip_low", 1.1),
-        (PPO, "clip_low", -0.1),
-        (PPO, "clip_high", -0.1),
-        (PPO, "clip_high", math.inf),
-        (PPO, "clip_high", math.nan),
+        (PPO, "clip_ratio_low", 1.1),
+        (PPO, "clip_ratio_low", -0.1),
+        (PPO, "clip_ratio_high", -0.1),
+        (PPO, "clip_ratio_high", math.inf),
+        (PPO, "clip_ratio_high", math.nan),
         (PPO, "dual_clip", 1.0),
-        (PPO, "clip_low", True),
-        (GSPO, "clip_low", 1.1),
-        (GSPO, "clip_low", -0.1),
-        (GSPO, "clip_high", -1.0),
-        (GMPO, "clip_low", -0.1),
-        (GMPO, "clip_high", -0.1),
-        (CISPO, "clip_low", 1.1),
-        (CISPO, "clip_low", -0.1),
-        (CISPO, "clip_high", -0.1),
+        (PPO, "clip_ratio_low", True),
+        (GSPO, "clip_ratio_low", 1.1),
+        (GSPO, "clip_ratio_low", -0.1),
+        (GSPO, "clip_ratio_high", -1.0),
+        (GMPO, "clip_ratio_low", -0.1),
+        (GMPO, "clip_ratio_high", -0.1),
+        (CISPO, "clip_ratio_low", 1.1),
+        (CISPO, "clip_ratio_low", -0.1),
+        (CISPO, "clip_ratio_high", -0.1),
         (SAPO, "positive_temperature", 0.0),
         (SAPO, "negative_temperature", 0.0),
         (TOPR, "cap", 0.0),
-        (ClipCov, "clip_low", 1.1),
-        (ClipCov, "clip_high", -0.1),
+        (ClipCov, "clip_ratio_low", 1.1),
+        (ClipCov, "clip_ratio_high", -0.1),
         (ClipCov, "share", 0.0),
         (ClipCov, "share", 1.1),
         (ClipCov, "high", 1.0),
@@ -536,17 +536,17 @@ def test_options_outside_their_range_are_refused(kind: Any, option: str, value: 
 
 
 def test_the_edges_of_the_ranges_are_allowed() -> None:
-    PPO(clip_low=0.0, clip_high=0.0, dual_clip=1.01)
-    PPO(clip_low=1.0)
-    GSPO(clip_low=0.0, clip_high=0.0)
-    GSPO(clip_low=1.0)
-    GMPO(clip_low=0.0, clip_high=0.0)
-    CISPO(clip_low=0.0, clip_high=0.0)
-    ClipCov(share=1.0, clip_low=0.0, clip_high=0.0)
-    ClipCov(clip_low=1.0)
+    PPO(clip_ratio_low=0.0, clip_ratio_high=0.0, dual_clip=1.01)
+    PPO(clip_ratio_low=1.0)
+    GSPO(clip_ratio_low=0.0, clip_ratio_high=0.0)
+    GSPO(clip_ratio_low=1.0)
+    GMPO(clip_ratio_low=0.0, clip_ratio_high=0.0)
+    CISPO(clip_ratio_low=0.0, clip_ratio_high=0.0)
+    ClipCov(share=1.0, clip_ratio_low=0.0, clip_ratio_high=0.0)
+    ClipCov(clip_ratio_low=1.0)
     KLCov(share=1.0, coefficient=0.0)
     with pytest.raises(ConfigError) as caught:
-        PPO(clip_low=2.0)
+        PPO(clip_ratio_low=2.0)
     assert caught.value.remedy == "a finite number of at least 0 and at most 1"
     with pytest.raises(ConfigError) as caught:
         SAPO(positive_temperature=-1.0)
@@ -554,14 +554,14 @@ def test_the_edges_of_the_ranges_are_allowed() -> None:
 
 
 def test_the_published_defaults() -> None:
-    assert (PPO().clip_low, PPO().clip_high, PPO().dual_clip) == (0.2, 0.2, None)
-    assert (DAPO().clip_low, DAPO().clip_high) == (0.2, 0.28)
-    assert (GSPO().clip_low, GSPO().clip_high) == (3e-4, 4e-4)
-    assert (GMPO().clip_low, GMPO().clip_high) == (0.4, 0.4)
-    assert (CISPO().clip_low, CISPO().clip_high) == (1.0, 0.28)
+    assert (PPO().clip_ratio_low, PPO().clip_ratio_high, PPO().dual_clip) == (0.2, 0.2, None)
+    assert (DAPO().clip_ratio_low, DAPO().clip_ratio_high) == (0.2, 0.28)
+    assert (GSPO().clip_ratio_low, GSPO().clip_ratio_high) == (3e-4, 4e-4)
+    assert (GMPO().clip_ratio_low, GMPO().clip_ratio_high) == (0.4, 0.4)
+    assert (CISPO().clip_ratio_low, CISPO().clip_ratio_high) == (1.0, 0.28)
     assert (SAPO().positive_temperature, SAPO().negative_temperature) == (1.0, 1.05)
     assert TOPR().cap == 1.0
-    assert (ClipCov().clip_low, ClipCov().clip_high, ClipCov().share, ClipCov().low, ClipCov().high) == (
+    assert (ClipCov().clip_ratio_low, ClipCov().clip_ratio_high, ClipCov().share, ClipCov().low, ClipCov().high) == (
         0.2,
         0.2,
         2e-4,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import IcePop, NoCorrection, PolicyObjective, TruncatedImportance
-from asyncrl.algorithms.policy_report import AGES, report
+from asyncrl.algorithms.objective import STALENESS_BUCKETS
 
 
 def averages(objective: PolicyObjective, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
@@ -31,7 +31,7 @@ def some_tokens(count: int) -> dict[str, torch.Tensor]:
         "proximal_log_probs": torch.tensor([b + draw.uniform(-0.6, 0.6) for b in behaviour], dtype=torch.float64),
         "behaviour_log_probs": torch.tensor(behaviour, dtype=torch.float64),
         "advantages": torch.tensor([draw.choice([-1.0, 1.0]) for _ in range(count)], dtype=torch.float64),
-        "ages": torch.tensor([draw.choice([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 9.0, 40.0]) for _ in range(count)]),
+        "staleness": torch.tensor([draw.choice([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 9.0, 40.0]) for _ in range(count)]),
     }
 
 
@@ -60,16 +60,16 @@ def test_equals_plain_python_whatever_the_cut() -> None:
     everything = expected(list(range(60)))
     assert {name: whole[name] for name in everything} == pytest.approx(everything, rel=1e-9)
     members: dict[str, list[int]] = {}
-    for i, age in enumerate(tokens["ages"].tolist()):
-        bucket = "5_to_8" if 5 <= age <= 8 else "9_up" if age >= 9 else str(int(age))
+    for i, behind in enumerate(tokens["staleness"].tolist()):
+        bucket = "5_to_8" if 5 <= behind <= 8 else "9_up" if behind >= 9 else str(int(behind))
         members.setdefault(bucket, []).append(i)
     assert set(members) == {"0", "1", "2", "3", "4", "5_to_8", "9_up"}
     for bucket, chosen in members.items():
-        told = {f"{name}_age_{bucket}": value for name, value in expected(chosen).items()}
-        told[f"share_age_{bucket}"] = len(chosen) / 60
-        assert {name: whole[name] for name in told} == pytest.approx(told, rel=1e-6), bucket
-    assert {name for name in whole if "_age_" in name} == {
-        f"{name}_age_{bucket}" for bucket in members for name in (*everything, "share")
+        reported = {f"{name}_staleness_{bucket}": value for name, value in expected(chosen).items()}
+        reported[f"share_staleness_{bucket}"] = len(chosen) / 60
+        assert {name: whole[name] for name in reported} == pytest.approx(reported, rel=1e-6), bucket
+    assert {name for name in whole if "_staleness_" in name} == {
+        f"{name}_staleness_{bucket}" for bucket in members for name in (*everything, "share")
     }
     assert "behaviour_ratio_squared" not in whole
 
@@ -78,7 +78,7 @@ def test_on_policy_every_sample_counts_whole() -> None:
     same = torch.full((4,), -1.0)
     tokens = dict.fromkeys(("current_log_probs", "proximal_log_probs", "behaviour_log_probs"), same)
     objective = PolicyObjective()
-    got = objective.report(averages(objective, [{**tokens, "advantages": torch.ones(4), "ages": torch.zeros(4)}]))
+    got = objective.report(averages(objective, [{**tokens, "advantages": torch.ones(4), "staleness": torch.zeros(4)}]))
     assert got == {
         "ratio": 1.0,
         "policy_kl": 0.0,
@@ -88,11 +88,11 @@ def test_on_policy_every_sample_counts_whole() -> None:
         "behaviour_weight": 1.0,
         "behaviour_rejected": 0.0,
         "effective_sample_share": 1.0,
-        "share_age_0": 1.0,
-        "clip_fraction_age_0": 0.0,
-        "behaviour_kl_age_0": 0.0,
-        "behaviour_ratio_age_0": 1.0,
-        "effective_sample_share_age_0": 1.0,
+        "share_staleness_0": 1.0,
+        "clip_fraction_staleness_0": 0.0,
+        "behaviour_kl_staleness_0": 0.0,
+        "behaviour_ratio_staleness_0": 1.0,
+        "effective_sample_share_staleness_0": 1.0,
     }
 
 
@@ -107,7 +107,7 @@ def test_one_heavy_token_is_nearly_the_whole_sample() -> None:
     assert objective.report(averages(objective, [tokens]))["effective_sample_share"] == pytest.approx(0.25)
 
 
-def test_what_a_correction_throws_away_is_told() -> None:
+def test_the_share_a_correction_rejects_is_reported() -> None:
     tokens = {
         "current_log_probs": torch.zeros(4),
         "proximal_log_probs": torch.log(torch.tensor([0.4, 0.6, 4.0, 6.0])),
@@ -121,15 +121,18 @@ def test_what_a_correction_throws_away_is_told() -> None:
     assert got["behaviour_ratio"] == pytest.approx(11.0 / 4)
 
 
-def test_without_ages_nothing_is_told_by_age_and_other_names_stay() -> None:
-    tokens = {name: column for name, column in some_tokens(5).items() if name != "ages"}
+def test_without_staleness_no_bucket_is_reported_and_other_names_stay() -> None:
+    tokens = {name: column for name, column in some_tokens(5).items() if name != "staleness"}
     objective = PolicyObjective()
     got = objective.report(averages(objective, [tokens]))
-    assert not [name for name in got if "age" in name.removeprefix("behaviour").split("_")]
-    assert report({"something": 3.0}) == {"something": 3.0}
-    assert report({"behaviour_ratio": 0.0, "behaviour_ratio_squared": 0.0})["effective_sample_share"] == 0.0
+    assert not [name for name in got if "staleness" in name]
+    assert PolicyObjective().report({"something": 3.0}) == {"something": 3.0}
+    assert (
+        PolicyObjective().report({"behaviour_ratio": 0.0, "behaviour_ratio_squared": 0.0})["effective_sample_share"]
+        == 0.0
+    )
 
 
-def test_the_buckets_leave_no_age_out() -> None:
-    for age in range(200):
-        assert sum(first <= age <= last for _, first, last in AGES) == 1, age
+def test_every_staleness_lies_in_exactly_one_bucket() -> None:
+    for behind in range(200):
+        assert sum(first <= behind <= last for _, first, last in STALENESS_BUCKETS) == 1, behind

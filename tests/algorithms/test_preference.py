@@ -83,7 +83,7 @@ def test_ipo_and_its_gradient_equal_plain_python(beta: float) -> None:
         assert caught.value.remedy
 
 
-def test_policy_equal_to_the_reference_knows_nothing() -> None:
+def test_a_policy_equal_to_the_reference_has_no_preference() -> None:
     given_columns = columns([(-3.0, -2.0, -3.0, -2.0)])
     got = PreferenceObjective(beta=0.1).pair_losses(**given_columns)
     assert float(got.loss.detach()) == pytest.approx(math.log(2))
@@ -95,7 +95,7 @@ def test_policy_equal_to_the_reference_knows_nothing() -> None:
     assert (float(chosen), float(rejected)) == pytest.approx((-0.05, 0.05))  # beta * sigmoid(0)
 
 
-def test_implicit_rewards_and_who_is_right() -> None:
+def test_implicit_rewards_and_correct_pairs() -> None:
     got = PreferenceObjective(beta=0.5).pair_losses(**columns([(-1.0, -5.0, -2.0, -4.0), (-4.0, -1.0, -2.0, -2.0)]))
     assert got.chosen_reward.tolist() == [0.5, -1.0]
     assert got.rejected_reward.tolist() == [-0.5, 0.5]
@@ -111,8 +111,8 @@ def test_only_the_policy_gets_a_gradient(kind: Any) -> None:
         "chosen_log_probs",
         "rejected_log_probs",
     }
-    told = (got.chosen_reward, got.rejected_reward, got.correct, got.advantage)
-    assert not any(column.requires_grad for column in told)
+    detached = (got.chosen_reward, got.rejected_reward, got.correct, got.advantage)
+    assert not any(column.requires_grad for column in detached)
 
 
 def test_a_hopeless_margin_stays_finite() -> None:
@@ -190,7 +190,7 @@ def test_rewards_and_groups_that_do_not_fit_are_refused() -> None:
     assert preference_pairs(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
-def test_objectives_tell_their_range() -> None:
+def test_objectives_name_the_range_of_an_option() -> None:
     assert (PreferenceObjective().kind, PreferenceObjective().beta, PreferenceObjective().label_smoothing) == (
         "dpo",
         0.1,

@@ -24,7 +24,9 @@ def test_equals_plain_loops_and_finite_differences(clip: float | None) -> None:
     rows = [tuple(draw.uniform(-2, 2) for _ in range(3)) for _ in range(60)]
     values, old, targets = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     leaf = values.clone().requires_grad_()
-    got = value_token_losses(leaf, old_values=old, returns=targets, mask=torch.ones(60, dtype=torch.bool), clip=clip)
+    got = value_token_losses(
+        leaf, old_values=old, returns=targets, mask=torch.ones(60, dtype=torch.bool), cliprange_value=clip
+    )
     assert got.loss.tolist() == pytest.approx([plain(*row, clip) for row in rows])
     got.loss.sum().backward()
     slopes = [(plain(v + 1e-6, o, t, clip) - plain(v - 1e-6, o, t, clip)) / 2e-6 for v, o, t in rows]
@@ -57,38 +59,38 @@ def test_what_does_not_fit_is_refused() -> None:
     column, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     with pytest.raises(SchemaError, match="returns has shape"):
         value_token_losses(column, old_values=column, returns=torch.zeros(3), mask=mask)
-    with pytest.raises(ConfigError, match="clip is 0"):
-        value_token_losses(column, old_values=column, returns=column, mask=mask, clip=0.0)
+    with pytest.raises(ConfigError, match="cliprange_value is 0"):
+        value_token_losses(column, old_values=column, returns=column, mask=mask, cliprange_value=0.0)
 
 
-def test_what_a_step_tells_of_a_critic() -> None:
+def test_the_report_of_a_critic() -> None:
     """Moments of tokens, averaged over any split of them, give what they all together are."""
     draw = random.Random(5)
     rows = [(draw.uniform(-2, 2), draw.uniform(-3, 5)) for _ in range(40)]
     values, targets = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     mask = torch.tensor([number % 4 != 0 for number in range(40)])
-    objective = ValueObjective(clip=None)
+    objective = ValueObjective(cliprange_value=None)
     sums: dict[str, float] = {}
     for part in (slice(0, 13), slice(13, 40)):
         losses = objective.token_losses(values[part], old_values=values[part], returns=targets[part], mask=mask[part])
         for name, column in losses.metrics.items():
             sums[name] = sums.get(name, 0.0) + float(column.double().sum())
-    told = objective.report({name: total / 30 for name, total in sums.items()})
+    report = objective.report({name: total / 30 for name, total in sums.items()})
     kept = [row for number, row in enumerate(rows) if number % 4]
     mean = sum(target for _, target in kept) / 30
     left = [target - value for value, target in kept]
     residual = sum(left) / 30
     expected = 1 - sum((each - residual) ** 2 for each in left) / sum((target - mean) ** 2 for _, target in kept)
-    assert told["explained_variance"] == pytest.approx(expected, rel=1e-6)
-    assert told["return"] == pytest.approx(mean)
-    assert told["value_error"] == pytest.approx(sum(map(abs, left)) / 30)
-    assert {"return_squared", "residual", "residual_squared"}.isdisjoint(told)
+    assert report["explained_variance"] == pytest.approx(expected, rel=1e-6)
+    assert report["return"] == pytest.approx(mean)
+    assert report["value_error"] == pytest.approx(sum(map(abs, left)) / 30)
+    assert {"return_squared", "residual", "residual_squared"}.isdisjoint(report)
     flat = {"return": 2.0, "return_squared": 4.0, "residual": 1.0, "residual_squared": 3.0}
     assert objective.report(flat)["explained_variance"] == 0.0  # nothing to explain
     for wrong in (-1.0, 0.0):
-        with pytest.raises(ConfigError, match=f"clip is {wrong:g}"):
-            ValueObjective(clip=wrong)
-    assert ValueObjective(clip=0.01).clip == 0.01
+        with pytest.raises(ConfigError, match=f"cliprange_value is {wrong:g}"):
+            ValueObjective(cliprange_value=wrong)
+    assert ValueObjective(cliprange_value=0.01).cliprange_value == 0.01
 
 
 def test_only_values_get_a_gradient() -> None:

@@ -1,4 +1,4 @@
-"""The ledger on the disk: what was appended is there after any end, and damage is found out."""
+"""The ledger on disk: appended events survive every end of the process, and damage is detected."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 from blockbuster import blockbuster_ctx
 
-from asyncrl.durable import DurableFiles
 from asyncrl.errors import InvalidDataError, LedgerError
-from asyncrl.interfaces import Ledger
+from asyncrl.io import DurableFiles
 from asyncrl.ledger import (
     Committed,
     Completed,
@@ -22,22 +21,22 @@ from asyncrl.ledger import (
     Dispatched,
     Dropped,
     Issued,
+    Ledger,
     LedgerBase,
     LedgerPosition,
     Rewarded,
 )
-from asyncrl.rollout.record import decode_rows, encode_rows
-from asyncrl.rollout.trajectory import Trajectory, Turn
+from asyncrl.rollout.trajectory import Trajectory, Turn, decode_rows, encode_rows
 from buffers.ledger import SQLiteLedger, query
 
 
-def rows_of(slot: int, *, rows: int = 2, version: int = 0) -> bytes:
-    """A group: row r of prompt s sampled the tokens s and r."""
+def rows_of(group_id: int, *, rows: int = 2, version: int = 0) -> bytes:
+    """A group: row r of group g sampled the tokens g and r."""
     return encode_rows(
         [
             Trajectory(
-                task={"number": slot},
-                token_ids=(1, slot, row),
+                task={"number": group_id},
+                token_ids=(1, group_id, row),
                 loss_mask=(False, True, True),
                 behaviour_log_probs=(0.0, -0.5, -0.25),
                 weight_versions=(-1, version, version),
@@ -50,62 +49,64 @@ def rows_of(slot: int, *, rows: int = 2, version: int = 0) -> bytes:
     )
 
 
-def roll_out(ledger: SQLiteLedger, slot: int, *, version: int = 0, attempt: int = 0) -> None:
-    ledger.append(Dispatched(slot=slot, attempt=attempt, version=version))
-    ledger.append(Completed(slot=slot, attempt=attempt, tokens=4), rows=rows_of(slot, version=version))
+def roll_out(ledger: SQLiteLedger, group_id: int, *, version: int = 0, attempt: int = 0) -> None:
+    ledger.append(Dispatched(group_id=group_id, attempt=attempt, version=version))
+    ledger.append(Completed(group_id=group_id, attempt=attempt, tokens=4), rows=rows_of(group_id, version=version))
 
 
-def tell_a_run(path: Path) -> tuple[LedgerBase, LedgerBase]:
-    """Two steps of two prompts, a checkpoint after each, a dropped prompt, one completed, one under way, one waiting.
+def record_run(path: Path) -> tuple[LedgerBase, LedgerBase]:
+    """Record two steps of two groups, a checkpoint after each, a dropped group, and one completed, running and waiting.
 
-    Returns what the two checkpoints know.
+    Return what the two checkpoints store.
     """
     with SQLiteLedger(path, threaded=False) as ledger:
-        for slot in range(8):
-            ledger.append(Issued(slot))
-        for slot in (0, 1, 2):
-            roll_out(ledger, slot)
-        ledger.append(Consumed(slot=0, step=1, position=0))
-        ledger.append(Consumed(slot=1, step=1, position=1))
-        first = LedgerBase(step=1, next_slot=8, consumed=2, outstanding=(2, 3, 4, 5, 6, 7), position=ledger.position)
+        for group_id in range(8):
+            ledger.append(Issued(group_id))
+        for group_id in (0, 1, 2):
+            roll_out(ledger, group_id)
+        ledger.append(Consumed(group_id=0, step=1, position=0))
+        ledger.append(Consumed(group_id=1, step=1, position=1))
+        first = LedgerBase(
+            step=1, next_group_id=8, consumed=2, outstanding=(2, 3, 4, 5, 6, 7), position=ledger.position
+        )
         ledger.append(Committed(1))
-        for slot in (3, 4):
-            roll_out(ledger, slot, version=1)
-        ledger.append(Rewarded(slot=3, rewards=(0.5, 0.75)))
-        ledger.append(Dropped(slot=4, reason="stale", tokens=4))
-        ledger.append(Consumed(slot=2, step=2, position=1))
-        ledger.append(Consumed(slot=3, step=2, position=0))
-        second = LedgerBase(step=2, next_slot=8, consumed=4, outstanding=(5, 6, 7), position=ledger.position)
+        for group_id in (3, 4):
+            roll_out(ledger, group_id, version=1)
+        ledger.append(Rewarded(group_id=3, rewards=(0.5, 0.75)))
+        ledger.append(Dropped(group_id=4, reason="stale", tokens=4))
+        ledger.append(Consumed(group_id=2, step=2, position=1))
+        ledger.append(Consumed(group_id=3, step=2, position=0))
+        second = LedgerBase(step=2, next_group_id=8, consumed=4, outstanding=(5, 6, 7), position=ledger.position)
         ledger.append(Committed(2))
         roll_out(ledger, 5, version=2)
-        ledger.append(Dispatched(slot=6, attempt=0, version=2))
+        ledger.append(Dispatched(group_id=6, attempt=0, version=2))
     return first, second
 
 
-def test_it_keeps_the_contract(tmp_path: Path):
+def test_it_satisfies_the_contract(tmp_path: Path):
     with SQLiteLedger(tmp_path / "ledger.sqlite") as made:
         ledger: Ledger = made
         assert ledger.recovered is None
         assert ledger.statistics().unaccounted == 0
 
 
-def test_a_resumed_run_finds_what_the_checkpoint_knew_and_what_came_after(tmp_path: Path):
+def test_a_resumed_run_recovers_the_checkpoint_and_later_events(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    _, second = tell_a_run(path)
+    _, second = record_run(path)
     with SQLiteLedger(path, resume=second) as ledger:
         found = ledger.recovered
         assert found is not None
-        assert (found.next_slot, dict(found.waiting), dict(found.batches)) == (8, {6: 1, 7: 0}, {})
+        assert (found.next_group_id, dict(found.waiting), dict(found.batches)) == (8, {6: 1, 7: 0}, {})
         assert list(found.groups) == [5]
-        assert found.groups[5].rows == decode_rows(rows_of(5, version=2), slot=5)
+        assert found.groups[5].rows == decode_rows(rows_of(5, version=2), group_id=5)
         assert found.groups[5].summary.rewards == (0.0, 1.0)
         assert found.notes == ()
         assert ledger.statistics().unaccounted == 0
 
 
-def test_steps_after_the_checkpoint_come_back_as_the_batches_they_were(tmp_path: Path):
+def test_batches_of_steps_after_the_checkpoint_are_recovered(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    first, _ = tell_a_run(path)
+    first, _ = record_run(path)
     with SQLiteLedger(path, resume=first) as ledger:
         found = ledger.recovered
         assert found is not None
@@ -114,65 +115,65 @@ def test_steps_after_the_checkpoint_come_back_as_the_batches_they_were(tmp_path:
         assert found.groups[3].rewarded
         assert found.groups[3].summary.rewards == (0.5, 0.75)
         assert dict(found.dropped_tokens) == {"stale": 4}
-        ledger.append(Consumed(slot=3, step=2, position=0), Consumed(slot=2, step=2, position=1))
+        ledger.append(Consumed(group_id=3, step=2, position=0), Consumed(group_id=2, step=2, position=1))
         with pytest.raises(InvalidDataError, match="it was consumed"):
-            ledger.append(Consumed(slot=3, step=3, position=0))
+            ledger.append(Consumed(group_id=3, step=3, position=0))
     with SQLiteLedger(path, resume=first) as ledger:  # killed again
-        assert ledger.statistics().lives == 3
+        assert ledger.statistics().processes == 3
         assert ledger.recovered is not None
         assert list(ledger.recovered.groups) == [2, 3, 5]
         assert ledger.recovered.batches == {2: (3, 2)}
 
 
-def tell_of_two_steps_after_a_checkpoint(path: Path) -> LedgerBase:
-    """A checkpoint of step 0, then two steps, the second one on rows of version 1; another prompt of version 2."""
+def record_two_steps_after_a_checkpoint(path: Path) -> LedgerBase:
+    """Record a checkpoint of step 0, then two steps, the second on rows of version 1, and a group of version 2."""
     with SQLiteLedger(path, threaded=False) as ledger:
-        for slot in range(5):
-            ledger.append(Issued(slot))
-        base = LedgerBase(step=0, next_slot=5, consumed=0, outstanding=(0, 1, 2, 3, 4), position=ledger.position)
+        for group_id in range(5):
+            ledger.append(Issued(group_id))
+        base = LedgerBase(step=0, next_group_id=5, consumed=0, outstanding=(0, 1, 2, 3, 4), position=ledger.position)
         roll_out(ledger, 0)
         roll_out(ledger, 1)
-        ledger.append(Consumed(slot=1, step=1, position=0), Consumed(slot=0, step=1, position=1))
+        ledger.append(Consumed(group_id=1, step=1, position=0), Consumed(group_id=0, step=1, position=1))
         roll_out(ledger, 2, version=1)
         roll_out(ledger, 3, version=1)
-        ledger.append(Consumed(slot=3, step=2, position=0), Consumed(slot=2, step=2, position=1))
+        ledger.append(Consumed(group_id=3, step=2, position=0), Consumed(group_id=2, step=2, position=1))
         roll_out(ledger, 4, version=2)
     return base
 
 
-@pytest.mark.parametrize("got_as_far_as", [0, 1, 2, 3, 4])
-def test_a_death_while_a_run_goes_on_changes_nothing_of_what_is_to_be_done_again(tmp_path: Path, got_as_far_as: int):
+@pytest.mark.parametrize("repeated", [0, 1, 2, 3, 4])
+def test_a_crash_while_batches_are_repeated_leaves_them_to_the_next_process(tmp_path: Path, repeated: int):
     path = tmp_path / "ledger.sqlite"
-    base = tell_of_two_steps_after_a_checkpoint(path)
+    base = record_two_steps_after_a_checkpoint(path)
     again = [
-        Consumed(slot=1, step=1, position=0),
-        Consumed(slot=0, step=1, position=1),
-        Consumed(slot=3, step=2, position=0),
-        Consumed(slot=2, step=2, position=1),
+        Consumed(group_id=1, step=1, position=0),
+        Consumed(group_id=0, step=1, position=1),
+        Consumed(group_id=3, step=2, position=0),
+        Consumed(group_id=2, step=2, position=1),
     ]
     for _ in range(3):
         with SQLiteLedger(path, resume=base) as ledger:
             found = ledger.recovered
             assert found is not None
             assert dict(found.batches) == {1: (1, 0), 2: (3, 2)}
-            assert list(found.groups) == [0, 1, 2, 3, 4]  # also those whose weights are to be made again
+            assert list(found.groups) == [0, 1, 2, 3, 4]  # also those whose weights are to be reproduced
             assert (found.notes, dict(found.waiting)) == ((), {})
-            for event in again[:got_as_far_as]:
+            for event in again[:repeated]:
                 ledger.append(event)
 
 
-def test_a_batch_that_was_not_taken_again_ends_what_came_after_it(tmp_path: Path):
+def test_later_batches_are_not_repeated_after_a_different_batch(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    base = tell_of_two_steps_after_a_checkpoint(path)
+    base = record_two_steps_after_a_checkpoint(path)
     with SQLiteLedger(path, resume=base) as ledger:
-        ledger.append(Consumed(slot=0, step=1, position=0), Consumed(slot=1, step=1, position=1))
+        ledger.append(Consumed(group_id=0, step=1, position=0), Consumed(group_id=1, step=1, position=1))
     with SQLiteLedger(path, resume=base) as ledger:
         found = ledger.recovered
         assert found is not None
         assert dict(found.batches) == {1: (0, 1)}
-        assert 4 not in found.groups  # of weights that nobody makes again
+        assert 4 not in found.groups  # of weights that are not reproduced
         assert dict(found.waiting) == {4: 1}
-        ledger.append(Dropped(slot=1, reason="stale", tokens=4))
+        ledger.append(Dropped(group_id=1, reason="stale", tokens=4))
     with SQLiteLedger(path, resume=base) as ledger:
         assert ledger.recovered is not None
         assert dict(ledger.recovered.batches) == {}
@@ -182,9 +183,9 @@ async def test_events_are_durable_in_groups_and_nothing_blocks_the_loop(tmp_path
     path = tmp_path / "ledger.sqlite"
     ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=60.0)
     with blockbuster_ctx():
-        for slot in range(200):
-            ledger.append(Issued(slot))
-            roll_out(ledger, slot)
+        for group_id in range(200):
+            ledger.append(Issued(group_id))
+            roll_out(ledger, group_id)
         end = await ledger.durable()
         await ledger.room()
     assert end.sequence == 600
@@ -194,16 +195,16 @@ async def test_events_are_durable_in_groups_and_nothing_blocks_the_loop(tmp_path
     await ledger.aclose()
 
 
-async def test_a_full_queue_is_waited_for(tmp_path: Path):
+async def test_room_waits_while_the_queue_is_full(tmp_path: Path):
     ledger = await asyncio.to_thread(SQLiteLedger, tmp_path / "ledger.sqlite", queue_bytes=1000, commit_latency_s=60.0)
-    for slot in range(100):
-        ledger.append(Issued(slot))
+    for group_id in range(100):
+        ledger.append(Issued(group_id))
     async with asyncio.timeout(10):
         await ledger.room()
     await ledger.aclose()
 
 
-async def test_a_ledger_that_cannot_be_written_says_so(tmp_path: Path):
+async def test_a_ledger_that_cannot_be_written_raises(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     ledger = await asyncio.to_thread(SQLiteLedger, path, commit_latency_s=0.0)
     with sqlite3.connect(path) as other:
@@ -220,28 +221,28 @@ async def test_a_ledger_that_cannot_be_written_says_so(tmp_path: Path):
         ledger.close()
 
 
-def test_rows_can_be_asked_for_with_sql_and_as_a_batch(tmp_path: Path):
+def test_rows_can_be_queried_with_sql_and_as_a_batch(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    tell_a_run(path)
+    record_run(path)
     with sqlite3.connect(path) as plain:
-        assert plain.execute("SELECT state, count(*) FROM prompts GROUP BY state ORDER BY state").fetchall() == [
+        assert plain.execute("SELECT state, count(*) FROM groups GROUP BY state ORDER BY state").fetchall() == [
             ("committed", 4),
             ("completed", 1),
             ("dispatched", 1),
             ("dropped", 1),
             ("issued", 1),
         ]
-        assert plain.execute("SELECT slot FROM batches WHERE step = 2 ORDER BY position").fetchall() == [(3,), (2,)]
+        assert plain.execute("SELECT group_id FROM batches WHERE step = 2 ORDER BY position").fetchall() == [(3,), (2,)]
         assert plain.execute(
-            "SELECT json_extract(message, '$.content'), first_token FROM turns WHERE slot = 5 AND row = 1"
+            "SELECT json_extract(message, '$.content'), first_token FROM turns WHERE group_id = 5 AND row = 1"
         ).fetchall() == [("x", 1)]
     batch = query(path, "reward > :least AND step = 1", {"least": 0.5})
-    assert batch.batch["slot"].tolist() == [0, 1]
+    assert batch.batch["group_id"].tolist() == [0, 1]
     assert batch.batch["row"].tolist() == [1, 1]
     assert batch.batch["position"].tolist() == [0, 1]
     assert torch.equal(batch.batch["input_ids"][1], torch.tensor([1, 1, 1]))
     assert batch.non_tensor_batch["state"].tolist() == ["committed", "committed"]
-    assert len(query(path, "slot = 99")) == 0
+    assert len(query(path, "group_id = 99")) == 0
     assert len(query(path, limit=3)) == 3
     with pytest.raises(LedgerError, match="no such column"):
         query(path, "nonsense = 1")
@@ -251,74 +252,74 @@ def test_rows_can_be_asked_for_with_sql_and_as_a_batch(tmp_path: Path):
         query(tmp_path / "absent.sqlite")
 
 
-def test_a_run_does_not_begin_in_anothers_ledger(tmp_path: Path):
+def test_a_new_run_refuses_an_existing_ledger(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    tell_a_run(path)
-    with pytest.raises(LedgerError, match="there already"):
+    record_run(path)
+    with pytest.raises(LedgerError, match="exists already"):
         SQLiteLedger(path)
 
 
-def test_a_ledger_that_is_gone_leaves_the_checkpoint(tmp_path: Path):
+def test_a_run_resumes_from_its_checkpoint_without_a_ledger(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    _, second = tell_a_run(path)
+    _, second = record_run(path)
     path.unlink()
     with SQLiteLedger(path, resume=second) as ledger:
         found = ledger.recovered
         assert found is not None
-        assert (found.next_slot, dict(found.waiting), found.groups) == (8, {5: 0, 6: 0, 7: 0}, {})
-        assert "is not there" in found.notes[0]
+        assert (found.next_group_id, dict(found.waiting), found.groups) == (8, {5: 0, 6: 0, 7: 0}, {})
+        assert "does not exist" in found.notes[0]
         counts = ledger.statistics()
         assert (counts.issued, counts.consumed, counts.dropped, counts.live) == (8, 4, {"before": 1}, 3)
 
 
-def test_another_runs_ledger_is_not_taken(tmp_path: Path):
+def test_the_ledger_of_another_run_is_set_aside(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    tell_a_run(path)
+    record_run(path)
     foreign = LedgerBase(
-        step=2, next_slot=8, consumed=4, outstanding=(5, 6, 7), position=LedgerPosition(sequence=9, checksum=1)
+        step=2, next_group_id=8, consumed=4, outstanding=(5, 6, 7), position=LedgerPosition(sequence=9, checksum=1)
     )
     with SQLiteLedger(path, resume=foreign) as ledger:
         assert ledger.recovered is not None
-        assert "does not belong to it" in ledger.recovered.notes[0]
+        assert "is not of this ledger" in ledger.recovered.notes[0]
         assert ledger.recovered.groups == {}
-    assert query(tmp_path / "ledger.sqlite.damaged-1", "slot = 5").batch is not None
+    assert query(tmp_path / "ledger.sqlite.damaged-1", "group_id = 5").batch is not None
 
 
 def test_rows_that_were_changed_are_sampled_again(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    _, second = tell_a_run(path)
+    _, second = record_run(path)
     with sqlite3.connect(path) as other:
-        other.execute("UPDATE trajectories SET reward = 9 WHERE slot = 5 AND row = 0")
+        other.execute("UPDATE trajectories SET reward = 9 WHERE group_id = 5 AND row = 0")
     with SQLiteLedger(path, resume=second) as ledger:
         found = ledger.recovered
         assert found is not None
         assert found.groups == {}
         assert dict(found.waiting) == {5: 1, 6: 1, 7: 0}
-        assert found.notes == ("the rows of prompt 5 cannot be read; it is rolled out again",)
+        assert found.notes == ("the rows of group 5 cannot be read; it is rolled out again",)
         roll_out(ledger, 5, attempt=1, version=2)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE events SET body = replace(body, '\"slot\":2', '\"slot\":4') WHERE sequence = 13",
+        "UPDATE events SET body = replace(body, '\"group_id\":2', '\"group_id\":4') WHERE sequence = 13",
         "DELETE FROM events WHERE sequence = 13",
         "UPDATE events SET checksum = checksum + 1 WHERE sequence = 13",
     ],
 )
-def test_a_changed_event_is_found_and_those_before_it_count(tmp_path: Path, damage: str):
+def test_a_changed_event_is_detected_and_the_events_before_it_count(tmp_path: Path, damage: str):
     path = tmp_path / "ledger.sqlite"
-    first, second = tell_a_run(path)
+    first, second = record_run(path)
     with sqlite3.connect(path) as other:
         other.execute("DROP VIEW IF EXISTS rows")
         other.execute(damage)
     shutil.copytree(tmp_path, tmp_path / "copy")
-    with SQLiteLedger(path, resume=second) as ledger:  # the checkpoint relies on more than is left
+    with SQLiteLedger(path, resume=second) as ledger:  # the checkpoint needs more events than are left
         assert ledger.recovered is not None
         assert "13" in ledger.recovered.notes[0]
         assert ledger.statistics().unaccounted == 0
         assert dict(ledger.recovered.waiting) == {5: 0, 6: 0, 7: 0}
-    early = LedgerBase(step=0, next_slot=0, consumed=0, outstanding=())
+    early = LedgerBase(step=0, next_group_id=0, consumed=0, outstanding=())
     with SQLiteLedger(tmp_path / "copy" / "ledger.sqlite", resume=early) as ledger:
         assert ledger.recovered is not None
         assert list(ledger.recovered.groups) == [0, 1]
@@ -326,8 +327,8 @@ def test_a_changed_event_is_found_and_those_before_it_count(tmp_path: Path, dama
     assert first.position.sequence > 12
 
 
-async def test_a_position_that_is_durable_is_on_the_disk(tmp_path: Path):
-    """A prompt that is issued while the files are brought to the disk is not among what was promised."""
+async def test_a_durable_position_is_on_disk(tmp_path: Path):
+    """A group that is issued while the files are synced is not included in the returned position."""
     ledger: SQLiteLedger
 
     def issue_another(moment: str, path: Path) -> None:
@@ -346,10 +347,10 @@ class Died(Exception):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_while_it_salvages_loses_nothing_of_what_is_good(tmp_path: Path):
+def test_a_crash_while_a_ledger_is_salvaged_loses_no_good_event(tmp_path: Path):
     made = tmp_path / "made"
     made.mkdir()
-    first, _ = tell_a_run(made / "ledger.sqlite")
+    first, _ = record_run(made / "ledger.sqlite")
     with sqlite3.connect(made / "ledger.sqlite") as other:
         other.execute("DELETE FROM events WHERE sequence = 20")
     points = -4
@@ -378,8 +379,8 @@ def test_a_process_that_dies_while_it_salvages_loses_nothing_of_what_is_good(tmp
     assert points > 20
 
 
-class Hasty(DurableFiles):
-    """Waits for no disk: nothing here outlives this process."""
+class UnsyncedFiles(DurableFiles):
+    """Skips syncs, because nothing here must survive this process."""
 
     def write(self, path: Path, content: bytes) -> None:
         path.write_bytes(content)
@@ -389,7 +390,7 @@ class Hasty(DurableFiles):
 
 
 def damaged(path: Path, original: bytes, dice: random.Random) -> str:
-    """Cut the file or flip one of its bits; says what was done."""
+    """Cut the file or flip one of its bits; return a description."""
     if dice.random() < 0.3:
         size = dice.randrange(len(original))
         path.write_bytes(original[:size])
@@ -400,7 +401,7 @@ def damaged(path: Path, original: bytes, dice: random.Random) -> str:
 
 
 def test_no_damage_passes_unnoticed(tmp_path: Path):
-    """Whatever is cut or flipped in any file of a ledger that was not closed: found out, or without any meaning.
+    """Any cut or flipped bit in any file of a ledger that was not closed is detected, or changes nothing.
 
     Some; ``benchmarks/damage.py`` does 5,000.
     """
@@ -408,14 +409,14 @@ def test_no_damage_passes_unnoticed(tmp_path: Path):
     made, hurt = tmp_path / "made", tmp_path / "hurt"
     made.mkdir()
     ledger = SQLiteLedger(made / "ledger.sqlite", threaded=False)
-    for slot in range(6):
-        ledger.append(Issued(slot))
-        roll_out(ledger, slot)
+    for group_id in range(6):
+        ledger.append(Issued(group_id))
+        roll_out(ledger, group_id)
     whole = tmp_path / "whole"
     shutil.copytree(made, whole)  # as a process that is killed leaves it: the log is not yet in the tables
     closed = ledger.position
     ledger.close()
-    base = LedgerBase(step=0, next_slot=0, consumed=0, outstanding=())
+    base = LedgerBase(step=0, next_group_id=0, consumed=0, outstanding=())
     original = {file.name: file.read_bytes() for file in whole.iterdir() if not file.name.endswith("-shm")}
     assert set(original) == {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-witness"}
     dice, noticed, harmless = random.Random(0), 0, 0
@@ -428,7 +429,7 @@ def test_no_damage_passes_unnoticed(tmp_path: Path):
         what = f"{name}: {damaged(hurt / name, original[name], dice)}"
         try:
             with SQLiteLedger(
-                hurt / "ledger.sqlite", resume=base, threaded=False, files=Hasty(), fsync="checkpoint"
+                hurt / "ledger.sqlite", resume=base, threaded=False, files=UnsyncedFiles(), fsync="checkpoint"
             ) as again:
                 found = again.recovered
                 assert found is not None
@@ -437,8 +438,8 @@ def test_no_damage_passes_unnoticed(tmp_path: Path):
             noticed += 1
             continue
         assert counts.unaccounted == 0, what
-        for slot, group in found.groups.items():
-            assert group.rows == decode_rows(rows_of(slot), slot=slot), what
+        for group_id, group in found.groups.items():
+            assert group.rows == decode_rows(rows_of(group_id), group_id=group_id), what
         if found.notes:
             noticed += 1
         else:

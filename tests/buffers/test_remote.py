@@ -1,4 +1,4 @@
-"""The buffer in a worker of its own: what holds in this process holds there, and what a distance brings."""
+"""The buffer in a worker of its own: the contract of the local buffer, and what the distance adds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,11 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import (
-    BufferClosedError,
-    ConfigError,
-    DeadlineError,
-    InvalidDataError,
-    LedgerError,
-    WorkerDiedError,
-)
-from asyncrl.interfaces import DroppedGroup, GroupSummary, PlacedReplayBuffer, ReplayBuffer
+from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError, LedgerError, WorkerDiedError
+from asyncrl.interfaces import DroppedGroup, GroupSummary, OutOfProcessReplayBuffer, ReplayBuffer
 from asyncrl.ledger import Completed, Consumed, Dispatched, Issued
-from asyncrl.parts import make_part
-from asyncrl.rollout.record import encode_rows
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.plugins import make_part
+from asyncrl.rollout.trajectory import Trajectory, encode_rows
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 from buffers.ledger import SQLiteLedger
@@ -36,9 +28,9 @@ from buffers.replay import AsyncReplayBuffer
 ROWS = DataProto()
 
 
-def summary(slot: int, version: int = 0, *, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupSummary:
+def summary(group_id: int, version: int = 0, *, rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupSummary:
     return GroupSummary(
-        slot=slot,
+        group_id=group_id,
         rows=2,
         oldest_version=version,
         tokens=10,
@@ -48,14 +40,14 @@ def summary(slot: int, version: int = 0, *, rewards: tuple[float, ...] = (0.0, 1
     )
 
 
-def told(path: Path) -> SQLiteLedger:
-    """A ledger of two prompts with two rows each, which earn 0 and 1; step 1 took prompt 1."""
+def recorded(path: Path) -> SQLiteLedger:
+    """Make a ledger of two groups with two rows each, with rewards 0 and 1; step 1 used group 1."""
     ledger = SQLiteLedger(path, threaded=False)
-    for slot in range(2):
+    for group_id in range(2):
         rows = [
             Trajectory(
                 task={},
-                token_ids=(1, slot),
+                token_ids=(1, group_id),
                 loss_mask=(False, True),
                 behaviour_log_probs=(0.0, -0.5),
                 weight_versions=(-1, 0),
@@ -65,9 +57,9 @@ def told(path: Path) -> SQLiteLedger:
             )
             for reward in (0.0, 1.0)
         ]
-        ledger.append(Issued(slot), Dispatched(slot=slot, attempt=0, version=0))
-        ledger.append(Completed(slot=slot, attempt=0, tokens=2), rows=encode_rows(rows))
-    ledger.append(Consumed(slot=1, step=1, position=0))
+        ledger.append(Issued(group_id), Dispatched(group_id=group_id, attempt=0, version=0))
+        ledger.append(Completed(group_id=group_id, attempt=0, tokens=2), rows=encode_rows(rows))
+    ledger.append(Consumed(group_id=1, step=1, position=0))
     return ledger
 
 
@@ -76,12 +68,12 @@ class Place(Protocol):
 
 
 @asynccontextmanager
-async def here(**options: Any) -> AsyncIterator[ReplayBuffer]:
+async def local(**options: Any) -> AsyncIterator[ReplayBuffer]:
     yield AsyncReplayBuffer(**options)
 
 
 @asynccontextmanager
-async def there(**options: Any) -> AsyncIterator[ReplayBuffer]:
+async def remote(**options: Any) -> AsyncIterator[ReplayBuffer]:
     buffer = RemoteReplayBuffer(**options)
     worker, given = buffer.worker()
     group = LocalWorkerGroup(ClassWithInitArgs(worker, given), name="buffer")
@@ -94,51 +86,51 @@ async def there(**options: Any) -> AsyncIterator[ReplayBuffer]:
         await group.aclose()
 
 
-@pytest.fixture(params=[here, there], ids=["replay", "remote"])
+@pytest.fixture(params=[local, remote], ids=["replay", "remote"])
 def place(request: pytest.FixtureRequest) -> Place:
     made: Place = request.param
     return made
 
 
-def slots_of(taken: Any) -> list[int]:
-    return [group.summary.slot for group in taken]
+def group_ids_of(taken: Any) -> list[int]:
+    return [group.summary.group_id for group in taken]
 
 
 async def test_what_was_admitted_and_put_is_selected_once_and_released(place: Place):
     async with place(capacity=3, max_staleness=1) as buffer:
-        for slot in range(3):
-            await buffer.admit(slot)
+        for group_id in range(3):
+            await buffer.admit(group_id)
         taking = asyncio.ensure_future(buffer.select(2, weight_version=0))
         buffer.put(summary(1), ROWS)
         buffer.put(summary(0), ROWS)
-        assert slots_of(await taking) == [0, 1]
+        assert group_ids_of(await taking) == [0, 1]
         buffer.release([0, 1])
         await buffer.settled()
         counts = buffer.statistics()
         assert (counts.admitted, counts.pending, counts.ready, counts.selected, counts.released) == (3, 1, 0, 0, 2)
 
 
-async def test_a_group_that_is_promised_is_handed_out_by_its_number_alone(place: Place):
+async def test_a_group_with_reserved_uses_is_selected_by_its_number_only(place: Place):
     options: dict[str, Any] = {"max_uses": 2, "zero_variance": "drop", "eviction": "oldest", "keep_groups": 1}
     async with place(capacity=4, max_staleness=1, selection="fifo_ready", samples_per_insert=1.0, **options) as buffer:
-        for slot in range(4):  # two are as many as are admitted anew
-            await buffer.admit(slot, again=True, timeout_s=1.0)
-        buffer.put(summary(0, rewards=(1.0, 1.0)), ROWS, promised=2)
-        buffer.put(summary(1), ROWS, promised=1)
+        for group_id in range(4):  # two are as many as are admitted anew
+            await buffer.admit(group_id, again=True, timeout_s=1.0)
+        buffer.put(summary(0, rewards=(1.0, 1.0)), ROWS, reserved_uses=2)
+        buffer.put(summary(1), ROWS, reserved_uses=1)
         buffer.put(summary(2, version=5), ROWS)
-        assert slots_of(await buffer.select(1, weight_version=5)) == [2]
+        assert group_ids_of(await buffer.select(1, weight_version=5)) == [2]
         for _ in range(2):
             with pytest.raises(DeadlineError):
                 await buffer.select(1, weight_version=5, timeout_s=0.01)
-            assert slots_of(await buffer.select(1, weight_version=5, slots=[0])) == [0]
+            assert group_ids_of(await buffer.select(1, weight_version=5, group_ids=[0])) == [0]
             buffer.release([0])
-        taken = await buffer.select(1, weight_version=5, slots=[1])
-        buffer.restore(slots_of(taken))  # the step did not happen: the promise stands
+        taken = await buffer.select(1, weight_version=5, group_ids=[1])
+        buffer.restore(group_ids_of(taken))  # the step did not happen: the reservation stays
         with pytest.raises(DeadlineError):
             await buffer.select(1, weight_version=1, timeout_s=0.01)
-        assert slots_of(await buffer.select(1, weight_version=5, slots=[1])) == [1]
+        assert group_ids_of(await buffer.select(1, weight_version=5, group_ids=[1])) == [1]
         buffer.release([1])
-        assert slots_of(await buffer.select(1, weight_version=1)) == [1]  # kept: it is like any other now
+        assert group_ids_of(await buffer.select(1, weight_version=1)) == [1]  # kept: it is like any other now
         await buffer.settled()
         assert buffer.statistics().dropped == {}
         assert buffer.statistics().released == 1
@@ -155,24 +147,24 @@ async def test_a_wait_has_a_deadline_and_a_reason(place: Place):
         assert buffer.statistics().admitted == 1
 
 
-async def test_who_admits_hears_of_a_stale_group_while_the_select_still_waits(place: Place):
+async def test_listeners_are_called_for_stale_groups_while_the_select_still_waits(place: Place):
     async with place(capacity=2, max_staleness=1) as buffer:
         news: list[DroppedGroup] = []
-        told = asyncio.Event()
+        dropped = asyncio.Event()
 
-        def hear(group: DroppedGroup) -> None:
+        def record(group: DroppedGroup) -> None:
             news.append(group)
-            told.set()
+            dropped.set()
 
-        buffer.on_drop(hear)
+        buffer.on_drop(record)
         await buffer.admit(0)
         buffer.put(summary(0, version=0), ROWS)
         taking = asyncio.ensure_future(buffer.select(1, weight_version=2))
-        await told.wait()
-        assert news == [DroppedGroup(slot=0, reason="stale", tokens=10)]
+        await dropped.wait()
+        assert news == [DroppedGroup(group_id=0, reason="stale", tokens=10)]
         await buffer.admit(1)
         buffer.put(summary(1, version=2), ROWS)
-        assert slots_of(await taking) == [1]
+        assert group_ids_of(await taking) == [1]
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -188,17 +180,17 @@ async def test_a_select_that_is_cancelled_at_any_moment_changes_nothing(place: P
             taken = await taking
         except asyncio.CancelledError:
             taken = await buffer.select(1, weight_version=0, timeout_s=5.0)
-        assert slots_of(taken) == [0]
+        assert group_ids_of(taken) == [0]
 
 
-async def test_an_answer_on_its_way_to_nobody_is_given_back():
-    async with there(capacity=1, max_staleness=1) as buffer:
+async def test_the_result_of_a_cancelled_select_is_taken_back():
+    async with remote(capacity=1, max_staleness=1) as buffer:
         await buffer.admit(0)
         buffer.put(summary(0), ROWS)
-        lost = buffer._group.select(99, 1, 0, None, None, ())  # its answer arrives, and whoever asked is gone
+        lost = buffer._group.select(99, 1, 0, None, None, ())  # its result arrives after the caller was cancelled
         await lost
-        await buffer._group.give_back(ticket=99)
-        assert slots_of(await buffer.select(1, weight_version=0, timeout_s=5.0)) == [0]
+        await buffer._group.cancel(ticket=99)
+        assert group_ids_of(await buffer.select(1, weight_version=0, timeout_s=5.0)) == [0]
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -216,29 +208,29 @@ async def test_an_admission_that_is_cancelled_leaves_its_place_free(place: Place
         await buffer.admit(1, timeout_s=5.0)
 
 
-async def test_a_broken_rule_is_told_by_its_name(place: Place):
+async def test_an_illegal_call_raises_by_name(place: Place):
     async with place(capacity=1, max_staleness=1) as buffer:
 
         async def put() -> None:
             buffer.put(summary(7), ROWS)
             await buffer.settled()
 
-        with pytest.raises(InvalidDataError, match="slot 7 must be pending, but it was never admitted"):
+        with pytest.raises(InvalidDataError, match="group_id 7 must be pending, but it was never admitted"):
             await put()
 
 
-async def test_after_a_broken_rule_there_nobody_waits_for_ever():
-    async with there(capacity=2, max_staleness=1) as buffer:
+async def test_an_illegal_call_in_the_worker_ends_every_wait():
+    async with remote(capacity=2, max_staleness=1) as buffer:
         taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
         await asyncio.sleep(0)
         buffer.release([3])
-        with pytest.raises(BufferClosedError, match="slot 3 must be selected"):
+        with pytest.raises(BufferClosedError, match="group_id 3 must be selected"):
             await taking
-        with pytest.raises(BufferClosedError, match="slot 3 must be selected"):
+        with pytest.raises(BufferClosedError, match="group_id 3 must be selected"):
             await buffer.admit(0)
 
 
-async def test_closing_wakes_whoever_waits_with_the_cause(place: Place):
+async def test_closing_ends_every_wait_with_the_cause(place: Place):
     async with place(capacity=1, max_staleness=1) as buffer:
         taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
         await asyncio.sleep(0.01)
@@ -250,7 +242,7 @@ async def test_closing_wakes_whoever_waits_with_the_cause(place: Place):
             await buffer.admit(0)
 
 
-async def test_rows_come_out_as_they_went_in(place: Place):
+async def test_rows_are_returned_as_they_were_put(place: Place):
     rows = DataProto.from_dict({"x": torch.arange(2)})
     scores = DataProto.from_dict({"scores": torch.tensor([0.25, 0.75])})
     async with place(capacity=1, max_staleness=1, columns=("scores",)) as buffer:
@@ -264,7 +256,7 @@ async def test_rows_come_out_as_they_went_in(place: Place):
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_both_take_the_same_groups_in_the_same_order(seed: int):
-    """One random program, two buffers: the same answers, the same books, the same drops."""
+    """One random program, two buffers: the same results, the same statistics, the same drops."""
     options: dict[str, Any] = {
         "capacity": 6,
         "max_staleness": 1,
@@ -275,25 +267,25 @@ async def test_both_take_the_same_groups_in_the_same_order(seed: int):
         "seed": seed,
     }
     stories = []
-    for make in (here, there):
+    for make in (local, remote):
         dice, story, drops = random.Random(seed), [], []
         async with make(**options) as buffer:
             buffer.on_drop(drops.append)
-            version, slot, selected = 0, 0, []
+            version, group_id, selected = 0, 0, []
             for _ in range(60):
                 counts = buffer.statistics()
                 taken_places = counts.pending + counts.ready + counts.selected
                 what = dice.choice(["admit", "admit", "select", "release", "restore", "publish", "drop"])
                 if what == "admit" and taken_places < 6:
-                    await buffer.admit(slot)
+                    await buffer.admit(group_id)
                     equal = dice.random() < 0.2
-                    buffer.put(summary(slot, version, rewards=(0.5, 0.5) if equal else (dice.random(), 0.0)), ROWS)
-                    slot += 1
+                    buffer.put(summary(group_id, version, rewards=(0.5, 0.5) if equal else (dice.random(), 0.0)), ROWS)
+                    group_id += 1
                 elif what == "select" and counts.ready:
                     try:
                         taken = await buffer.select(1, weight_version=version, timeout_s=0.05)
-                        selected += slots_of(taken)
-                        story.append(("took", slots_of(taken), [group.uses for group in taken]))
+                        selected += group_ids_of(taken)
+                        story.append(("took", group_ids_of(taken), [group.uses for group in taken]))
                     except DeadlineError:
                         story.append(("waited",))
                 elif what in ("release", "restore") and selected:
@@ -309,9 +301,9 @@ async def test_both_take_the_same_groups_in_the_same_order(seed: int):
     assert any(entry[0] == "took" for entry in stories[0][0] if isinstance(entry, tuple))
 
 
-async def test_a_buffer_without_a_place_says_so_and_wrong_options_are_told_at_once():
+async def test_a_buffer_without_a_worker_and_wrong_options_are_refused():
     buffer = RemoteReplayBuffer(capacity=1, max_staleness=0)
-    assert isinstance(buffer, PlacedReplayBuffer)
+    assert isinstance(buffer, OutOfProcessReplayBuffer)
     with pytest.raises(BufferClosedError, match="no worker yet"):
         await buffer.admit(0)
     with pytest.raises(ConfigError, match="did you mean 'max_uses'"):
@@ -340,21 +332,21 @@ async def test_the_death_of_its_worker_ends_every_wait():
     buffer.drop(0, "unwanted")
     with pytest.raises(WorkerDiedError):
         await buffer.settled()
-    with pytest.raises(WorkerDiedError, match="of buffer was killed"):  # those that come later hear the same
+    with pytest.raises(WorkerDiedError, match="of buffer was killed"):  # later calls raise the same
         await buffer.select(1, weight_version=0)
     await buffer.aclose()
 
 
-async def test_it_is_asked_for_what_its_ledger_has_recorded(place: Place, tmp_path: Path):
+async def test_query_reads_the_ledger(place: Place, tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
-    with told(path) as ledger:
+    with recorded(path) as ledger:
         async with place(capacity=1, max_staleness=0, ledger=ledger) as buffer:
             found = buffer.query("reward > :least", {"least": 0.5})
-            assert (found.batch["slot"].tolist(), found.batch["step"].tolist()) == ([0, 1], [-1, 1])
+            assert (found.batch["group_id"].tolist(), found.batch["step"].tolist()) == ([0, 1], [-1, 1])
             assert found.batch["input_ids"][1].tolist() == [1, 1]
             assert found.non_tensor_batch["state"].tolist() == ["completed", "consumed"]
             assert buffer.query(limit=3).batch["row"].tolist() == [0, 1, 0]
-            assert len(buffer.query("slot = 7")) == 0
+            assert len(buffer.query("group_id = 7")) == 0
             with pytest.raises(LedgerError, match="no such column: nonsense"):
                 buffer.query("nonsense = 1")
     async with place(capacity=1, max_staleness=0, ledger=SQLiteLedger.archive(path)) as buffer:
@@ -362,7 +354,7 @@ async def test_it_is_asked_for_what_its_ledger_has_recorded(place: Place, tmp_pa
         assert len(buffer.query("step = 1")) == 2
 
 
-async def test_without_a_ledger_it_says_how_to_have_one(place: Place):
+async def test_query_without_a_ledger_explains_how_to_have_one(place: Place):
     async with place(capacity=1, max_staleness=0) as buffer:
         with pytest.raises(LedgerError, match=r"made without one; make it with ledger=SQLiteLedger\(path\)"):
             buffer.query("reward > 0.5")
@@ -380,9 +372,9 @@ async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store(t
     import ray
 
     from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
-    from asyncrl.single_controller.ray_store import RayBlock
+    from asyncrl.single_controller.ray.messages import RayValue
 
-    with ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False), told(tmp_path / "sqlite") as ledger:
+    with ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False), recorded(tmp_path / "sqlite") as ledger:
         buffer = RemoteReplayBuffer(capacity=2, max_staleness=0, ledger=ledger)
         worker, options = buffer.worker()
         group = RayWorkerGroup(
@@ -401,7 +393,7 @@ async def test_on_ray_it_holds_references_and_the_rows_lie_in_the_object_store(t
         del rows
         (taken,) = await buffer.select(1, weight_version=0, timeout_s=30.0)
         (block,) = (await taken.rows.plan()).blocks()
-        assert isinstance(block, RayBlock)
+        assert isinstance(block, RayValue)
         assert torch.equal((await taken.rows).batch["x"], torch.arange(200_000).reshape(2, -1))
         assert len(buffer.query("step = 1")) == 2  # the ledger stayed here
         await buffer.aclose()

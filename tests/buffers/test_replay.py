@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import BufferClosedError, DeadlineError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBuffer
-from asyncrl.pipeline.certificate import certify
-from asyncrl.pipeline.staleness import AdmissionLaw
 from asyncrl.simulation import VirtualLoop
+from asyncrl.staleness import AdmissionLaw, certify
 from buffers.replay import AsyncReplayBuffer
 
 ROWS = object()
 
 
-def summary(slot: int, version: int = 0, *, tokens: int = 10) -> GroupSummary:
+def summary(group_id: int, version: int = 0, *, tokens: int = 10) -> GroupSummary:
     return GroupSummary(
-        slot=slot,
+        group_id=group_id,
         rows=1,
         oldest_version=version,
         tokens=tokens,
@@ -47,8 +46,8 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine], object]:
     return run_on_loop
 
 
-def slots_of(taken: tuple) -> list[int]:
-    return [one.summary.slot for one in taken]
+def group_ids_of(taken: tuple) -> list[int]:
+    return [one.summary.group_id for one in taken]
 
 
 async def turn() -> None:
@@ -59,14 +58,14 @@ async def turn() -> None:
 
 async def full_buffer(capacity: int, *, put: bool = True, max_staleness: int = 1) -> AsyncReplayBuffer:
     buffer = AsyncReplayBuffer(capacity=capacity, max_staleness=max_staleness)
-    for slot in range(capacity):
-        await buffer.admit(slot)
+    for group_id in range(capacity):
+        await buffer.admit(group_id)
         if put:
-            buffer.put(summary(slot), ROWS)
+            buffer.put(summary(group_id), ROWS)
     return buffer
 
 
-def test_it_keeps_the_contract():
+def test_it_satisfies_the_contract():
     buffer: ReplayBuffer = AsyncReplayBuffer(capacity=1, max_staleness=0)
     assert buffer.statistics().capacity == 1
 
@@ -80,35 +79,35 @@ def test_a_select_wakes_when_its_groups_are_ready(run):
             await turn()
             assert not batch.done()
             buffer.put(summary(0), ROWS)
-        assert slots_of(batch.result()) == [0, 1]
+        assert group_ids_of(batch.result()) == [0, 1]
         buffer.release([0, 1])
         assert buffer.statistics().released == 2
 
     run(story())
 
 
-def test_an_admit_waits_for_a_place_and_nobody_overtakes(run):
+def test_admits_wait_for_places_in_order(run):
     async def story() -> None:
         buffer = await full_buffer(2)
         entered: list[int] = []
 
-        async def enter(slot: int) -> None:
-            await buffer.admit(slot)
-            entered.append(slot)
+        async def enter(group_id: int) -> None:
+            await buffer.admit(group_id)
+            entered.append(group_id)
 
         async with asyncio.TaskGroup() as tasks:
-            for slot in (5, 3, 4):
-                tasks.create_task(enter(slot))
+            for group_id in (5, 3, 4):
+                tasks.create_task(enter(group_id))
             await turn()
             assert entered == []
             await buffer.select(2, weight_version=0)
             buffer.release([1])
-            # A place is free now and promised to 5; whoever comes now stands behind 4.
+            # The free place belongs to 5; a call that comes now waits behind 4.
             tasks.create_task(enter(2))
             await turn()
             assert entered == [5]
-            for slot in (0, 5):
-                buffer.drop(slot, "test")
+            for group_id in (0, 5):
+                buffer.drop(group_id, "test")
             await turn()
             assert entered == [5, 3, 4]
             buffer.drop(3, "test")
@@ -117,7 +116,7 @@ def test_an_admit_waits_for_a_place_and_nobody_overtakes(run):
     run(story())
 
 
-def test_a_small_select_stands_behind_a_large_one(run):
+def test_a_small_select_waits_behind_a_large_one(run):
     async def story() -> None:
         buffer = await full_buffer(4, put=False)
         async with asyncio.TaskGroup() as tasks:
@@ -128,16 +127,16 @@ def test_a_small_select_stands_behind_a_large_one(run):
             await turn()
             assert not small.done()
             first, second = buffer.explain()
-            assert first.endswith("1 of 3 groups are next in line; slot 1 is not finished")
+            assert first.endswith("1 of 3 groups are next in order; group_id 1 is not finished")
             assert second.endswith("other calls of select came first")
-            for slot in (1, 2, 3):
-                buffer.put(summary(slot), ROWS)
-        assert (slots_of(large.result()), slots_of(small.result())) == ([0, 1, 2], [3])
+            for group_id in (1, 2, 3):
+                buffer.put(summary(group_id), ROWS)
+        assert (group_ids_of(large.result()), group_ids_of(small.result())) == ([0, 1, 2], [3])
 
     run(story())
 
 
-def test_when_a_large_select_gives_up_the_small_one_behind_it_is_served(run):
+def test_when_a_large_select_is_cancelled_the_small_one_behind_it_is_served(run):
     async def story() -> None:
         buffer = await full_buffer(3, put=False)
         buffer.put(summary(0), ROWS)
@@ -147,7 +146,7 @@ def test_when_a_large_select_gives_up_the_small_one_behind_it_is_served(run):
             small = tasks.create_task(buffer.select(1, weight_version=0))
             await turn()
             large.cancel()
-        assert slots_of(small.result()) == [0]
+        assert group_ids_of(small.result()) == [0]
 
     run(story())
 
@@ -164,7 +163,7 @@ def test_a_cancelled_select_that_was_just_served_loses_no_group(run):
         with pytest.raises(asyncio.CancelledError):
             await batch
         assert (buffer.statistics().selected, buffer.statistics().ready) == (0, 2)
-        assert slots_of(await buffer.select(2, weight_version=0)) == [0, 1]
+        assert group_ids_of(await buffer.select(2, weight_version=0)) == [0, 1]
 
     run(story())
 
@@ -172,7 +171,7 @@ def test_a_cancelled_select_that_was_just_served_loses_no_group(run):
 def test_a_cancelled_admit_that_was_just_served_reserves_nothing(run):
     async def story() -> None:
         buffer = await full_buffer(1)
-        first, second = (asyncio.create_task(buffer.admit(slot)) for slot in (1, 2))
+        first, second = (asyncio.create_task(buffer.admit(group_id)) for group_id in (1, 2))
         await turn()
         buffer.drop(0, "test")
         assert buffer.statistics().pending == 1
@@ -187,7 +186,7 @@ def test_a_cancelled_admit_that_was_just_served_reserves_nothing(run):
     run(story())
 
 
-def test_a_coroutine_that_is_thrown_away_gives_back_what_it_got():
+def test_a_closed_coroutine_returns_its_groups():
     async def story() -> None:
         buffer = await full_buffer(1, put=False)
         waiting = buffer.select(1, weight_version=0)
@@ -200,14 +199,14 @@ def test_a_coroutine_that_is_thrown_away_gives_back_what_it_got():
     asyncio.run(story())
 
 
-def test_a_deadline_says_what_was_waited_for():
+def test_a_deadline_error_names_what_was_waited_for():
     async def story() -> None:
         buffer = await full_buffer(2, put=False)
         with pytest.raises(DeadlineError, match="select of 2 groups at version 7 passed its deadline of 3 s") as select:
             await buffer.select(2, weight_version=7, timeout_s=3.0)
-        assert select.value.waiting_for == "0 of 2 groups are next in line; slot 0 is not finished"
+        assert select.value.waiting_for == "0 of 2 groups are next in order; group_id 0 is not finished"
         assert asyncio.get_running_loop().time() == 3.0
-        with pytest.raises(DeadlineError, match="admit of slot 9") as admit:
+        with pytest.raises(DeadlineError, match="admit of group_id 9") as admit:
             await buffer.admit(9, timeout_s=0.5)
         assert admit.value.waiting_for == "all 2 places are taken (2 pending, 0 ready, 0 selected)"
         assert admit.value.timeout_s == 0.5
@@ -230,10 +229,11 @@ def test_waits_are_shown_with_reason_and_seconds():
             "admit: the buffer is full": 3.5,
             "select: the next groups are not ready": 3.5,
         }
+        waiting_for = "0 of 1 groups are next in order; group_id 0 is not finished"
         assert buffer.explain() == (
-            "admit of slot 5 has waited 3.5 s: all 1 places are taken (1 pending, 0 ready, 0 selected)",
-            "admit of slot 6 has waited 1.5 s: all 1 places are taken (1 pending, 0 ready, 0 selected)",
-            "select of 1 groups at version 0 has waited 3.5 s: 0 of 1 groups are next in line; slot 0 is not finished",
+            "admit of group_id 5 has waited 3.5 s: all 1 places are taken (1 pending, 0 ready, 0 selected)",
+            "admit of group_id 6 has waited 1.5 s: all 1 places are taken (1 pending, 0 ready, 0 selected)",
+            f"select of 1 groups at version 0 has waited 3.5 s: {waiting_for}",
         )
         buffer.close()
         assert buffer.statistics().waiting == {}
@@ -243,7 +243,7 @@ def test_waits_are_shown_with_reason_and_seconds():
         runner.run(story())
 
 
-def test_close_wakes_everybody_with_the_cause(run):
+def test_close_ends_every_wait_with_the_cause(run):
     async def story() -> None:
         buffer = await full_buffer(1, put=False)
         waits = [
@@ -270,14 +270,14 @@ def test_close_wakes_everybody_with_the_cause(run):
     run(story())
 
 
-def test_a_waiting_select_drops_the_stale_and_tells_who_can_replace_them(run):
+def test_a_waiting_select_drops_stale_groups_and_calls_the_listeners(run):
     async def story() -> None:
         buffer = await full_buffer(2, put=False, max_staleness=0)
-        told: list[DroppedGroup] = []
+        drops: list[DroppedGroup] = []
         replaced = asyncio.Event()
 
         def listen(dropped: DroppedGroup) -> None:
-            told.append(dropped)
+            drops.append(dropped)
             replaced.set()
 
         async def replace() -> None:
@@ -292,28 +292,28 @@ def test_a_waiting_select_drops_the_stale_and_tells_who_can_replace_them(run):
             await turn()
             buffer.put(summary(0, 0, tokens=7), ROWS)
             buffer.put(summary(1, 1), ROWS)
-        assert slots_of(batch.result()) == [1, 2]
-        assert told == [DroppedGroup(slot=0, reason="stale", tokens=7)]
+        assert group_ids_of(batch.result()) == [1, 2]
+        assert drops == [DroppedGroup(group_id=0, reason="stale", tokens=7)]
 
     run(story())
 
 
-def test_a_listener_may_drop_in_turn_and_its_error_travels(run):
+def test_a_listener_may_drop_groups_and_its_error_propagates(run):
     async def story() -> None:
         buffer = await full_buffer(3, put=False)
-        told: list[int] = []
+        drops: list[int] = []
 
         def listen(dropped: DroppedGroup) -> None:
-            told.append(dropped.slot)
-            if dropped.slot < 2:
-                buffer.drop(dropped.slot + 1, "with its neighbour")
+            drops.append(dropped.group_id)
+            if dropped.group_id < 2:
+                buffer.drop(dropped.group_id + 1, "with its neighbour")
             else:
                 raise LookupError("listener")
 
         buffer.on_drop(listen)
         with pytest.raises(LookupError, match="listener"):
             buffer.drop(0, "test")
-        assert told == [0, 1, 2]
+        assert drops == [0, 1, 2]
         assert sum(buffer.statistics().dropped.values()) == 3
 
     run(story())
@@ -365,7 +365,7 @@ def test_a_released_group_s_rows_are_forgotten():
     selection=st.sampled_from(["fifo", "fifo_ready"]),
     max_staleness=st.integers(0, 2),
 )
-def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
+def test_under_random_schedules_no_group_is_lost_and_no_call_waits_forever(
     seed: int, capacity: int, selection: str, max_staleness: int
 ):
     """Producers and a trainer with random durations, deadlines and cancellations, until the buffer is closed."""
@@ -374,7 +374,7 @@ def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
     async def story() -> None:
         loop = asyncio.get_running_loop()
         buffer = AsyncReplayBuffer(capacity=capacity, max_staleness=max_staleness, selection=selection)
-        slots = iter(range(10_000))
+        group_ids = iter(range(10_000))
         trained: list[int] = []
         version = 0
         refused = 0
@@ -382,13 +382,13 @@ def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
         async def produce() -> None:
             nonlocal refused
             while True:
-                slot = next(slots)
+                group_id = next(group_ids)
                 try:
                     if draw.random() < 0.3:
                         async with asyncio.timeout(draw.uniform(0, 3)):
-                            await buffer.admit(slot)
+                            await buffer.admit(group_id)
                     else:
-                        await buffer.admit(slot, timeout_s=draw.choice([None, 0.0, draw.uniform(0, 4)]))
+                        await buffer.admit(group_id, timeout_s=draw.choice([None, 0.0, draw.uniform(0, 4)]))
                 except TimeoutError:
                     refused += 1
                     await asyncio.sleep(draw.uniform(0.1, 1))
@@ -396,9 +396,9 @@ def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
                 sampled_at = version
                 await asyncio.sleep(draw.choice([0.0, draw.uniform(0, 3)]))
                 if draw.random() < 0.2:
-                    buffer.drop(slot, "failed", tokens=3)
+                    buffer.drop(group_id, "failed", tokens=3)
                 else:
-                    buffer.put(summary(slot, sampled_at), ROWS)
+                    buffer.put(summary(group_id, sampled_at), ROWS)
 
         async def train() -> None:
             nonlocal version
@@ -417,10 +417,10 @@ def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
                 assert all(at - one.summary.oldest_version <= max_staleness for one in batch)
                 await asyncio.sleep(draw.uniform(0, 1))
                 if draw.random() < 0.1:
-                    buffer.restore(slots_of(batch))
+                    buffer.restore(group_ids_of(batch))
                     continue
-                buffer.release(slots_of(batch))
-                trained.extend(slots_of(batch))
+                buffer.release(group_ids_of(batch))
+                trained.extend(group_ids_of(batch))
                 version += 1
 
         tasks = [asyncio.create_task(produce()) for _ in range(capacity)]
@@ -455,7 +455,7 @@ def test_under_random_schedules_no_group_is_lost_and_nothing_waits_in_silence(
 def test_under_the_admission_law_every_step_gets_its_batch_and_nothing_is_left(
     seed: int, groups_per_step: int, max_staleness: int, selection: str, failure: float
 ):
-    """In slot order nothing is ever too old; out of it, what is dropped is replaced. The window is room enough."""
+    """In group_id order no group becomes stale; otherwise dropped groups are replaced. The window is the capacity."""
     draw = random.Random(seed)
     steps = 6
     law = AdmissionLaw(groups_per_step, max_staleness=max_staleness, total_groups=steps * groups_per_step)
@@ -466,21 +466,21 @@ def test_under_the_admission_law_every_step_gets_its_batch_and_nothing_is_left(
         version = 0
 
         def dropped(group: DroppedGroup) -> None:
-            law.dropped(group.slot)
+            law.dropped(group.group_id)
             changed.set()
 
         buffer.on_drop(dropped)
 
-        async def group(slot: int) -> None:
+        async def group(group_id: int) -> None:
             versions: dict[int, int] = {}
             for _ in range(draw.randint(1, 4)):  # tokens under every version that comes along
                 versions[version] = versions.get(version, 0) + 1
                 await asyncio.sleep(draw.choice([0.1, draw.uniform(0, 20)]))
             if draw.random() < failure:
-                buffer.drop(slot, "failed", tokens=sum(versions.values()))
+                buffer.drop(group_id, "failed", tokens=sum(versions.values()))
             else:
                 tokens = sum(versions.values())
-                buffer.put(replace(summary(slot, min(versions), tokens=tokens), version_tokens=versions), ROWS)
+                buffer.put(replace(summary(group_id, min(versions), tokens=tokens), version_tokens=versions), ROWS)
 
         async def train() -> None:
             nonlocal version
@@ -490,9 +490,9 @@ def test_under_the_admission_law_every_step_gets_its_batch_and_nothing_is_left(
                 assert certificate.groups == groups_per_step
                 assert certificate.maximum <= max_staleness
                 if selection == "fifo":
-                    assert slots_of(batch) == sorted(slots_of(batch))
+                    assert group_ids_of(batch) == sorted(group_ids_of(batch))
                 await asyncio.sleep(draw.uniform(0, 5))
-                buffer.release(slots_of(batch))
+                buffer.release(group_ids_of(batch))
                 version += 1
                 law.published(version)
                 changed.set()
@@ -503,9 +503,9 @@ def test_under_the_admission_law_every_step_gets_its_batch_and_nothing_is_left(
             while not training.done():
                 changed.clear()
                 while law.may_issue():
-                    slot = law.issue()
-                    await buffer.admit(slot, timeout_s=0.0)
-                    tasks.create_task(group(slot))
+                    group_id = law.issue()
+                    await buffer.admit(group_id, timeout_s=0.0)
+                    tasks.create_task(group(group_id))
                 await changed.wait()
         return buffer
 

@@ -1,4 +1,4 @@
-"""The pure life cycle: hand-worked stories, forbidden events by name, and a model for any order of events."""
+"""The pure state machine: hand-worked cases, illegal events by name, and a model for any order of events."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.interfaces import DroppedGroup, GroupSummary
-from buffers.eviction import Evicted
+from buffers.policies import Evicted
 from buffers.selection import make_selection
 from buffers.state import BufferState, Stage
 
 ROWS = object()
 
 
-def summary(slot: int, version: int = 0, *, tokens: int = 10) -> GroupSummary:
+def summary(group_id: int, version: int = 0, *, tokens: int = 10) -> GroupSummary:
     return GroupSummary(
-        slot=slot,
+        group_id=group_id,
         rows=2,
         oldest_version=version,
         tokens=tokens,
@@ -33,16 +33,16 @@ def state_of(*, capacity: int = 8, max_staleness: int = 1, selection: str = "fif
 
 
 def fill(state: BufferState, versions: dict[int, int | None]) -> None:
-    """Admit the slots; put those that have a version."""
-    for slot in versions:
-        state.admit(slot)
-    for slot, version in versions.items():
+    """Admit the group_ids; put those that have a version."""
+    for group_id in versions:
+        state.admit(group_id)
+    for group_id, version in versions.items():
         if version is not None:
-            state.put(summary(slot, version), ROWS)
+            state.put(summary(group_id, version), ROWS)
 
 
-def slots_of(taken: tuple | None) -> list[int] | None:
-    return None if taken is None else [one.summary.slot for one in taken]
+def group_ids_of(taken: tuple | None) -> list[int] | None:
+    return None if taken is None else [one.summary.group_id for one in taken]
 
 
 def test_a_group_from_admission_to_release():
@@ -60,82 +60,82 @@ def test_a_group_from_admission_to_release():
     assert (counts.admitted, counts.released, counts.pending, counts.ready, counts.selected) == (1, 1, 0, 0, 0)
 
 
-def test_fifo_waits_for_the_slow_and_keeps_slot_order():
+def test_fifo_waits_for_slow_groups_and_keeps_the_order():
     state = state_of()
     fill(state, {0: 0, 1: None, 2: 0, 3: 0})
     assert state.take(2, weight_version=0) is None
-    assert state.explain(2) == "1 of 2 groups are next in line; slot 1 is not finished"
+    assert state.explain(2) == "1 of 2 groups are next in order; group_id 1 is not finished"
     state.put(summary(1), ROWS)
-    assert slots_of(state.take(2, weight_version=0)) == [0, 1]
-    assert slots_of(state.take(2, weight_version=0)) == [2, 3]
-    assert state.explain(1) == "0 of 1 groups are next in line; more groups must be admitted"
+    assert group_ids_of(state.take(2, weight_version=0)) == [0, 1]
+    assert group_ids_of(state.take(2, weight_version=0)) == [2, 3]
+    assert state.explain(1) == "0 of 1 groups are next in order; more groups must be admitted"
 
 
-def test_fifo_skips_a_dropped_slot():
+def test_fifo_skips_a_dropped_group():
     state = state_of()
     fill(state, {0: 0, 1: None, 2: 0})
     state.drop(1, "failed", tokens=5)
-    assert slots_of(state.take(2, weight_version=0)) == [0, 2]
+    assert group_ids_of(state.take(2, weight_version=0)) == [0, 2]
     assert state.statistics().dropped_tokens == {"failed": 5}
 
 
-def test_fifo_lets_a_slot_that_was_admitted_late_go_first():
+def test_fifo_lets_a_group_that_was_admitted_late_go_first():
     state = state_of()
     fill(state, {3: 0, 4: 0, 5: 0})
     state.admit(1)
     assert state.take(1, weight_version=0) is None
     state.put(summary(1), ROWS)
-    assert slots_of(state.take(3, weight_version=0)) == [1, 3, 4]
+    assert group_ids_of(state.take(3, weight_version=0)) == [1, 3, 4]
 
 
-def test_fifo_ready_passes_the_slow():
+def test_fifo_ready_passes_slow_groups():
     state = state_of(selection="fifo_ready")
     fill(state, {0: None, 3: 0, 2: 0, 1: None})
-    assert slots_of(state.take(2, weight_version=0)) == [2, 3]
+    assert group_ids_of(state.take(2, weight_version=0)) == [2, 3]
     assert state.explain(2) == "0 of 2 groups are ready"
 
 
 @pytest.mark.parametrize("selection", ["fifo", "fifo_ready"])
-def test_what_is_too_old_is_dropped_and_never_returned(selection: str):
+def test_stale_groups_are_dropped_and_never_returned(selection: str):
     state = state_of(max_staleness=2, selection=selection)
     fill(state, {0: 0, 1: 1, 2: 0, 3: 5})
-    assert slots_of(state.take(2, weight_version=3)) == [1, 3]
+    assert group_ids_of(state.take(2, weight_version=3)) == [1, 3]
     assert state.drain_dropped() == (
-        DroppedGroup(slot=0, reason="stale", tokens=10),
-        DroppedGroup(slot=2, reason="stale", tokens=10),
+        DroppedGroup(group_id=0, reason="stale", tokens=10),
+        DroppedGroup(group_id=2, reason="stale", tokens=10),
     )
     assert state.statistics().dropped == {"stale": 2}
     assert state.statistics().dropped_tokens == {"stale": 20}
 
 
-def test_the_bound_itself_is_still_trained_on():
+def test_a_group_at_the_bound_is_still_selected():
     state = state_of(max_staleness=2)
     fill(state, {0: 1, 1: 3})
-    assert slots_of(state.take(2, weight_version=3)) == [0, 1]
+    assert group_ids_of(state.take(2, weight_version=3)) == [0, 1]
 
 
 def test_restored_groups_are_selected_again_in_their_order():
     state = state_of()
     fill(state, {0: 0, 1: 0, 2: 0, 3: None})
-    assert slots_of(state.take(2, weight_version=0)) == [0, 1]
+    assert group_ids_of(state.take(2, weight_version=0)) == [0, 1]
     state.restore([1, 0])
     assert state.statistics().ready_tokens == 30
-    assert slots_of(state.take(3, weight_version=0)) == [0, 1, 2]
+    assert group_ids_of(state.take(3, weight_version=0)) == [0, 1, 2]
 
 
-def test_a_restored_group_grows_old():
+def test_a_restored_group_can_become_stale():
     state = state_of(max_staleness=0)
     fill(state, {0: 0, 1: 1})
-    assert slots_of(state.take(1, weight_version=0)) == [0]
+    assert group_ids_of(state.take(1, weight_version=0)) == [0]
     state.restore([0])
-    assert slots_of(state.take(1, weight_version=1)) == [1]
+    assert group_ids_of(state.take(1, weight_version=1)) == [1]
     assert state.statistics().dropped == {"stale": 1}
 
 
-def test_a_withdrawn_slot_was_never_there():
+def test_a_cancelled_admission_leaves_no_trace():
     state = state_of(capacity=1)
     state.admit(0)
-    state.withdraw(0)
+    state.cancel_admission(0)
     assert state.statistics().admitted == 0
     state.admit(0)
     assert not state.has_room
@@ -153,37 +153,37 @@ def test_selected_groups_keep_their_place_until_released():
 def test_a_policy_that_ignores_the_bound_cannot_break_it():
     class Nothing:
         def ready(self, summary: GroupSummary) -> None: ...
-        def forget(self, slot: int) -> None: ...
-        def evict(self, *, weight_version: int) -> tuple[Evicted, ...]:
-            return ()
+        def forget(self, group_id: int) -> None: ...
+        def evict(self, *, weight_version: int) -> Evicted | None:
+            return None
 
-    state = BufferState(capacity=4, max_staleness=1, selection=make_selection("fifo"), eviction=Nothing())
+    state = BufferState(capacity=4, max_staleness=1, selection=make_selection("fifo"), evictions=[Nothing()])
     fill(state, {0: 0, 1: 5, 2: 5})
-    assert slots_of(state.take(2, weight_version=5)) == [1, 2]
+    assert group_ids_of(state.take(2, weight_version=5)) == [1, 2]
     assert state.statistics().dropped == {"stale": 1}
 
 
-def test_forbidden_events_are_refused_by_name():
+def test_illegal_events_are_refused_by_name():
     state = state_of(capacity=3)
     fill(state, {0: None, 1: 0})
-    with pytest.raises(InvalidDataError, match="slot 0 was admitted before"):
+    with pytest.raises(InvalidDataError, match="group_id 0 was admitted before"):
         state.admit(0)
-    with pytest.raises(InvalidDataError, match="slot 1 must be pending, but it is ready"):
+    with pytest.raises(InvalidDataError, match="group_id 1 must be pending, but it is ready"):
         state.put(summary(1), ROWS)
-    with pytest.raises(InvalidDataError, match="slot 9 must be pending, but it was never admitted"):
+    with pytest.raises(InvalidDataError, match="group_id 9 must be pending, but it was never admitted"):
         state.put(summary(9), ROWS)
-    with pytest.raises(InvalidDataError, match="slot 1 must be selected, but it is ready"):
+    with pytest.raises(InvalidDataError, match="group_id 1 must be selected, but it is ready"):
         state.release([1])
-    with pytest.raises(InvalidDataError, match="slot 9 cannot be dropped: it was never admitted"):
+    with pytest.raises(InvalidDataError, match="group_id 9 cannot be dropped: it was never admitted"):
         state.drop(9, "failed")
     with pytest.raises(InvalidDataError, match="without a reason"):
         state.drop(0, "")
     with pytest.raises(InvalidDataError, match="-1 tokens"):
         state.drop(0, "failed", tokens=-1)
     state.drop(1, "failed")
-    with pytest.raises(InvalidDataError, match="slot 1 cannot be dropped: it was released or dropped"):
+    with pytest.raises(InvalidDataError, match="group_id 1 cannot be dropped: it was released or dropped"):
         state.drop(1, "failed")
-    with pytest.raises(InvalidDataError, match="slot 1 was admitted before"):
+    with pytest.raises(InvalidDataError, match="group_id 1 was admitted before"):
         state.admit(1)
     state.admit(2)
     state.admit(3)
@@ -195,9 +195,9 @@ def test_a_release_is_all_or_nothing():
     state = state_of()
     fill(state, {0: 0, 1: None})
     state.take(1, weight_version=0)
-    for slots in ([0, 1], [0, 0]):
+    for group_ids in ([0, 1], [0, 0]):
         with pytest.raises(InvalidDataError):
-            state.release(slots)
+            state.release(group_ids)
         assert state.stage(0) is Stage.SELECTED
 
 
@@ -211,7 +211,7 @@ def test_bad_arguments_are_refused():
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):
-    """A dictionary as the model; slots come in any order."""
+    """A dictionary as the model; group_ids come in any order."""
 
     @initialize(
         capacity=st.integers(1, 6), max_staleness=st.integers(0, 2), selection=st.sampled_from(["fifo", "fifo_ready"])
@@ -227,78 +227,78 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.version = 0
 
     def among(self, data: st.DataObject, stage: str) -> int:
-        return data.draw(st.sampled_from(sorted(slot for slot, one in self.stages.items() if one == stage)))
+        return data.draw(st.sampled_from(sorted(group_id for group_id, one in self.stages.items() if one == stage)))
 
-    @rule(slot=st.integers(0, 30))
-    def admit(self, slot: int) -> None:
-        if slot in self.used or len(self.stages) == self.capacity:
+    @rule(group_id=st.integers(0, 30))
+    def admit(self, group_id: int) -> None:
+        if group_id in self.used or len(self.stages) == self.capacity:
             with pytest.raises(InvalidDataError):
-                self.state.admit(slot)
+                self.state.admit(group_id)
         else:
-            self.state.admit(slot)
-            self.stages[slot] = "pending"
-            self.used.add(slot)
+            self.state.admit(group_id)
+            self.stages[group_id] = "pending"
+            self.used.add(group_id)
 
     @precondition(lambda self: "pending" in self.stages.values())
-    @rule(data=st.data(), age=st.integers(0, 3))
-    def put(self, data: st.DataObject, age: int) -> None:
-        slot = self.among(data, "pending")
-        self.versions[slot] = max(0, self.version - age)
-        self.state.put(summary(slot, self.versions[slot], tokens=slot + 1), ROWS)
-        self.stages[slot] = "ready"
+    @rule(data=st.data(), staleness=st.integers(0, 3))
+    def put(self, data: st.DataObject, staleness: int) -> None:
+        group_id = self.among(data, "pending")
+        self.versions[group_id] = max(0, self.version - staleness)
+        self.state.put(summary(group_id, self.versions[group_id], tokens=group_id + 1), ROWS)
+        self.stages[group_id] = "ready"
 
     @precondition(lambda self: "pending" in self.stages.values())
     @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        slot = self.among(data, "pending")
-        self.state.withdraw(slot)
-        del self.stages[slot]
-        self.used.discard(slot)
+    def cancel_admission(self, data: st.DataObject) -> None:
+        group_id = self.among(data, "pending")
+        self.state.cancel_admission(group_id)
+        del self.stages[group_id]
+        self.used.discard(group_id)
 
     @rule(groups=st.integers(1, 3), newer=st.integers(0, 1))
     def take(self, groups: int, newer: int) -> None:
         self.version += newer
         taken = self.state.take(groups, weight_version=self.version)
-        for slot in [slot for slot, one in self.stages.items() if one == "ready"]:
-            if self.version - self.versions[slot] > self.max_staleness:
-                self.forget_dropped(slot)
-        ready = sorted(slot for slot, one in self.stages.items() if one == "ready")
+        for group_id in [group_id for group_id, one in self.stages.items() if one == "ready"]:
+            if self.version - self.versions[group_id] > self.max_staleness:
+                self.forget_dropped(group_id)
+        ready = sorted(group_id for group_id, one in self.stages.items() if one == "ready")
         if self.selection == "fifo":
-            pending = [slot for slot, one in self.stages.items() if one == "pending"]
-            ready = [slot for slot in ready if slot < min(pending, default=10**9)]
-        assert slots_of(taken) == (ready[:groups] if len(ready) >= groups else None)
+            pending = [group_id for group_id, one in self.stages.items() if one == "pending"]
+            ready = [group_id for group_id in ready if group_id < min(pending, default=10**9)]
+        assert group_ids_of(taken) == (ready[:groups] if len(ready) >= groups else None)
         for group in taken or ():
-            self.stages[group.summary.slot] = "selected"
+            self.stages[group.summary.group_id] = "selected"
 
     @precondition(lambda self: "selected" in self.stages.values())
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        slot = self.among(data, "selected")
-        self.state.release([slot])
-        del self.stages[slot]
+        group_id = self.among(data, "selected")
+        self.state.release([group_id])
+        del self.stages[group_id]
         self.ended["released"] += 1
 
     @precondition(lambda self: "selected" in self.stages.values())
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        slot = self.among(data, "selected")
-        self.state.restore([slot])
-        self.stages[slot] = "ready"
+        group_id = self.among(data, "selected")
+        self.state.restore([group_id])
+        self.stages[group_id] = "ready"
 
     @precondition(lambda self: self.stages)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.stages)))
-        self.state.drop(slot, "test", tokens=slot + 1)
-        self.forget_dropped(slot)
+        group_id = data.draw(st.sampled_from(sorted(self.stages)))
+        self.state.drop(group_id, "test", tokens=group_id + 1)
+        self.forget_dropped(group_id)
 
-    def forget_dropped(self, slot: int) -> None:
-        del self.stages[slot]
+    def forget_dropped(self, group_id: int) -> None:
+        del self.stages[group_id]
         self.ended["dropped"] += 1
-        self.dropped_tokens += slot + 1
+        self.dropped_tokens += group_id + 1
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def the_counts_add_up(self) -> None:
         if not hasattr(self, "state"):
             return
         counts = self.state.statistics()
@@ -308,7 +308,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         assert (counts.pending, counts.ready, counts.selected) == tuple(in_stage.values())
         assert (counts.released, sum(counts.dropped.values())) == tuple(self.ended.values())
         assert sum(counts.dropped_tokens.values()) == self.dropped_tokens
-        assert counts.ready_tokens == sum(slot + 1 for slot, one in self.stages.items() if one == "ready")
+        assert counts.ready_tokens == sum(group_id + 1 for group_id, one in self.stages.items() if one == "ready")
         occupied = counts.pending + counts.ready + counts.selected
         assert counts.admitted == occupied + counts.released + sum(counts.dropped.values())
         assert occupied <= self.capacity

@@ -1,4 +1,4 @@
-"""Scores of a file of answers, and what is told of an export, without a model."""
+"""``asyncrl eval --answers`` and ``asyncrl export``, without a model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def test_answers_in_a_file_are_scored(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "avg@2            0.7500  [0.5000, 1.0000]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "told"), [(["export", "RUN", "--out", "OUT"], "it has no checkpoints")])
-def test_an_export_of_nothing_is_told(tmp_path: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("words", "message"), [(["export", "RUN", "--out", "OUT"], "it has no checkpoints")])
+def test_an_export_of_nothing_is_refused(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
     given = [str(tmp_path) if word == "RUN" else str(tmp_path / "out") if word == "OUT" else word for word in words]
     assert main(given) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

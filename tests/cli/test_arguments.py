@@ -1,10 +1,10 @@
-"""Options of a command and settings of the configuration are told apart."""
+"""Options of a command are split from settings of the configuration."""
 
 import argparse
 
 import pytest
 
-from asyncrl.cli.arguments import split_arguments
+from asyncrl.cli.main import split_arguments
 
 parser = argparse.ArgumentParser()
 OPTIONS = [
@@ -21,7 +21,7 @@ OPTIONS = [
         ("--dry-run f.toml --a.b=c", "--dry-run f.toml", "--a.b=c"),
         ("--resume runs/x --steps 3", "--resume runs/x", "--steps 3"),
         ("--resume=runs/x --steps -3", "--resume=runs/x", "--steps -3"),
-        ("--a --b 1", "", "--a --b 1"),  # the missing value is told by whoever reads the settings
+        ("--a --b 1", "", "--a --b 1"),  # reading the settings reports the missing value
         ("--resume.x 1", "", "--resume.x 1"),
     ],
 )
@@ -30,7 +30,7 @@ def test_the_split(words, own, settings):
     assert (split.own, split.settings) == (own.split(), settings.split())
 
 
-def test_a_misspelt_option_is_no_setting():
+def test_a_misspelt_option_is_not_a_setting():
     with pytest.raises(ValueError, match="did you mean --dry-run"):
         split_arguments(["--dri-run"], OPTIONS)
     with pytest.raises(ValueError, match="did you mean --resume"):

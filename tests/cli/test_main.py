@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from asyncrl import errors
 from asyncrl.cli.main import main
-from asyncrl.pipeline.scores import Estimate
+from asyncrl.runtime import Terminated
 from asyncrl.telemetry import RunDirectory
+from asyncrl.trainer.evaluation import Estimate
 
 FILE = 'name = "first"\nsteps = 10\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n'
 
@@ -30,7 +32,7 @@ def file(tmp_path):
 @pytest.fixture
 def pipeline(monkeypatch):
     """Stands in for the loop: keeps what it was called with."""
-    module = types.ModuleType("asyncrl.pipeline.run")
+    module = types.ModuleType("asyncrl.tasks.run")
     module.calls = []
 
     def keep(name, result):
@@ -47,7 +49,7 @@ def pipeline(monkeypatch):
         "evaluate", {"tasks": 128, "scores": scores, "by_data_source": {"gsm8k": scores}, "reward_parts": {"math": 1.0}}
     )
     keep("generate", [{"text": "2+2=4", "reward": 1.0}, {"text": "ü", "reward": float("nan")}])
-    monkeypatch.setitem(sys.modules, "asyncrl.pipeline.run", module)
+    monkeypatch.setitem(sys.modules, "asyncrl.tasks.run", module)
     return module
 
 
@@ -71,7 +73,7 @@ def test_json_is_json(file, pipeline, capsys):
     assert json.loads(capsys.readouterr().out)["success_after"] == 0.5
 
 
-def test_a_resumed_run_brings_its_own_configuration(file, pipeline):
+def test_a_resumed_run_uses_its_own_configuration(file, pipeline):
     assert run("train", "--resume", file.parent, "--steps", 20) == 0
     [(_, config, arguments)] = pipeline.calls
     assert (config.name, config.steps, arguments) == ("first", 20, {"resume": file.parent})
@@ -123,23 +125,32 @@ def test_a_dry_run_starts_nothing_and_prints_a_usable_file(command, file, pipeli
         (["train", "FILE", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
         (["train", "FILE", "--steps", "-1"], "steps = -1"),
         (["train", "FILE", "again"], "unrecognized arguments: again"),
-        (["train", "FILE", "--env.name", "calcu"], "no environment named 'calcu'; did you mean 'calculator'?"),
-        (["train", "FILE", "--telemetry.trackers", "nope"], "telemetry.trackers: no tracker named 'nope'"),
-        (["train", "FILE", "--sft.data", "absent.jsonl"], "sft.data: 'absent.jsonl': no such file"),
-        (["train", "FILE", "--rollout.python", "absent/python"], "rollout.python = 'absent/python': no such file"),
-        (["train", "FILE", "--model.source", "none", "--model.path", "/absent"], "model.path = '/absent': no such"),
+        (
+            ["train", "FILE", "--dry-run", "--env.name", "calcu"],
+            "no environment named 'calcu'; did you mean 'calculator'?",
+        ),
+        (["train", "FILE", "--dry-run", "--telemetry.trackers", "nope"], "telemetry.trackers: no tracker named 'nope'"),
+        (["train", "FILE", "--dry-run", "--sft.data", "absent.jsonl"], "sft.data: 'absent.jsonl': no such file"),
+        (
+            ["train", "FILE", "--dry-run", "--rollout.python", "absent/python"],
+            "rollout.python = 'absent/python': no such file",
+        ),
+        (
+            ["train", "FILE", "--dry-run", "--model.source", "none", "--model.path", "/absent"],
+            "model.path = '/absent': no such",
+        ),
         (["eval", "FILE", "--checkpoint", "/absent"], "--checkpoint = '/absent': no such"),
-        (["generate", "FILE", "--tasks", "0"], "no whole number from 1"),
-        (["generate", "FILE", "--temperature", "hot"], "no number from 0 to 100"),
+        (["generate", "FILE", "--tasks", "0"], "not a whole number from 1"),
+        (["generate", "FILE", "--temperature", "hot"], "not a number from 0 to 100"),
         (["generate", "FILE", "--data", "absent.parquet"], "--data: 'absent.parquet': no such file"),
         (["eval", "--answers", "absent.jsonl"], "'absent.jsonl': no such file"),
         (["export", "absent"], "--out"),
-        (["plot", "absent"], "absent: no run"),
+        (["plot", "absent"], "absent: not the folder of a run"),
         (["plot", "absent", "--bogus"], "unrecognized arguments: --bogus"),
         (["trian"], "invalid choice: 'trian'"),
     ],
 )
-def test_wrong_usage_is_told_and_ends_with_2(words, text, file, pipeline, capsys):
+def test_wrong_usage_ends_with_2_and_a_message(words, text, file, pipeline, capsys):
     assert run(*[file if word == "FILE" else word for word in words]) == 2
     err = capsys.readouterr().err
     assert text in err
@@ -174,7 +185,7 @@ def test_a_known_failure_is_named_on_one_screen(file, pipeline, capsys, monkeypa
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_notes_are_told_in_lines_and_a_group_is_no_cause(file, pipeline, capsys):
+def test_notes_are_printed_in_lines_and_a_group_is_not_a_cause(file, pipeline, capsys):
     error = errors.EnvironmentFailure("reset failed")
     error.add_note("raised on rank 0; traceback there:\n" + "\n".join(f"frame {number}" for number in range(500)))
     error.__cause__ = ExceptionGroup("stages", [error])
@@ -215,6 +226,16 @@ def test_ctrl_c_ends_with_130(file, pipeline, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"), [(KeyboardInterrupt(), 130, "interrupted\n"), (Terminated(), 143, "")]
+)
+def test_an_interruption_says_how_to_go_on(error, status, said, file, pipeline, capsys):
+    error.add_note("go on with: asyncrl train --resume runs/x")
+    fail_with(pipeline, error)
+    assert run("train", file) == status
+    assert capsys.readouterr().err == f"{said}go on with: asyncrl train --resume runs/x\n"
+
+
 def test_plot_draws_a_run(tmp_path, capsys):
     with RunDirectory.create(tmp_path, "first") as folder:
         folder.log_metrics({"reward_mean": 0.5}, step=1, version=1)
@@ -226,7 +247,7 @@ def test_plot_draws_a_run(tmp_path, capsys):
 
 WAITS_FOR_A_SIGNAL = """
 import signal, sys, types
-module = types.ModuleType("asyncrl.pipeline.run")
+module = types.ModuleType("asyncrl.tasks.run")
 def train(config, *, resume=None):
     try:
         print("ready", flush=True)
@@ -235,7 +256,7 @@ def train(config, *, resume=None):
     finally:
         print("cleaned up", flush=True)
 module.train = train
-sys.modules["asyncrl.pipeline.run"] = module
+sys.modules["asyncrl.tasks.run"] = module
 from asyncrl.cli.main import main
 sys.exit(main())
 """
@@ -252,7 +273,7 @@ def test_signals_unwind_the_program(number, code, file):
         assert process.wait(20) == code
 
 
-def test_a_reader_that_goes_away_is_no_error(file):
+def test_a_closed_pipe_is_not_an_error(file):
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -281,12 +302,41 @@ def test_help_is_quick_and_loads_nothing_heavy():
     assert best_s < 0.25
 
 
+@pytest.mark.parametrize("command", [["pool", "ps", "--control", "http://127.0.0.1:1"], ["why", "no-run"]])
+def test_commands_on_what_runs_load_no_arrays(command):
+    code = (
+        "import sys\n"
+        "from asyncrl.cli.main import main\n"
+        f"main({command})\n"
+        "print({'torch', 'ray', 'transformers', 'numpy', 'pydantic', 'rich', 'aiohttp.web'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("words", [["train", "bad\udcff"], ["train", "--resume", "x\udcff"], ["why", "\udcff"]])
+def test_a_path_that_is_not_utf_8_is_refused(words, pipeline, capsys):
+    assert run(*words) == 2
+    assert "udcff' is not UTF-8: rename it, or run in its folder" in capsys.readouterr().err
+
+
+def test_a_module_of_the_folder_one_runs_in_is_found(file):
+    (file.parent / "my_environment.py").touch()
+    (file.parent / "bin").mkdir()
+    script = file.parent / "bin" / "asyncrl"  # as pip makes it: its own folder is on the path, and not where it is run
+    script.write_text("import sys; from asyncrl.cli.main import main; sys.exit(main())")
+    command = [sys.executable, str(script), "train", str(file), "--dry-run", "--env.name", "my_environment:Mine"]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, timeout=60)
+    assert b"my_environment has no 'Mine'" in done.stderr
+
+
 def test_a_terminal_without_unicode(file):
-    command = [sys.executable, "-m", "asyncrl", "train", str(file), "--dry-run", "--env.options.x=ü"]
+    command = [sys.executable, "-m", "asyncrl", "train", str(file), "--dry-run", "--rollout.stop=ü"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 0
-    assert b'x = "\\xfc"' in done.stdout
+    assert b'stop = ["\\xfc"]' in done.stdout
 
 
 def test_the_version(capsys):

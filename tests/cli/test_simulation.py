@@ -55,11 +55,11 @@ def test_a_forecast_by_hand(plan: str, capsys: pytest.CaptureFixture[str]):
     assert overlapped["replicas_idle"] == pytest.approx(0.0, abs=0.05)
 
 
-def test_it_is_told_in_words(plan: str, capsys: pytest.CaptureFixture[str]):
+def test_a_forecast_as_text(plan: str, capsys: pytest.CaptureFixture[str]):
     assert main(["simulate", plan, "--max-staleness", "0"]) == 0
-    told = capsys.readouterr().out
-    assert "step                           15 s" in told
-    assert "staleness policy               wait, bound 0" in told
+    out = capsys.readouterr().out
+    assert "step                           15 s" in out
+    assert "staleness policy               wait, bound 0" in out
 
 
 @pytest.mark.slow

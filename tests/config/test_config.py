@@ -25,7 +25,6 @@ def problem(**tables):
 def test_the_smallest_configuration_is_complete():
     smallest = config()
     assert smallest.max_staleness == 1
-    assert smallest.rows_per_step == 16 * 8
     assert smallest.reward.source == "environment"
 
 
@@ -61,7 +60,7 @@ def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
     assert load_config(file) == original
 
 
-def test_derived_values_are_told_as_comments():
+def test_derived_values_are_written_as_comments():
     assert "# capacity_groups = 64, derived" in config().to_toml()
     assert "# capacity" not in config(buffer={"capacity_groups": 40}).to_toml()
 
@@ -73,14 +72,14 @@ def test_derived_values_are_told_as_comments():
         ({"model": {"source": None}}, "model", "needs one of path and source"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature", "greedy"),
         ({"rollout": {"temperature": 1e-6}}, "rollout.temperature", "at least 0.0001"),
-        ({"trainer": {"minibatches": 3}}, "trainer.minibatches", "does not divide groups_per_step = 16"),
-        ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens", "max_tokens = 1024"),
+        ({"trainer": {"num_mini_batches": 3}}, "trainer.num_mini_batches", "does not divide groups_per_step = 16"),
+        ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens", "max_seq_len = 1024"),
         ({"trainer": {"max_tokens_per_microbatch": 1023}}, "trainer.max_tokens_per_microbatch", "at least 1024"),
         ({"buffer": {"capacity_groups": 15}}, "buffer.capacity_groups", "wait for ever"),
         ({"reward": {"options": {"a": 1}}}, "reward.options", "take no options"),
         ({"trainer": {"warmup_steps": 11}}, "trainer.warmup_steps", "in 10 optimizer steps"),
         ({"sft": {"steps": 5, "warmup_steps": 6}}, "sft.warmup_steps", "in 5 optimizer steps"),
-        ({"cluster": {"num_cpus": 1.0}}, "cluster.num_cpus", "ask for 2 CPUs"),
+        ({"cluster": {"num_cpus": 1.0}}, "cluster.num_cpus", "need 2 CPUs"),
         ({"cluster": {"num_cpus": 8.0, "address": "auto"}}, "cluster.num_cpus", "has the CPUs it has"),
         ({"cluster": {"backend": "local"}, "trainer": {"world_size": 2}}, "trainer.world_size", "one process"),
         ({"cluster": {"backend": "local", "address": "auto"}}, "cluster.address", "backend is local"),
@@ -97,10 +96,10 @@ def test_a_run_without_training_may_be_greedy():
     assert config(steps=0, rollout={"temperature": 0.0}, trainer={"group_size": 1}).steps == 0
 
 
-def test_conflicts_are_told_together():
-    error = problem(trainer={"minibatches": 3}, rollout={"temperature": 0.0}, buffer={"capacity_groups": 1})
+def test_conflicts_are_reported_together():
+    error = problem(trainer={"num_mini_batches": 3}, rollout={"temperature": 0.0}, buffer={"capacity_groups": 1})
     assert "3 problems" in str(error)
-    for path in ("trainer.minibatches", "rollout.temperature", "buffer.capacity_groups"):
+    for path in ("trainer.num_mini_batches", "rollout.temperature", "buffer.capacity_groups"):
         assert path in str(error)
 
 

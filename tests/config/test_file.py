@@ -15,13 +15,13 @@ def message(path):
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        (b'name = "x"\nsteps 3\n', ":2:7: no valid TOML"),
-        (b"a = 1\na = 2\n", ":2:6: no valid TOML"),
-        (b'name = "x"\nsteps = [1,\n', ":3: no valid TOML"),
-        (b"a = 1\n\xff\n", ":2: byte 0xff is no UTF-8"),
+        (b'name = "x"\nsteps 3\n', ":2:7: not valid TOML"),
+        (b"a = 1\na = 2\n", ":2:6: not valid TOML"),
+        (b'name = "x"\nsteps = [1,\n', ":3: not valid TOML"),
+        (b"a = 1\n\xff\n", ":2: byte 0xff is not UTF-8"),
         (b"a = " + b"[" * 100_000, "nested too deep"),
         (b"a." * 5_000 + b"a = 1", "nested too deep"),
-        (b"a = " + b"9" * 10_000, "no valid TOML"),
+        (b"a = " + b"9" * 10_000, "not valid TOML"),
     ],
 )
 def test_the_line_of_a_mistake_is_named(tmp_path, content, place):

@@ -20,7 +20,7 @@ num_cpus = 4.0
 
 [model]
 source = "scratch"
-options = {layers = 2, width = 64}
+options = {layers = 2, hidden_size = 64}
 dtype = "float32"
 
 [env]
@@ -28,19 +28,19 @@ name = "calculator"
 latency_s = 0.05
 max_turns = 4
 [env.options]
-digits = 2
+min_operand = 2
 
 [sft]
 steps = 100
 lr = 1e-3
-schedule = "cosine"
+lr_scheduler_type = "cosine"
 
 [rollout]
 replicas = 1
 temperature = 1.0
 stop = ["\\n\\n"]
 max_new_tokens = 48
-max_tokens = 256
+max_seq_len = 256
 
 [trainer]
 groups_per_step = 8
@@ -52,14 +52,14 @@ gradient_checkpointing = false
 advantage = "dr_grpo"
 correction = "mis"
 [algorithm.loss_options]
-clip_high = 0.3
+clip_ratio_high = 0.3
 
 [buffer]
 selection = "fifo"
 
 [eval]
 tasks = 64
-first = true
+on_start = true
 
 [telemetry]
 trackers = []

@@ -65,7 +65,7 @@ def test_none_takes_an_optional_key_away(load):
 
 
 @pytest.mark.parametrize(("table", "key"), [("ledger", "kind"), ("simulation", "saturation")])
-def test_none_takes_away_what_is_there_by_default_also_in_a_file(load, table, key):
+def test_none_removes_what_is_set_by_default_also_in_a_file(load, table, key):
     taken = load(f"--{table}.{key}", "none")
     assert getattr(getattr(load(), table), key) is not None
     assert getattr(getattr(taken, table), key) is None
@@ -86,13 +86,13 @@ def test_the_file_is_not_changed_by_overrides():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["stray"], "'stray' is no setting"),
+        (["stray"], "'stray' is not a setting"),
         (["--steps"], "--steps needs a value"),
         (["--steps", "--seed"], "--steps needs a value"),
-        (["--a..b=1"], "is no dotted key"),
-        (["--" + "a." * 500 + "a=1"], "is no dotted key"),
-        (["--=1"], "is no setting"),
-        (["--env.options.x=\udcff"], "is no dotted key"),
+        (["--a..b=1"], "is not a dotted key"),
+        (["--" + "a." * 500 + "a=1"], "is not a dotted key"),
+        (["--=1"], "is not a setting"),
+        (["--env.options.x=\udcff"], "is not a dotted key"),
     ],
 )
 def test_words_that_are_no_settings(words, text):
@@ -105,7 +105,7 @@ def test_everything_can_come_from_the_command_line():
     assert config.name == "x"
 
 
-def test_a_wrong_override_is_told_like_a_wrong_file(load):
+def test_a_wrong_override_is_reported_like_a_wrong_file(load):
     with pytest.raises(ConfigError) as caught:
         load("--trainer.lr", "fast")
     assert caught.value.path == "trainer.lr"

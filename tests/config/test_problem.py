@@ -22,7 +22,7 @@ def message(**tables):
         ({"steps": 1.5}, "steps = 1.5: must be a whole number"),
         ({"steps": True}, "steps = true: must be a whole number"),
         ({"seed": -1}, "seed = -1: must be a whole number, at least 0"),
-        ({"eval": {"first": 1}}, "eval.first = 1: must be true or false"),
+        ({"eval": {"on_start": 1}}, "eval.on_start = 1: must be true or false"),
         ({"trainer": 3}, "trainer = 3: must be a table with engine"),
         ({"rollout": {"stop": [""]}}, 'rollout.stop[0] = "": must be a list of texts that are not empty'),
         ({"rollout": {"stop": "x"}}, 'rollout.stop = "x": must be a list of texts'),
@@ -49,14 +49,14 @@ def test_the_rule_the_value_and_what_is_allowed(tables, text):
         ({"trainer": {"temprature": 1}}, "did you mean rollout.temperature?"),
         ({"algorithm": {"anchor": "proximall"}}, 'did you mean "proximal"?'),
         ({"model": {"source": "scratch", "dtype": "BFloat16"}}, 'did you mean "bfloat16"?'),
-        ({"checkpoint": {"zzz": 1}}, "[checkpoint] has every, keep"),
+        ({"checkpoint": {"zzz": 1}}, "[checkpoint] has every, keep_last"),
     ],
 )
 def test_the_nearest_match_is_named(tables, suggestion):
     assert suggestion in message(**tables)
 
 
-def test_all_problems_of_a_file_are_told_together():
+def test_all_problems_of_a_file_are_reported_together():
     text = message(steps=-1, trainer={"lr": 0, "bogus": 1}, eval={"tasks": "many"})
     assert text.startswith("4 problems\n")
     for path in ("steps", "trainer.lr", "trainer.bogus", "eval.tasks"):

@@ -207,7 +207,7 @@ class Subclass(str):
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, Decimal(1), Subclass("x"), len, SimpleNamespace(), np.void(b"ab")])
-def test_what_is_no_data_is_refused_by_name(value: object) -> None:
+def test_a_value_that_cannot_be_encoded_raises_with_its_name(value: object) -> None:
     with pytest.raises(CodecError, match="column 'answer': "):
         encode(DataProto.from_dict(non_tensors={"answer": [1, [value]]}))
     with pytest.raises(CodecError, match="meta_info 'extra': "):
@@ -271,8 +271,8 @@ def test_copies_of_it_are_ordinary() -> None:
 
 
 def test_arithmetic_on_it_is_possible() -> None:
-    doubled = column(read_only(), "ids") * 2
-    assert values_of(doubled).tolist() == [0, 0, 2, 0]
+    backoff = column(read_only(), "ids") * 2
+    assert values_of(backoff).tolist() == [0, 0, 2, 0]
     weights = torch.ones(4, requires_grad=True)
     (weights * column(read_only().writable())).sum().backward()
     assert weights.grad is not None
@@ -318,7 +318,7 @@ def test_a_changed_header_is_a_codec_error_or_another_batch(draw: st.DataObject)
     repr(decoded)
 
 
-def test_headers_that_claim_more_than_there_is() -> None:
+def test_headers_that_claim_more_than_the_buffers_hold_raise() -> None:
     encoded = encode(DataProto.from_dict(tensors={"x": torch.arange(3)}))
     fields = msgspec.msgpack.decode(encoded.header)
     huge = 2**40
@@ -333,7 +333,7 @@ def test_headers_that_claim_more_than_there_is() -> None:
         ({6: [["n", "object", [huge], None, []]]}, "cannot reshape"),
         ({6: [["n", "<U999999999", [huge], 0, None]]}, "no array of"),
         ({4: [8]}, "1 buffers of 8 bytes"),
-        ({1: 4}, "has not the 4 rows"),
+        ({1: 4}, "does not have the 4 rows"),
         ({2: False}, "tensors without a batch"),
         ({0: 99}, "version 99"),
         ({7: []}, "meta_info is no dictionary"),
@@ -361,14 +361,14 @@ def test_headers_that_claim_more_than_there_is() -> None:
         (99, []),
     ],
 )
-def test_values_that_claim_what_they_are_not(code: int, content: object) -> None:
+def test_values_of_a_wrong_form_raise(code: int, content: object) -> None:
     fields = msgspec.msgpack.decode(encode(DataProto()).header)
     fields[7] = {"v": msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))}
     with pytest.raises(CodecError):
         decode(msgspec.msgpack.encode(fields), [])
 
 
-def test_bytes_that_are_no_header() -> None:
+def test_bytes_that_are_no_header_raise() -> None:
     deep = b"\x91" * 100_000
     for header in (b"", b"\xc1", b"\xdd\x7f\xff\xff\xff", deep, pickle.dumps("not this"), sys.version.encode()):
         with pytest.raises(CodecError):

@@ -1,4 +1,4 @@
-"""How batches show themselves."""
+"""Batches as text and as HTML."""
 
 from __future__ import annotations
 

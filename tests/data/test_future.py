@@ -1,4 +1,4 @@
-"""Futures as values: what they tell, how they fail, and what becomes of those that nobody wants."""
+"""Futures as values: operations, failures, deadlines and pickling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
 from asyncrl.data.plan import Plan
 from asyncrl.errors import DeadlineError, SchemaError
-from asyncrl.single_controller.controller_loop import ControllerLoop
+from asyncrl.runtime import ControllerLoop
 
 TIMEOUT_S = 10.0
 
@@ -93,7 +93,7 @@ def test_cancelling_a_part_leaves_the_whole() -> None:
         (lambda f: DataProtoFuture.concat([f, DataProto.from_dict(tensors={"y": torch.zeros(1)})]), SchemaError),
     ],
 )
-def test_mistakes_are_told_by_the_future(
+def test_mistakes_are_errors_of_the_future(
     operation: Callable[[DataProtoFuture], DataProtoFuture], error: type[Exception]
 ) -> None:
     future = operation(DataProtoFuture.of(batch(3)))
@@ -104,14 +104,14 @@ def test_mistakes_are_told_by_the_future(
 @pytest.mark.parametrize(
     "operation", [lambda f: f.chunk(0), lambda f: f.split(0), lambda _: DataProtoFuture.concat([])]
 )
-def test_mistakes_that_need_no_rows_are_told_at_once(operation: Callable[[DataProtoFuture], object]) -> None:
+def test_mistakes_that_need_no_rows_raise_at_once(operation: Callable[[DataProtoFuture], object]) -> None:
     with pytest.raises(SchemaError):
         operation(DataProtoFuture.of(batch(3)))
 
 
-def test_splitting_before_the_rows_are_known_says_what_to_do() -> None:
+def test_splitting_before_the_rows_are_known_raises_with_a_remedy() -> None:
     promise = Promise()
-    with pytest.raises(RuntimeError, match=r"into how many parts of 2 rows promise splits .* or use chunk"):
+    with pytest.raises(RuntimeError, match=r"number of parts of 2 rows in promise .* .* or use chunk"):
         promise.future.split(2)
     promise.keep(batch(3))
     promise.future.result(TIMEOUT_S)
@@ -145,11 +145,11 @@ def test_masks_and_tensors_select_rows() -> None:
     assert future[torch.tensor([2, 2])].result(TIMEOUT_S) == batch(3).select_idxs([2, 2])
 
 
-def test_finished_futures_travel_and_others_say_why_not() -> None:
+def test_finished_futures_pickle_and_others_raise() -> None:
     future = DataProtoFuture.of(batch(3)).slice(1, 3)
     assert pickle.loads(pickle.dumps(future)).result(TIMEOUT_S) == batch(3).slice(1, 3)
     promise = Promise()
-    with pytest.raises(TypeError, match="hand it to a worker group's method"):
+    with pytest.raises(TypeError, match="pass it to a worker group's method"):
         pickle.dumps(promise.future)
     promise.future.cancel()
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data import DataProto, nodes
+from asyncrl.data import DataProto
+from asyncrl.data import plan as nodes
 from asyncrl.data.codec import encode
 from asyncrl.data.plan import Header, Plan
 from asyncrl.errors import SchemaError
@@ -208,7 +209,7 @@ def test_operations_on_a_plan_are_those_on_the_batch(sizes: list[int], chosen: l
     assert asyncio.run(plan.fetch()) == data
 
 
-def test_parts_of_batches_that_are_here_as_bytes_are_joined_whatever_their_meta_info():
+def test_parts_of_encoded_batches_are_joined_whatever_their_meta_info():
     def coded(number: int) -> Plan:
         data = DataProto.from_dict(tensors={"x": torch.arange(2), "y": torch.ones(2)}, meta_info={"number": number})
         return dataclasses.replace(Plan.of(data), node=nodes.Coded(encode(data), 2))

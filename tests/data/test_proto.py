@@ -111,7 +111,7 @@ def test_a_tensordict_there_and_back() -> None:
         ({"tensors": {"a": torch.zeros(2, 2)}, "num_batch_dims": 2}, "one batch dimension"),
     ],
 )
-def test_what_is_no_batch(columns: dict[str, object], message: str) -> None:
+def test_columns_that_are_no_batch_raise(columns: dict[str, object], message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         DataProto.from_dict(**columns)  # type: ignore[arg-type]
 
@@ -373,7 +373,7 @@ def test_union_that_conflicts_names_the_column_and_changes_nothing() -> None:
         data.union(other)
     with pytest.raises(SchemaError, match="meta_info 'step' differs: 3 here, 4 in the other"):
         data.union(DataProto(meta_info={"step": 4}))
-    with pytest.raises(SchemaError, match="as many rows on both sides, got 2 and 3"):
+    with pytest.raises(SchemaError, match="the same number of rows on both sides, got 2 and 3"):
         data.union(made(3))
     assert data == made(2)
 

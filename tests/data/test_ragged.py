@@ -12,17 +12,14 @@ from asyncrl.data.ragged import (
     concat_ragged,
     lengths,
     normalise_ragged,
-    offsets_from_lengths,
     offsets_of,
     ragged_from_list,
-    ragged_from_padded,
     ragged_from_values,
     row_of,
     rows_of,
     share_offsets,
     slice_ragged,
     take_ragged,
-    to_padded,
     values_of,
 )
 from asyncrl.errors import SchemaError
@@ -54,7 +51,6 @@ def test_a_column_without_rows() -> None:
     column = ragged_from_list([], dtype=torch.int64)
     assert column.dtype == torch.int64
     assert lengths(column).tolist() == []
-    assert to_padded(column, 0).shape == (0, 0)
     assert listed(concat_ragged([{"x": column}, {"x": ragged([[1]])}])["x"]) == [[1]]
 
 
@@ -62,25 +58,6 @@ def test_rows_with_features() -> None:
     column = ragged_from_list([torch.ones(2, 3), torch.zeros(0, 3), torch.full((1, 3), 2.0)])
     taken = take_ragged({"x": column}, torch.tensor([2, 0]))["x"]
     assert [row.shape for row in rows_of(taken)] == [(1, 3), (2, 3)]
-    assert to_padded(column, -1.0).shape == (3, 2, 3)
-    assert to_padded(column, -1.0)[2].tolist() == [[2.0, 2.0, 2.0], [-1.0, -1.0, -1.0]]
-
-
-def test_padding_on_either_side() -> None:
-    column = ragged([[1, 2, 3], [], [4]])
-    assert to_padded(column, 0).tolist() == [[1, 2, 3], [0, 0, 0], [4, 0, 0]]
-    assert to_padded(column, 0, left=True).tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 4]]
-    assert to_padded(column, 9, length=4).tolist() == [[1, 2, 3, 9], [9, 9, 9, 9], [4, 9, 9, 9]]
-    with pytest.raises(SchemaError, match="a row of 3 values does not fit the padded length 2"):
-        to_padded(column, 0, length=2)
-
-
-def test_gradients_pass_through_padding() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    column = ragged_from_values(values, offsets_from_lengths([2, 1]))
-    (to_padded(column, 0.0) * torch.tensor([[1.0, 10.0], [100.0, 1000.0]])).sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [1.0, 10.0, 100.0]
 
 
 def test_slices_are_views() -> None:
@@ -104,15 +81,6 @@ def test_columns_keep_sharing_offsets() -> None:
 
 
 @LAW
-@given(rows_lists)
-def test_padding_and_back(rows: Rows) -> None:
-    column = ragged(rows)
-    padded = to_padded(column, 0)
-    mask = to_padded(ragged_from_values(torch.ones_like(values_of(column)), offsets_of(column)), 0).bool()
-    assert listed(ragged_from_padded(padded, mask)) == rows
-
-
-@LAW
 @given(rows_lists, st.data())
 def test_rows_are_those_of_a_list(rows: Rows, draw: st.DataObject) -> None:
     columns = {"x": ragged(rows)}
@@ -132,15 +100,13 @@ def test_long_rows_are_taken_like_short_ones() -> None:
     assert offsets_of(taken["x"]) is offsets_of(taken["ids"])
 
 
-def test_what_is_no_ragged_column() -> None:
+def test_values_that_are_no_ragged_column_raise() -> None:
     with pytest.raises(SchemaError, match=r"row 1 is torch\.int64"):
         ragged_from_list([torch.zeros(1), torch.zeros(1, dtype=torch.int64)])
     with pytest.raises(SchemaError, match="row 0 of a ragged column has no dimension"):
         ragged_from_list([torch.tensor(1)])
-    with pytest.raises(SchemaError, match="mask must be bool of shape"):
-        ragged_from_padded(torch.zeros(2, 3), torch.ones(2, 3))
     for offsets in ([1, 3], [0, 2], [0, 2, 1, 3]):
-        with pytest.raises(SchemaError, match="begin at 0, never fall and end at 3"):
+        with pytest.raises(SchemaError, match="begin at 0, never decrease and end at 3"):
             check_offsets(torch.tensor(offsets), 3)
     with pytest.raises(SchemaError, match="one-dimensional int64"):
         check_offsets(torch.tensor([0.0, 3.0]), 3)

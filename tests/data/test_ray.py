@@ -36,7 +36,7 @@ def made() -> DataProto:
     )
 
 
-def test_what_was_put_is_got(ray: Any) -> None:
+def test_a_batch_put_into_the_store_comes_back(ray: Any) -> None:
     data = made()
     received = ray.get(ray.put(data))
     assert received == data
@@ -53,12 +53,12 @@ def test_two_readers_read_the_same_memory(ray: Any) -> None:
     assert second.batch["x"].sum() == 1 << 20, "the batch keeps the memory alive"
 
 
-def test_a_worker_computes_on_what_it_was_sent(ray: Any) -> None:
+def test_a_worker_computes_on_a_batch_from_the_store(ray: Any) -> None:
     @ray.remote
-    def doubled(batch: DataProto) -> DataProto:
+    def backoff(batch: DataProto) -> DataProto:
         assert batch.batch is not None
         return batch[:2].select(["ids"], ["o"]).with_columns(y=batch.batch["x"][:2, 0] * 2)
 
-    received = ray.get(doubled.remote(ray.put(made())))
+    received = ray.get(backoff.remote(ray.put(made())))
     assert received.schema.names == ("ids", "y", "o")
     assert received.batch["y"].tolist() == [2.0, 2.0]

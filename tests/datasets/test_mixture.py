@@ -1,4 +1,4 @@
-"""Parts are drawn in proportion to their weights, and each part's rows without a gap."""
+"""Mixtures: parts are drawn in proportion to their weights, and each part's rows without a gap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.datasets import Mixture
-from asyncrl.datasets.mixture import Weight
+from asyncrl.datasets.stream import Weight
 
 weights_ = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any)
 
@@ -46,7 +46,7 @@ def test_a_draw_depends_on_its_index_alone():
     assert [one.draw(index) for index in range(50)] != [mixture([1, 2, 3], 6).draw(index) for index in range(50)]
 
 
-def test_a_weight_may_change_on_the_way():
+def test_a_weight_may_change_with_the_index():
     easy, hard = Weight([(0, 1), (1000, 0)]), Weight([(0, 0), (1000, 1)])
     mixed = Mixture([easy, hard], seed=0)
     drawn = [mixed.draw(index).part for index in range(2000)]
@@ -57,7 +57,7 @@ def test_a_weight_may_change_on_the_way():
     assert drawn[1000:] == [1] * 1000
 
 
-def test_what_is_no_weight_is_told():
+def test_invalid_weights_are_refused():
     for points in ([], [(0, -1)], [(0, 1), (0, 2)], [(0, float("nan"))]):
         with pytest.raises(ValueError, match=r"a weight|points of a weight"):
             Weight(points)

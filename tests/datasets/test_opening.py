@@ -1,4 +1,4 @@
-"""From what a user wrote to row number 0, 1, 2, ..."""
+"""Opening the data sets of a configuration as streams of rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.datasets import open_conversations, open_dataset, open_preferences, open_prompts, read_prompt
+from asyncrl.datasets import open_conversations, open_dataset, open_prompts, read_preference, read_prompt
 from asyncrl.errors import ConfigError, InvalidDataError
 
 
-def test_a_file_of_verls_becomes_prompts_in_an_order_of_the_seeds(lines, problems):
+def test_a_file_with_verls_columns_becomes_shuffled_prompts(lines, problems):
     file = lines(problems(10))
     stream = open_prompts(file, seed=3)
     answers = [stream[index].ground_truth for index in range(20)]
@@ -38,7 +38,9 @@ def test_a_curriculum_goes_from_easy_to_hard_once(lines, problems):
         {**row, "extra_info": {"difficulty": difficulty}}
         for row, difficulty in zip(problems(4), [3, 1, 2, 1.5], strict=True)
     ]
-    stream = open_prompts([{"files": str(lines(rows)), "first_by": "extra_info.difficulty", "order": "file"}], seed=0)
+    stream = open_prompts(
+        [{"files": str(lines(rows)), "curriculum_key": "extra_info.difficulty", "order": "file"}], seed=0
+    )
     assert [stream[index].extra_info["difficulty"] for index in range(8)] == [1, 1.5, 2, 3, 3, 1, 2, 1.5]
 
 
@@ -56,7 +58,8 @@ def test_other_kinds_of_rows(lines):
         conversations.check()
     table = {"files": str(lines([{"dialogue": said}], "c.jsonl")), "columns": {"messages": "dialogue"}}
     assert open_conversations([table], seed=0)[5].messages == tuple(said)
-    preferences = open_preferences(lines([{"prompt": "1+1", "chosen": "2", "rejected": "3"}], "p.jsonl"), seed=0)
+    file = lines([{"prompt": "1+1", "chosen": "2", "rejected": "3"}], "p.jsonl")
+    preferences = open_dataset(file, read_preference)
     assert preferences[0].chosen == (said[1],)
 
 
@@ -67,20 +70,20 @@ def test_every_row_once_for_evaluation(lines, problems):
     assert rows.where(4) == f"{files[1]}:2"
 
 
-def test_a_bad_row_is_told_with_its_place(lines, problems):
+def test_an_invalid_row_is_named_with_file_and_line(lines, problems):
     file = lines([*problems(2), {"prompt": 5}])
     with pytest.raises(InvalidDataError, match=rf'{file}:3: "prompt" must be messages'):
         open_prompts(file, seed=0).check()
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "message"),
     [
         ({}, "files: is missing"),
         ({"weight": 1}, "files: is missing"),
         ({"files": "FILE", "wieght": 1}, "no such key; did you mean weight"),
-        ({"files": "FILE", "weight": -1}, "a weight is 0 or more"),
-        ({"files": "FILE", "weight": [[0, 1], [0, 2]]}, "growing indices"),
+        ({"files": "FILE", "weight": -1}, "a weight must be 0 or more"),
+        ({"files": "FILE", "weight": [[0, 1], [0, 2]]}, "increasing indices"),
         ({"files": "FILE", "weight": [1, 2]}, r"a number, or points \[\[index, weight\]"),
         ({"files": "FILE", "weight": 0}, "all weights are 0 at index 0"),
         ({"files": "FILE", "order": "shufled"}, 'did you mean "shuffled"'),
@@ -88,22 +91,22 @@ def test_a_bad_row_is_told_with_its_place(lines, problems):
         ({"files": "absent.jsonl"}, "no such file"),
     ],
 )
-def test_what_cannot_be_used_is_told(lines, problems, table: dict[str, Any], told: str):
+def test_invalid_tables_are_refused(lines, problems, table: dict[str, Any], message: str):
     file = lines(problems(1))
     given = {name: str(file) if value == "FILE" else value for name, value in table.items()}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         open_prompts([given], seed=0, key="env.options.sources")
 
 
-def test_a_file_without_rows_is_told(lines):
-    with pytest.raises(InvalidDataError, match="no row in it"):
+def test_a_file_without_rows_is_refused(lines):
+    with pytest.raises(InvalidDataError, match="has no rows"):
         open_prompts(lines([]), seed=0)
 
 
 def test_sorting_needs_numbers(lines, problems):
     file = lines(problems(1))
-    with pytest.raises(InvalidDataError, match=r"needs a number in 'extra_info.level'"):
-        open_prompts([{"files": str(file), "first_by": "extra_info.level"}], seed=0)
+    with pytest.raises(InvalidDataError, match=r"'extra_info.level' must be a number"):
+        open_prompts([{"files": str(file), "curriculum_key": "extra_info.level"}], seed=0)
 
 
 def test_parquet_in_verls_columns_works_unchanged(tmp_path: Path, problems):

@@ -1,4 +1,4 @@
-"""Every row once in each pass, the same for the same seed, wherever one begins."""
+"""Orders: each pass has every row once and depends only on the seed."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_passes_differ_and_seeds_differ():
     assert len({tuple(rows(seed, first)) for seed in (0, 1) for first in (0, 20, 40)}) == 6
 
 
-def test_the_order_of_the_file_and_a_first_pass_of_its_own():
+def test_the_order_of_the_file_and_a_given_first_pass():
     plain = Order(3, shuffled=False)
     assert [plain.row(index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     curriculum = Order(3, shuffled=False, first_pass=[2, 0, 1])
     assert [curriculum.row(index) for index in range(6)] == [2, 0, 1, 0, 1, 2]
 
 
-def test_what_is_no_order_is_told():
+def test_invalid_orders_are_refused():
     with pytest.raises(ValueError, match="at least one row"):
         Order(0)
-    with pytest.raises(ValueError, match="each of 3 rows once"):
+    with pytest.raises(ValueError, match="each of the 3 rows once"):
         Order(3, first_pass=[0, 1, 1])

@@ -1,4 +1,4 @@
-"""What a row is in the columns that the field uses."""
+"""Reading rows from the columns that the field uses."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ def test_null_members_of_a_struct_were_not_written():
     assert row.prompt == (USER,)
 
 
-def test_a_text_is_what_the_user_says_and_columns_may_lie_inside_others():
+def test_a_text_is_a_user_message_and_columns_may_be_members_of_structs():
     record = {"question": "1+1", "extra": '{"answer": {"value": 2}}'}
     row = read_prompt(record, {"prompt": "question", "ground_truth": "extra.answer.value"})
     assert (row.prompt, row.ground_truth, row.data_source, row.extra_info) == ((USER,), 2, "", {})
+
+
+@pytest.mark.parametrize("column", ["ground_truth", "data_source", "extra_info"])
+def test_a_column_that_is_named_must_be_there(column: str):
+    with pytest.raises(InvalidDataError, match=r"has no column 'answr' \(columns: prompt, data_source"):
+        read_prompt(verl(), {column: "answr"})
 
 
 def test_content_in_parts_of_text_is_joined():
@@ -51,7 +57,7 @@ def test_equal_prompts_have_equal_keys():
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         ({"text": "1"}, r"no column 'prompt' \(columns: text\)"),
         (verl(prompt=[]), '"prompt" must be messages'),
@@ -60,15 +66,15 @@ def test_equal_prompts_have_equal_keys():
         (verl(prompt=[{"role": "user", "content": None}]), "without content"),
         (verl(prompt=[USER, RIGHT]), "ends with a turn of the assistant"),
         (verl(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "content of type image"),
-        (verl(images=["x"]), "'images', and models are trained on text"),
+        (verl(images=["x"]), "'images', and only text is supported"),
         (verl(extra_info=3), "'extra_info' must be a table"),
         (verl(extra_info={"x": b"1"}), "holds a bytes"),
         (verl(extra_info={"x": float("nan")}), "holds nan"),
-        (verl(reward_model="{nope"), "no JSON"),
+        (verl(reward_model="{nope"), "is not JSON"),
     ],
 )
-def test_what_is_no_prompt_is_told(record: dict[str, Any], told: str):
-    with pytest.raises(InvalidDataError, match=told):
+def test_invalid_prompts_are_refused(record: dict[str, Any], message: str):
+    with pytest.raises(InvalidDataError, match=message):
         read_prompt(record)
 
 
@@ -81,11 +87,11 @@ def test_what_is_no_prompt_is_told(record: dict[str, Any], told: str):
         {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
     ],
 )
-def test_conversations_come_in_four_forms(record: dict[str, Any]):
+def test_conversations_have_four_formats(record: dict[str, Any]):
     assert read_conversation(record).messages == (USER, RIGHT)
 
 
-def test_a_conversation_brings_its_tools():
+def test_a_conversation_has_its_tools():
     declared = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
     for tools in ([declared], json.dumps([declared]), [declared["function"]]):
         (tool,) = read_conversation({"messages": [USER, RIGHT], "tools": tools}).tools
@@ -93,17 +99,17 @@ def test_a_conversation_brings_its_tools():
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         ({"messages": [USER]}, "at least one turn of the assistant"),
         ({"prompt": "1"}, 'neither "response" nor "completion"'),
         ({"text": "1"}, 'needs "messages"'),
         ({"conversations": [{"from": "robot", "value": "1"}]}, '"conversations" must be turns'),
-        ({"messages": [USER, RIGHT], "tools": "{"}, '"tools" is no JSON'),
+        ({"messages": [USER, RIGHT], "tools": "{"}, '"tools" is not JSON'),
     ],
 )
-def test_what_is_no_conversation_is_told(record: dict[str, Any], told: str):
-    with pytest.raises(InvalidDataError, match=told):
+def test_invalid_conversations_are_refused(record: dict[str, Any], message: str):
+    with pytest.raises(InvalidDataError, match=message):
         read_conversation(record)
 
 
@@ -116,13 +122,13 @@ def test_what_is_no_conversation_is_told(record: dict[str, Any], told: str):
         {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
     ],
 )
-def test_preferences_come_with_or_without_a_prompt_of_their_own(record: dict[str, Any]):
+def test_preferences_have_a_prompt_or_a_common_beginning(record: dict[str, Any]):
     row = read_preference({**record, "margin": 2})
     assert (row.prompt, row.chosen, row.rejected, row.margin) == ((USER,), (RIGHT,), (WRONG,), 2.0)
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         ({"prompt": "1+1", "chosen": "2", "rejected": "2"}, "nothing is preferred"),
         ({"chosen": "2", "rejected": "3"}, "no beginning in common"),
@@ -131,6 +137,6 @@ def test_preferences_come_with_or_without_a_prompt_of_their_own(record: dict[str
         ({"prompt": "1+1", "chosen": [USER], "rejected": [WRONG]}, '"chosen" has no turn of the assistant'),
     ],
 )
-def test_what_is_no_preference_is_told(record: dict[str, Any], told: str):
-    with pytest.raises(InvalidDataError, match=told):
+def test_invalid_preferences_are_refused(record: dict[str, Any], message: str):
+    with pytest.raises(InvalidDataError, match=message):
         read_preference(record)

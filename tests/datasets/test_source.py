@@ -1,4 +1,4 @@
-"""Files of rows, and what is said where there are none."""
+"""Sources of rows: files, folders and the hub, and the errors of missing ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_json_lines_are_read_by_number(tmp_path: Path):
     assert source.where(1) == f"{file}:4"
 
 
-def test_an_array_of_rows_is_read_as_well(tmp_path: Path):
+def test_an_array_of_rows_is_read(tmp_path: Path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps([{"n": 0}, {"n": 1}], indent=1))
     (source,) = open_sources(str(file))
@@ -37,7 +37,7 @@ def test_an_empty_file_has_no_rows(tmp_path: Path):
     assert [len(source) for source in open_sources(tmp_path / "a.jsonl")] == [0]
 
 
-def test_folders_and_patterns_go_by_name(lines, tmp_path: Path):
+def test_files_of_folders_and_patterns_are_sorted_by_name(lines, tmp_path: Path):
     for name in ("b", "a", "c"):
         lines([{"name": name}], f"{name}.jsonl")
     (tmp_path / "notes.txt").write_text("no rows")
@@ -46,23 +46,23 @@ def test_folders_and_patterns_go_by_name(lines, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("absent.parquet", "no such file"),
         ("*.nothing", "no such file"),
-        ("empty", "holds no file of rows"),
-        ("notes.txt", "of no kind that rows are read from"),
+        ("empty", "has no files of rows"),
+        ("notes.txt", "the kind of the file"),
     ],
 )
-def test_what_is_not_there_is_told(tmp_path: Path, name: str, told: str):
+def test_paths_without_rows_are_refused(tmp_path: Path, name: str, message: str):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("no rows")
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         open_sources(tmp_path / name, key="env.options.files")
     assert caught.value.path == "env.options.files"
     assert ".parquet" in caught.value.remedy
     if name != "notes.txt":
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             check_files(str(tmp_path / name), key="x")
 
 
@@ -75,14 +75,14 @@ def test_parquet_gives_its_rows(tmp_path: Path, problems):
     assert [source[number] for number in (4, 0, 1, 2, 3, 4, 1)] == [rows[n] for n in (4, 0, 1, 2, 3, 4, 1)]
 
 
-def test_a_damaged_parquet_file_is_told(tmp_path: Path):
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path):
     pytest.importorskip("pyarrow")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(InvalidDataError, match=r"a\.parquet cannot be read as parquet"):
         open_sources(tmp_path / "a.parquet")
 
 
-def test_a_missing_package_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named_with_its_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"needs the package pyarrow.*pip install 'pyarrow") as caught:
@@ -110,7 +110,7 @@ class Hub(types.ModuleType):
         return Hub.DatasetDict(train=[{"n": 7}], test=[{"n": 8}])
 
 
-def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_hub_receives_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     hub = Hub()
     monkeypatch.setitem(sys.modules, "datasets", hub)
     (source,) = open_sources("hub:openai/gsm8k?name=main&split=test")
@@ -122,21 +122,21 @@ def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "message"),
     [
         ("hub:no/body", "cannot be loaded: FileNotFoundError: the hub has no such data set"),
-        ("hub:some/body?spilt=test", "has an option 'spilt'"),
+        ("hub:some/body?spilt=test", "has the unknown option 'spilt'"),
         ("hub:", "names no data set"),
     ],
 )
-def test_what_the_hub_cannot_give_is_told(monkeypatch: pytest.MonkeyPatch, files: str, told: str):
+def test_hub_names_that_cannot_be_loaded_are_refused(monkeypatch: pytest.MonkeyPatch, files: str, message: str):
     monkeypatch.setitem(sys.modules, "datasets", Hub())
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         open_sources(files)
 
 
 @pytest.mark.slow
-def test_the_real_package_gives_what_it_has_saved(tmp_path: Path):
+def test_a_saved_folder_is_read_by_the_real_package(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_list([{"n": 1, "said": [{"role": "user", "content": "x"}]}])
     one.save_to_disk(str(tmp_path / "one"))

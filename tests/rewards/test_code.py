@@ -1,7 +1,8 @@
-"""Programs and their tests."""
+"""The rule ``code``: programs and their tests."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,18 +11,19 @@ import pytest
 from asyncrl.errors import ConfigError, EnvironmentFailure, RewardError
 from asyncrl.rewards import code, sandbox
 from asyncrl.rewards.code import CodeRule, program_in
-from asyncrl.rewards.rule import Answer, Verdict
+from asyncrl.rewards.rules import Answer, Verdict
+from tests.rewards.forgeries import FORGERIES, HONEST, TESTS
 
 DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
 
 
 async def judge(program: str, tests: Any, **options: Any) -> Verdict:
     answer = Answer(data_source="apps", solution_str=program, ground_truth=tests)
-    return await CodeRule(deadline_s=5.0, **options).judge(answer)
+    return await CodeRule(**{"deadline_s": 5.0, **options}).judge(answer)
 
 
 @pytest.mark.parametrize("tests", [DOUBLE, json.dumps(DOUBLE)])
-async def test_what_stands_on_standard_output_counts(tests: Any):
+async def test_standard_output_is_compared(tests: Any):
     right = await judge("Here:\n```python\nprint(int(input()) * 2)\n```\nDone.", tests)
     assert right == Verdict(score=1.0, parts={"passed": 1.0, "compiles": 1.0, "deadlines": 0.0})
     half = await judge("```python\nprint(2)\n```", tests)
@@ -42,53 +44,87 @@ async def test_assertions_are_tests():
     assert (await judge("def f(x): return x + 1", "assert f(1) == 2")).score == 1.0
 
 
+@pytest.mark.parametrize("kind", TESTS)
+async def test_an_honest_program_passes(kind: str):
+    assert (await judge(HONEST, TESTS[kind])).score == 1.0
+
+
+@pytest.mark.parametrize("kind", TESTS)
+async def test_no_forgery_is_rewarded(kind: str):
+    rule = CodeRule(deadline_s=3.0, processes=3)
+    answers = (Answer(data_source="apps", solution_str=each, ground_truth=TESTS[kind]) for each in FORGERIES.values())
+    verdicts = await asyncio.gather(*map(rule.judge, answers))
+    assert [name for name, verdict in zip(FORGERIES, verdicts, strict=True) if verdict.score] == []
+
+
 @pytest.mark.parametrize(
-    "cheat",
+    ("program", "assertion"),
     [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "import os\nos.write(1, b'0' * 32)\nos._exit(0)",
-        "raise KeyError",
-        "def f(x",
+        ("def f(*a, **k): return a, k", "assert f(1, [2], x={3}) == ((1, [2]), {'x': {3}})"),
+        (
+            "def f(): return b'x', 1j, frozenset({1}), {(1, 2): None}",
+            "assert f() == (b'x', 1j, frozenset({1}), {(1, 2): None})",
+        ),
+        (
+            "from decimal import Decimal\ndef f(): return Decimal('0.1')",
+            "from decimal import Decimal as D\nassert f() == D('0.1')",
+        ),
+        ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
+        ("def f(x): x.sort()", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
+        ("def f(g, x): return g(x) + 1", "assert f(lambda x: x * 10, 2) == 21"),
+        ("def f(n):\n    for k in range(n): yield k", "assert list(f(3)) == [0, 1, 2]"),
+        (
+            "class Stack:\n    def __init__(s): s.all = []\n    def push(s, x): s.all.append(x)",
+            "s = Stack()\ns.push(4)\nassert s.all == [4]",
+        ),
+        ("def f(): raise KeyError('x')", "try:\n    f()\nexcept KeyError:\n    pass\nelse:\n    assert False"),
+        ("import math\nLIMIT = 7", "assert math.floor(7.5) == LIMIT"),
+        ("print('{\"names\": {}}')\ndef f(): print('x'); return 1", "assert f() == 1"),
+        ("def add(a, b): return a + b", "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)"),
+        (
+            "import numpy\ndef f(): return numpy.arange(3)",
+            "import numpy\nassert numpy.array_equal(f(), numpy.arange(3))",
+        ),
     ],
 )
-async def test_ending_early_is_not_passing(cheat: str):
-    assert (await judge(cheat, ["assert f(1) == 2"])).score == 0.0
+async def test_assertions_call_the_program_in_its_own_sandbox(program: str, assertion: str):
+    assert (await judge(program, assertion)).score == 1.0
+    assert (await judge(program, f"{assertion}\nassert False")).score == 0.0
 
 
-async def test_a_program_that_does_not_end_has_failed_and_says_so():
+async def test_a_program_that_passes_its_deadline_fails_the_test():
     rule = CodeRule(deadline_s=0.1)
     verdict = await rule.judge(Answer(data_source="apps", solution_str="while True: pass", ground_truth=DOUBLE))
     assert verdict == Verdict(score=0.0, parts={"passed": 0.0, "compiles": 1.0, "deadlines": 1.0})
 
 
 @pytest.mark.parametrize("tests", [None, {}, [], {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, 7])
-async def test_a_row_without_tests_is_wrong_not_the_answer(tests: Any):
+async def test_a_row_without_tests_raises_a_reward_error(tests: Any):
     with pytest.raises(RewardError, match="code needs tests"):
         await judge("print(1)", tests)
 
 
 @pytest.mark.parametrize("arguments", ["hello", "1\n{", "[" * 100_000, "1" * 5000])
-async def test_arguments_that_are_no_json_are_wrong_not_the_answer(arguments: str):
+async def test_arguments_that_are_not_json_raise_a_reward_error(arguments: str):
     tests = {"fn_name": "f", "inputs": [arguments], "outputs": ["hello"]}
-    with pytest.raises(RewardError, match="one JSON value per line") as told:
+    with pytest.raises(RewardError, match="one JSON value per line") as caught:
         await judge("def f(x): return x", tests)
-    assert (told.value.how, len(str(told.value)) < 400) == ("value", True)
+    assert (caught.value.how, len(str(caught.value)) < 400) == ("value", True)
 
 
-async def test_a_machine_that_cannot_isolate_may_be_refused(monkeypatch: pytest.MonkeyPatch):
+async def test_require_isolation_refuses_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch):
     async def bare(*_: Any, **__: Any) -> sandbox.ProgramEnd:
-        nothing = sandbox.Isolation(user=False, network=False, processes=False, files=False)
+        nothing = sandbox.Isolation(user=False, network=False, processes=False, files=False, system_calls=False)
         return sandbox.ProgramEnd(how="exited", code=0, stdout="2", stderr="", isolation=nothing)
 
     monkeypatch.setattr(code, "run_program", bare)
     tests = {"inputs": [""], "outputs": ["2"]}
     assert (await judge("print(2)", tests)).score == 1.0
-    with pytest.raises(EnvironmentFailure, match="does not allow programs to be isolated"):
+    with pytest.raises(EnvironmentFailure, match="does not allow programs an own user, network"):
         await judge("print(2)", tests, require_isolation=True)
 
 
-def test_the_program_in_an_answer():
+def test_program_in_prefers_the_last_python_block():
     assert program_in("no fence") == "no fence"
     assert program_in("```python\na\n```\n```\nb\n```") == "a\n"
     assert program_in("```py\na\n```\n```python3\nb\n```") == "b\n"
@@ -99,6 +135,6 @@ def test_the_program_in_an_answer():
 @pytest.mark.parametrize(
     ("name", "value"), [("processes", 0), ("most_tests", 0), ("deadline_s", 0), ("memory_bytes", 0)]
 )
-def test_what_cannot_be_used_is_told(name: str, value: int):
+def test_values_out_of_range_are_refused(name: str, value: int):
     with pytest.raises(ConfigError, match=name):
         CodeRule(**{name: value})

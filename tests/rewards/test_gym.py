@@ -1,4 +1,4 @@
-"""Rows made of reasoning-gym's data sets are scored as the data sets do."""
+"""Rows of reasoning-gym's data sets have the data sets' scores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ pytest.importorskip("reasoning_gym")
 
 import reasoning_gym
 
-from asyncrl.rewards.gym import compute_score
+from asyncrl.rewards.match import reasoning_gym_score as compute_score
 
 
-def test_the_data_sets_own_scorer():
+def test_the_score_is_that_of_the_data_set():
     entry = reasoning_gym.create_dataset("leg_counting", size=1, seed=3)[0]
     row = {"entry": json.dumps(entry)}
     right = f"so <answer>{entry['answer']}</answer>"
@@ -23,8 +23,8 @@ def test_the_data_sets_own_scorer():
     assert compute_score("reasoning_gym/leg_counting", str(entry["answer"]), entry["answer"], row, tag="") == 1.0
 
 
-def test_a_row_that_cannot_be_scored_is_wrong_not_the_answer():
+def test_an_unknown_data_set_or_a_missing_entry_raises():
     with pytest.raises(ValueError, match="no data set 'leg'"):
         compute_score("reasoning_gym/leg", "", "4", {"entry": {}})
-    with pytest.raises(ValueError, match=r"need the row's extra_info\.entry"):
+    with pytest.raises(ValueError, match=r"needs the row's extra_info\.entry"):
         compute_score("reasoning_gym/leg_counting", "", "4", {})

@@ -1,4 +1,4 @@
-"""Rules that compare texts, by hand."""
+"""Rules that compare texts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_json_schema(answer: str, score: float):
                                       '"properties": {"n": {"type": "integer"}}}'}) == score  # fmt: skip
 
 
-def test_a_row_without_a_schema_is_wrong_not_the_answer():
+def test_a_row_without_a_schema_raises():
     with pytest.raises(ValueError, match="needs a schema"):
         json_schema("{}", None, {})
 

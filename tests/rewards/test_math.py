@@ -1,4 +1,4 @@
-"""Mathematics means what it means, however it is written."""
+"""The rule ``math``: equivalent results are equal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from asyncrl.rewards.math import compute_score
-from asyncrl.rewards.rule import Answer, FunctionRule
+from asyncrl.rewards.match import math_score as compute_score
+from asyncrl.rewards.rules import Answer, FunctionRule
 
 
 @pytest.mark.parametrize(
@@ -24,23 +24,23 @@ from asyncrl.rewards.rule import Answer, FunctionRule
         (r"\boxed{2}", ["1", "2"], 1),
     ],
 )
-def test_results_are_compared_as_what_they_mean(answer: str, truth: object, score: float):
+def test_equivalent_results_are_equal(answer: str, truth: object, score: float):
     assert compute_score(answer, truth) == score
 
 
-def test_only_boxes_may_count():
+def test_boxed_ignores_results_outside_a_box():
     assert compute_score("The answer is 4.", "4", boxed=True) == 0
     assert compute_score(r"\boxed{4}", "4", boxed=True) == 1
 
 
-def test_a_ground_truth_that_cannot_be_read_is_the_rows_fault():
-    with pytest.raises(ValueError, match="no mathematics"):
+def test_a_ground_truth_that_cannot_be_parsed_raises():
+    with pytest.raises(ValueError, match="cannot parse the ground truth"):
         compute_score("4", "")
 
 
 @pytest.mark.slow
-async def test_in_a_process_with_a_deadline():
-    rule = FunctionRule("asyncrl.rewards.math:compute_score", deadline_s=20.0)
+async def test_math_score_runs_in_a_process_with_a_deadline():
+    rule = FunctionRule("asyncrl.rewards.match:math_score", deadline_s=20.0)
     try:
         verdict = await rule.judge(Answer(data_source="math", solution_str=r"\boxed{4}", ground_truth="4"))
         hard = Answer(data_source="math", solution_str=r"\boxed{9^{9^{9^{9^9}}}}", ground_truth="4")

@@ -1,4 +1,4 @@
-"""Which rule judges which row."""
+"""The rulebook: the selection of the rule by data source."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.rule import Answer, Verdict
-from asyncrl.rewards.rulebook import DEFAULT_RULES, Rulebook
+from asyncrl.rewards.rules import DEFAULT_RULES, Answer, Rulebook, Verdict
 
 
 class Length:
@@ -43,14 +42,14 @@ async def score(rules: Rulebook, text: str, source: str = "x") -> Verdict:
         await rules.close()
 
 
-async def test_one_rule_for_all_by_name_table_or_sum():
+async def test_one_rule_for_all_rows_is_a_name_a_table_or_a_list():
     assert (await score(Rulebook(LENGTH), "abcde")).score == 0.5
     assert (await score(Rulebook({"rule": LENGTH, "longest": 5}), "abcde")).score == 1.0
     both = [{"rule": LENGTH, "weight": 2, "name": "length"}, {"rule": SHOUT, "marks": "!", "weight": 0.5}]
     assert await score(Rulebook(both), "abcd!") == Verdict(score=1.5, parts={"length": 0.5, "shout": 1.0})
 
 
-async def test_the_first_pattern_that_fits_counts_and_the_rest_gets_the_rule_of_all():
+async def test_the_first_matching_pattern_counts_before_the_rule_of_all_rows():
     rules = Rulebook(LENGTH, {"loud/*": {"rule": SHOUT, "marks": "!"}, "loud/long": LENGTH})
     assert (await score(rules, "ab!", "loud/long")).score == 1.0
     assert (await score(rules, "ab!", "quiet")).score == 0.3
@@ -75,25 +74,23 @@ def test_sources_that_verl_knows_have_a_rule(source: str, rule: str):
 
 
 @pytest.mark.parametrize(
-    ("reward", "rewards", "told", "path"),
+    ("reward", "rewards", "message", "path"),
     [
         (None, {}, "no rule judges rows of the data source 'x'", "env.options.rewards.x"),
         ({"rule": LENGTH, "longst": 3}, {}, "no option 'longst'; did you mean 'longest'", "env.options.reward.longst"),
-        ({"rule": SHOUT}, {}, "needs the option 'marks'", "env.options.reward.marks"),
+        ({"rule": SHOUT}, {}, "needs 'marks', which is neither an option nor a column", "env.options.reward.marks"),
         ({"rule": SHOUT, "marks": "!", "mark": 1}, {}, "has no option 'mark'", "env.options.reward.mark"),
         ([], {}, "names no rule", "env.options.reward"),
         ({"weight": 1}, {}, "names no rule", "env.options.reward"),
         ([{"rule": LENGTH, "weight": "x"}], {}, "weight is 'x'", "env.options.reward.weight"),
-        ([LENGTH, LENGTH], {}, "two rules called 'Length'", "env.options.reward"),
+        ([LENGTH, LENGTH], {}, "two rules named 'Length'", "env.options.reward"),
         ("absent_module:f", {}, "cannot be imported", "env.options.reward"),
         ("/absent/file.py:f", {}, "/absent/file.py: no such file", None),
         (None, {"x": "lenght"}, "no reward rule named 'lenght'", "env.options.rewards.x"),
     ],
 )
-def test_what_cannot_be_used_is_told_before_anything_starts(
-    reward: Any, rewards: dict[str, Any], told: str, path: str | None
-):
-    with pytest.raises(ConfigError, match=told) as caught:
-        Rulebook(reward, rewards, key="env.options").check(["x"])
+def test_check_refuses_unknown_rules_and_options(reward: Any, rewards: dict[str, Any], message: str, path: str | None):
+    with pytest.raises(ConfigError, match=message) as caught:
+        Rulebook(reward, rewards, key="env.options").check({"x": ()})
     if path is not None:
         assert caught.value.path == path

@@ -1,4 +1,4 @@
-"""Rewards that others compute: over HTTP, and by a language model as a judge."""
+"""Rewards from services: over HTTP, and from a language model as a judge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RewardError
-from asyncrl.rewards.rule import Answer, RewardRule, Verdict
+from asyncrl.rewards.rules import Answer, RewardRule, Verdict
 from asyncrl.rewards.service import HTTPRule, JudgeRule
 
 ANSWER = Answer(
@@ -79,7 +79,7 @@ async def test_verls_arguments_go_out_and_a_number_comes_back(monkeypatch: pytes
     assert (service.keys, service.paths) == (["Bearer k"], ["/score"])
 
 
-async def test_an_answer_that_comes_in_pieces_is_read_to_its_end():
+async def test_a_reply_in_pieces_is_read_to_its_end():
     async def slowly(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -99,7 +99,7 @@ async def test_an_answer_that_comes_in_pieces_is_read_to_its_end():
         await runner.cleanup()
 
 
-async def test_what_may_pass_is_tried_again():
+async def test_transient_failures_are_retried():
     service = Service(status(503), status(429), 1)
     async with serving(service) as url:
         assert await verdict(HTTPRule(url=url)) == Verdict(score=1.0)
@@ -107,23 +107,23 @@ async def test_what_may_pass_is_tried_again():
 
 
 @pytest.mark.parametrize(
-    ("reply", "error", "told"),
+    ("reply", "error", "message"),
     [
         (status(404, "no such rule"), RewardError, "refused a request with status 404: no such rule"),
         (status(302), RewardError, "status 302"),
-        (status(200, "high"), RewardError, "what is no JSON: high"),
+        (status(200, "high"), RewardError, "must answer JSON, got: high"),
         ({"value": 1}, RewardError, "a table without 'score'"),
         ("high", RewardError, "'high' of type str"),
-        (status(500, "ill"), EnvironmentDeadlineError, "no answer within 0.25 s; last: status 500: ill"),
+        (status(500, "ill"), EnvironmentDeadlineError, "no answer within 0.25 s; last attempt: status 500: ill"),
     ],
 )
-async def test_no_failure_is_a_score(reply: Any, error: type[Exception], told: str):
+async def test_no_failure_is_a_score(reply: Any, error: type[Exception], message: str):
     async with serving(Service(reply)) as url:
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             await verdict(HTTPRule(url=url, deadline_s=0.25))
 
 
-async def test_waiting_for_a_place_takes_nothing_off_the_deadline():
+async def test_the_deadline_does_not_include_waiting_for_a_place():
     async def slowly(request: web.Request) -> web.Response:
         await asyncio.sleep(0.2)
         return web.json_response(1)
@@ -142,7 +142,7 @@ async def test_waiting_for_a_place_takes_nothing_off_the_deadline():
     assert [each.score for each in verdicts] == [1.0] * 8
 
 
-async def test_a_service_that_is_not_there_costs_the_rollout():
+async def test_an_unreachable_service_raises_at_the_deadline():
     async with serving(Service(1)) as url:
         pass
     with pytest.raises(EnvironmentDeadlineError, match="ClientConnectorError"):
@@ -153,7 +153,7 @@ def completion(text: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
 
 
-async def test_a_judge_is_asked_by_chat_and_its_last_score_counts():
+async def test_the_last_score_in_the_judges_reply_counts():
     service = Service(completion("Not Score: 2 but good.\nScore: 8"))
     async with serving(service) as url:
         assert await verdict(JudgeRule(base_url=f"{url}/v1/", model="judge")) == Verdict(score=0.8)
@@ -166,7 +166,7 @@ async def test_a_judge_is_asked_by_chat_and_its_last_score_counts():
     assert "from 0 (wrong) to 10" in text
 
 
-async def test_votes_are_averaged_and_their_agreement_told():
+async def test_votes_are_averaged_and_their_agreement_is_a_part():
     service = Service(completion("Score: 2"), completion("Score: 2"), completion("Score: 5"))
     async with serving(service) as url:
         rule = JudgeRule(base_url=url, model="judge", votes=3, low=1, high=5, concurrency=1)
@@ -176,20 +176,20 @@ async def test_votes_are_averaged_and_their_agreement_told():
     assert len({body["seed"] for body in service.asked}) == 3
 
 
-async def test_a_judge_that_writes_no_score_is_asked_again_then_costs_the_rollout():
+async def test_a_reply_without_a_score_is_retried_and_then_raises():
     service = Service(completion("Good!"), completion("Score: 99"), completion("Score: 10"))
     async with serving(service) as url:
         assert (await verdict(JudgeRule(base_url=url, model="judge"))).score == 1.0
     async with serving(Service(completion("Good!"))) as url:
-        with pytest.raises(EnvironmentFailure, match="wrote no score from 0 to 10 in 3 attempts; last: 'Good!'"):
+        with pytest.raises(EnvironmentFailure, match="wrote no score from 0 to 10 in 3 attempts; last reply: 'Good!'"):
             await verdict(JudgeRule(base_url=url, model="judge"))
     async with serving(Service({"error": "no such model"})) as url:
-        with pytest.raises(RewardError, match="no chat completion"):
+        with pytest.raises(RewardError, match="must answer a chat completion"):
             await verdict(JudgeRule(base_url=url, model="judge"))
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: HTTPRule(url="ftp://x"), "url is"),
         (lambda: HTTPRule(url="http://x", deadline_s=0), "deadline_s is 0"),
@@ -202,6 +202,6 @@ async def test_a_judge_that_writes_no_score_is_asked_again_then_costs_the_rollou
         (lambda: JudgeRule(base_url="http://x", model="m", prompt="grade it"), "no {answer}"),
     ],
 )
-def test_what_cannot_be_used_is_told(make: Callable[[], Any], told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_values_out_of_range_are_refused(make: Callable[[], Any], message: str):
+    with pytest.raises(ConfigError, match=message):
         make()

@@ -1,33 +1,87 @@
-"""An engine that tells on itself, and can be hurt in every way an engine process can."""
+"""Two tokenizers with different chat templates, and an engine that can fail in every way an engine process can."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.errors import EngineClosedError, EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import (
     EngineHealth,
     GenerationChunk,
     GenerationRequest,
     KVCachePolicy,
-    PauseMode,
     RolloutEngineStatistics,
 )
-from asyncrl.weights.manifest import WeightManifest
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.weights import WeightManifest
+from engines.training.scratch import make_scratch_tokenizer
+
+# ChatML as Qwen models write it: a default system turn, declared tools, answers of tools gathered in one user turn.
+CHATML = """
+{%- if tools -%}
+{{ '<|im_start|>system\nTools: ' + (tools | map(attribute='function.name') | join(', ')) + '<|im_end|>\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif -%}
+{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif -%}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}
+"""
 
 
-class MortalEngine:
-    """A :class:`~asyncrl.interfaces.SeparateEngine`.
+@pytest.fixture(scope="session")
+def factory() -> CalculatorFactory:
+    return CalculatorFactory()
+
+
+@pytest.fixture(scope="session")
+def scratch(factory: CalculatorFactory) -> ChatRenderer:
+    return ChatRenderer(make_scratch_tokenizer([factory.demonstration(index) for index in range(200)]))
+
+
+@pytest.fixture(scope="session")
+def chatml() -> ChatRenderer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = CHATML
+    return ChatRenderer(tokenizer)
+
+
+class FaultyEngine:
+    """A :class:`~asyncrl.interfaces.OutOfProcessEngine`.
 
     Token n of a request is the version that makes it, and its log-prob is -n: a wrong label, a token left out and one
     that comes twice all show. Chunks hold one to three tokens, and the finish reason comes with the last of them or
     alone.
     """
+
+    pulls_weights: ClassVar[bool] = True
 
     def __init__(self, *, token_s: float = 0.01, weight_version: int = 0, seed: int = 0, start_s: float = 0.5) -> None:
         self._token_s = token_s
@@ -43,7 +97,7 @@ class MortalEngine:
         self._death = ""
         self.requests: list[GenerationRequest] = []
         self.frozen = False
-        self.talks_nonsense = False
+        self.sends_invalid_chunks = False
         self.refuses_weights = False
         self.tokens = 0
 
@@ -70,7 +124,7 @@ class MortalEngine:
         self._tell()
 
     def freeze(self) -> None:
-        """It lives, and gives no sign of it."""
+        """Deliver nothing more, without an error."""
         self.frozen = True
 
     async def wait_ended(self) -> str:
@@ -115,7 +169,7 @@ class MortalEngine:
                 tokens = (self._version,) * count
                 alone = count > 0 and self._dice.random() < 0.5
                 done = at + count == limit and not alone
-                versions = () if self.talks_nonsense else tokens
+                versions = () if self.sends_invalid_chunks else tokens
                 log_probs = tuple(-float(at + n) for n in range(count))
                 at += count
                 yield GenerationChunk(
@@ -137,9 +191,8 @@ class MortalEngine:
         self._tell()
         return True
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
+    async def pause(self) -> None:
         self._check()
-        assert mode == "keep", "the pool aborts and drains by itself"
         self._paused = True
 
     async def resume(self) -> None:
@@ -192,24 +245,24 @@ class MortalEngine:
         )
 
 
-class Hospital:
-    """Makes mortal engines, and knows the one that lives under each name."""
+class FaultyFleet:
+    """Makes faulty engines; ``fleet[name]`` is the newest under a name."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._born = 0
-        self.engines: dict[str, list[MortalEngine]] = {}
+        self._made = 0
+        self.engines: dict[str, list[FaultyEngine]] = {}
 
-    def factory(self, name: str, **options: Any) -> Callable[[], MortalEngine]:
-        def make() -> MortalEngine:
-            self._born += 1
-            engine = MortalEngine(**{"seed": self._born, **self._options, **options})
+    def factory(self, name: str, **options: Any) -> Callable[[], FaultyEngine]:
+        def make() -> FaultyEngine:
+            self._made += 1
+            engine = FaultyEngine(**{"seed": self._made, **self._options, **options})
             self.engines.setdefault(name, []).append(engine)
             return engine
 
         return make
 
-    def __getitem__(self, name: str) -> MortalEngine:
+    def __getitem__(self, name: str) -> FaultyEngine:
         return self.engines[name][-1]
 
     @property
@@ -219,5 +272,5 @@ class Hospital:
 
 
 @pytest.fixture
-def hospital() -> type[Hospital]:
-    return Hospital
+def faulty_fleet() -> type[FaultyFleet]:
+    return FaultyFleet

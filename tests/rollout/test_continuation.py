@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.errors import EngineError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams
-from asyncrl.rollout.continuation import Continuation
+from asyncrl.rollout.dispatcher import RequestContinuation
 
 
 def chunk(*tokens: int, version: int = 1) -> GenerationChunk:
@@ -20,7 +20,7 @@ def asked(**options: int) -> GenerationRequest:
 
 
 def test_it_goes_on_where_it_was():
-    state = Continuation(asked())
+    state = RequestContinuation(asked())
     assert state.request() == asked()
     state.take(chunk(10, 11))
     state.take(chunk(12, version=4))
@@ -31,7 +31,7 @@ def test_it_goes_on_where_it_was():
 
 
 def test_one_that_had_been_moved_before_it_came_here():
-    state = Continuation(asked(continued_tokens=2))
+    state = RequestContinuation(asked(continued_tokens=2))
     assert state.left == 3
     state.take(chunk(9))
     assert state.request().continued_tokens == 3
@@ -47,7 +47,7 @@ def test_one_that_had_been_moved_before_it_came_here():
     ],
 )
 def test_what_no_engine_may_say_is_not_taken(wrong: GenerationChunk, complaint: str):
-    state = Continuation(asked())
+    state = RequestContinuation(asked())
     state.take(chunk(10, 11, version=3))
     with pytest.raises(EngineError, match=complaint):
         state.take(wrong)

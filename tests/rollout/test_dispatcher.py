@@ -1,4 +1,4 @@
-"""What becomes of requests whose engines end them unasked, and of those whose readers rest, in virtual time."""
+"""Requests whose engines end them early, and requests whose readers are slow, in virtual time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 
 from asyncrl.errors import EngineError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
-from asyncrl.rollout.pool_options import PoolOptions
-from asyncrl.rollout.replica import Supervision
+from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
-from asyncrl.simulation.clock import run_virtually
-from asyncrl.weights.manifest import WeightManifest
+from asyncrl.testing.clock import run_virtually
+from asyncrl.weights import WeightManifest
 
 OPTIONS = PoolOptions(supervision=Supervision(close_s=1.0, probe_every_s=2.0, probe_s=1.0), wait_s=30.0)
 
@@ -29,7 +28,7 @@ def manifest(version: int) -> WeightManifest:
 
 
 def numbers(chunks: list[GenerationChunk]) -> list[int]:
-    """The engines of the hospital count: what is lost or comes twice shows."""
+    """The engines of the fleet count: what is lost or comes twice shows."""
     return [round(-log_prob) for chunk in chunks for log_prob in chunk.log_probs]
 
 
@@ -73,10 +72,10 @@ def quitting(
 
 
 @pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize("saying", ["abort", None, asyncio.CancelledError])
-def test_a_stream_that_the_engine_gives_up_goes_on_from_its_tokens(hospital: Any, after: int, saying: Any):
+@pytest.mark.parametrize("saying", ["abort", None, asyncio.CancelledError, RuntimeError])
+def test_a_stream_that_the_engine_gives_up_goes_on_from_its_tokens(faulty_fleet: Any, after: int, saying: Any):
     async def story() -> None:
-        make = quitting(hospital().factory("a"), after=after, saying=saying, streams=2)
+        make = quitting(faulty_fleet().factory("a"), after=after, saying=saying, streams=2)
         async with ReplicaPool({"a": make}, options=OPTIONS) as pool:
             chunks = await collect(pool, request("r", 9))
             assert numbers(chunks) == list(range(9))
@@ -88,10 +87,10 @@ def test_a_stream_that_the_engine_gives_up_goes_on_from_its_tokens(hospital: Any
 
 
 @pytest.mark.parametrize("saying", ["abort", None])
-def test_streams_that_are_given_up_without_a_token_are_vain(hospital: Any, saying: Any):
+def test_streams_that_are_given_up_without_a_token_count_as_failures(faulty_fleet: Any, saying: Any):
     async def story() -> None:
-        house = hospital()
-        factories = {name: quitting(house.factory(name), after=0, saying=saying, streams=1000) for name in "ab"}
+        fleet = faulty_fleet()
+        factories = {name: quitting(fleet.factory(name), after=0, saying=saying, streams=1000) for name in "ab"}
         async with ReplicaPool(factories, options=OPTIONS) as pool:
             with pytest.raises(EngineError, match="3 replicas in a row failed at request 'r'"):
                 await collect(pool, request("r", 9))
@@ -100,14 +99,14 @@ def test_streams_that_are_given_up_without_a_token_are_vain(hospital: Any, sayin
     virtually(story())
 
 
-def test_one_that_gives_a_request_up_is_the_last_to_get_it_again(hospital: Any):
+def test_one_that_gives_a_request_up_is_the_last_to_get_it_again(faulty_fleet: Any):
     async def story() -> None:
-        house = hospital()
+        fleet = faulty_fleet()
         factories = {
-            "a": quitting(house.factory("a"), after=0, saying="abort", streams=1000),
-            "b": house.factory("b"),
+            "a": quitting(fleet.factory("a"), after=0, saying="abort", streams=1000),
+            "b": fleet.factory("b"),
         }
-        async with ReplicaPool(factories, options=replace(OPTIONS, vain_attempts=2)) as pool:
+        async with ReplicaPool(factories, options=replace(OPTIONS, max_failures=2)) as pool:
             for n in range(16):
                 assert numbers(await collect(pool, request(f"r{n}", 9), session=f"s{n}")) == list(range(9))
             assert 0 < pool.statistics().migrations < 16, "each is preferred by some sessions"
@@ -115,23 +114,23 @@ def test_one_that_gives_a_request_up_is_the_last_to_get_it_again(hospital: Any):
     virtually(story())
 
 
-def test_a_drain_does_not_wait_for_a_reader_that_rests(hospital: Any):
+def test_a_drain_does_not_wait_for_a_slow_reader(faulty_fleet: Any):
     async def story() -> None:
-        house = hospital()
-        async with ReplicaPool({"a": house.factory("a")}, options=OPTIONS) as pool:
+        fleet = faulty_fleet()
+        async with ReplicaPool({"a": fleet.factory("a")}, options=OPTIONS) as pool:
             stream = pool.generate(request("r", 1000))
             chunks = [await anext(stream)]
-            await pool.add("b", house.factory("b"))
+            await pool.add("b", fleet.factory("b"))
             while not pool.replicas()[1].serving:
                 await asyncio.sleep(0.05)
             async with asyncio.timeout(1.1):
                 await pool.drain("a", deadline_s=1.0)
-            assert house["a"].statistics().running == 0
+            assert fleet["a"].statistics().running == 0
             status = pool.replicas()[0]
             assert (status.requests, status.expected_tokens) == (0, 0)
             chunks += [chunk async for chunk in stream]
             assert numbers(chunks) == list(range(1000))
-            assert [asked.request_id for asked in house["b"].requests] == ["r~1"]
+            assert [asked.request_id for asked in fleet["b"].requests] == ["r~1"]
             assert all(status.expected_tokens == 0 for status in pool.replicas())
             statistics = pool.statistics()
             assert (statistics.finished, statistics.migrations, statistics.tokens) == (1, 1, 1000)
@@ -139,10 +138,10 @@ def test_a_drain_does_not_wait_for_a_reader_that_rests(hospital: Any):
     virtually(story())
 
 
-def test_what_an_engine_has_finished_is_off_its_replica_before_it_is_read(hospital: Any):
+def test_what_an_engine_has_finished_is_off_its_replica_before_it_is_read(faulty_fleet: Any):
     async def story() -> None:
-        house = hospital()
-        async with ReplicaPool({"a": house.factory("a")}, options=OPTIONS) as pool:
+        fleet = faulty_fleet()
+        async with ReplicaPool({"a": fleet.factory("a")}, options=OPTIONS) as pool:
             stream = pool.generate(request("r", 20))
             chunks = [await anext(stream)]
             async with asyncio.timeout(5.0):
@@ -157,15 +156,15 @@ def test_what_an_engine_has_finished_is_off_its_replica_before_it_is_read(hospit
     virtually(story())
 
 
-def test_a_draining_pause_waits_for_engines_and_not_for_readers(hospital: Any):
+def test_a_draining_pause_waits_for_engines_and_not_for_readers(faulty_fleet: Any):
     async def story() -> None:
-        house = hospital()
-        async with ReplicaPool({"a": house.factory("a")}, options=OPTIONS) as pool:
+        fleet = faulty_fleet()
+        async with ReplicaPool({"a": fleet.factory("a")}, options=OPTIONS) as pool:
             stream = pool.generate(request("r", 20))
             chunks = [await anext(stream)]
             async with asyncio.timeout(5.0):
                 await pool.pause("drain")
-            assert house["a"].tokens == 20, "it was not stopped before"
+            assert fleet["a"].tokens == 20, "it was not stopped before"
             chunks += [chunk async for chunk in stream]
             assert numbers(chunks) == list(range(20))
             await pool.resume()
@@ -173,19 +172,19 @@ def test_a_draining_pause_waits_for_engines_and_not_for_readers(hospital: Any):
     virtually(story())
 
 
-def test_a_foreign_error_of_one_engine_at_new_weights_costs_that_engine_only(hospital: Any):
+def test_a_foreign_error_of_one_engine_at_new_weights_costs_that_engine_only(faulty_fleet: Any):
     async def story() -> None:
-        house = hospital()
-        async with ReplicaPool({name: house.factory(name) for name in "ab"}, options=OPTIONS) as pool:
+        fleet = faulty_fleet()
+        async with ReplicaPool({name: fleet.factory(name) for name in "ab"}, options=OPTIONS) as pool:
 
             async def out_of_memory(_manifest: object) -> None:
                 raise RuntimeError("CUDA out of memory")
 
-            fetch, house["a"].fetch_weights = house["a"].fetch_weights, out_of_memory
+            fetch, fleet["a"].fetch_weights = fleet["a"].fetch_weights, out_of_memory
             ended = await pool.publish(manifest(1))
             assert (ended.committed, ended.fenced) == (("b",), {"a": "RuntimeError: CUDA out of memory"})
             assert numbers(await collect(pool, request("r", 9))) == list(range(9))
-            house["a"].fetch_weights = fetch
+            fleet["a"].fetch_weights = fetch
             await asyncio.sleep(3.0)
             assert [status.state for status in pool.replicas()] == ["healthy", "healthy"]
 

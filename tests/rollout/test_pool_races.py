@@ -1,4 +1,4 @@
-"""Orders to the pool that meet: each ends as its docstring says, whatever comes in between. On a virtual clock."""
+"""Calls of the pool that overlap: each ends as its docstring says, whatever comes in between. On a virtual clock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import EngineClosedError, EngineError, ResourceError
+from asyncrl.errors import EngineClosedError, ResourceError, WorkerError
 from asyncrl.interfaces import FinishReason, GenerationRequest, PauseMode, SamplingParams
-from asyncrl.rollout.pool_options import PoolOptions
-from asyncrl.rollout.replica import Supervision
-from asyncrl.rollout.replica_health import HealthPolicy
+from asyncrl.rollout.health import HealthPolicy
+from asyncrl.rollout.replica import PoolOptions, ReplicaSet, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
-from asyncrl.simulation.clock import run_virtually
 from asyncrl.testing import EchoEngine
+from asyncrl.testing.clock import run_virtually
 
 OPTIONS = PoolOptions(
     supervision=Supervision(
@@ -58,8 +57,8 @@ class SluggishEngine(EchoEngine):
     async def close(self) -> None:
         await self._slowly("close", super().close())
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._slowly("pause", super().pause(mode))
+    async def pause(self) -> None:
+        await self._slowly("pause", super().pause())
 
     async def resume(self) -> None:
         await self._slowly("resume", super().resume())
@@ -155,7 +154,7 @@ def test_what_has_begun_goes_on_when_a_frozen_pool_is_drained():
     virtually(story())
 
 
-def test_an_order_that_nobody_waits_for_any_more_is_followed():
+def test_a_pause_whose_caller_was_cancelled_takes_effect():
     async def story() -> None:
         engine = SluggishEngine(pause=0.2)
         async with ReplicaPool({"a": lambda: engine}, options=OPTIONS) as pool:
@@ -166,6 +165,42 @@ def test_an_order_that_nobody_waits_for_any_more_is_followed():
             assert engine.paused
             await pool.resume()
             assert await collect(pool, "r", 3) == "length"
+
+    virtually(story())
+
+
+@pytest.mark.parametrize("mode", ["abort", "drain"])
+def test_a_cancelled_pause_pauses_the_engines_once_their_requests_have_ended(mode: PauseMode):
+    async def story() -> None:
+        engine = SluggishEngine(abort=1.0)
+        async with ReplicaPool({"a": lambda: engine}, options=OPTIONS) as pool:
+            running = asyncio.ensure_future(collect(pool, "r", 200))
+            await asyncio.sleep(0.1)
+            pausing = asyncio.ensure_future(pool.pause(mode))
+            await asyncio.sleep(0.1)
+            pausing.cancel()
+            await asyncio.wait([pausing])
+            assert pausing.cancelled()
+            assert await running == ("abort" if mode == "abort" else "length")
+            assert engine.paused
+
+    virtually(story())
+
+
+def test_a_cancelled_drain_is_undone():
+    async def story() -> None:
+        async with ReplicaPool(dict.fromkeys("ab", SluggishEngine), options=OPTIONS) as pool:
+            running = [asyncio.ensure_future(collect(pool, f"r{number}", 500)) for number in range(2)]
+            await asyncio.sleep(0.1)
+            first, second = (asyncio.ensure_future(pool.drain("a")) for _ in range(2))
+            await asyncio.sleep(0.1)
+            first.cancel()
+            await asyncio.wait([first])
+            assert [status.state for status in pool.replicas()] == ["draining", "healthy"], "the other goes on"
+            second.cancel()
+            await asyncio.wait([second])
+            assert [status.state for status in pool.replicas()] == ["healthy", "healthy"]
+            await asyncio.gather(*running)
 
     virtually(story())
 
@@ -224,9 +259,10 @@ def test_a_start_ends_when_the_pool_breaks_meanwhile():
     class BrokenEngine(EchoEngine):
         async def start(self) -> None:
             await asyncio.sleep(1.0)
-            raise EngineError("it cannot start")
+            await super().start()
 
-        async def close(self) -> None:
+        @property
+        def weight_version(self) -> int:
             raise RuntimeError("a defect")
 
     async def story() -> None:
@@ -251,6 +287,85 @@ def test_a_start_does_not_wait_for_a_replica_that_is_removed():
         await pool.close()
 
     virtually(story())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("double free"), asyncio.CancelledError("double free")])
+def test_an_engine_that_cannot_be_closed_costs_no_other(caplog: pytest.LogCaptureFixture, error: BaseException):
+    class UnclosableEngine(SluggishEngine):
+        async def close(self) -> None:
+            raise error
+
+    async def story() -> None:
+        engines: list[SluggishEngine] = []
+
+        def make() -> SluggishEngine:
+            engines.append(SluggishEngine() if engines else UnclosableEngine())
+            return engines[-1]
+
+        async with ReplicaPool({"a": make, "b": SluggishEngine}, options=OPTIONS) as pool:
+            engines[0].healthy = False
+            await asyncio.sleep(10.0)
+            assert [status.state for status in pool.replicas()] == ["healthy", "healthy"]
+            assert len(engines) == 2
+            assert await collect(pool, "r", 3) == "length"
+
+    virtually(story())
+    assert "replica a was not closed: double free" in caplog.text
+
+
+def test_an_engine_whose_end_cannot_be_awaited_costs_no_other(faulty_fleet: Any):
+    async def story() -> None:
+        fleet = faulty_fleet()
+        async with ReplicaPool({name: fleet.factory(name) for name in "ab"}, options=OPTIONS) as pool:
+
+            async def fails() -> str:
+                raise WorkerError("wait_ended raised MemoryError on rank 0")
+
+            fleet["a"].wait_ended = fails
+            fleet["a"].die()
+            fleet["b"].wait_ended = fails
+            await pool.remove("a")
+            await pool.add("a", lambda: unawaitable(fleet.factory("a")(), fails))
+            await asyncio.sleep(1.0)
+            reasons = {status.name: status.reason for status in pool.replicas()}
+            assert reasons == {"a": "WorkerError: wait_ended raised MemoryError on rank 0", "b": ""}
+            assert await collect(pool, "r", 3) == "length"
+
+    virtually(story())
+
+
+def unawaitable(engine: Any, wait_ended: Any) -> Any:
+    engine.wait_ended = wait_ended
+    return engine
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_set_that_is_breaking_starts_nothing():
+    broken: ReplicaSet[Any] = ReplicaSet("pool", Supervision(), deadline_s=1.0)
+    await broken.open(weight_version=0)
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def ends_slowly() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await over.wait()
+
+    async def fails() -> None:
+        await begun.wait()
+        raise RuntimeError("a defect")
+
+    broken.spawn(ends_slowly(), name="slow")
+    await asyncio.wait([broken.spawn(fails(), name="defect")])
+    await asyncio.sleep(0)
+    with pytest.raises(EngineClosedError, match="the pool is ending"):
+        broken.spawn(fails(), name="late")
+    over.set()
+    with pytest.raises(ExceptionGroup):
+        await broken.close()
+    with pytest.raises(EngineClosedError, match="the pool failed"):
+        broken.spawn(fails(), name="later")
 
 
 # ---------------------------------------------------------------------------------------------- replicas that leave

@@ -1,4 +1,4 @@
-"""A replica's state: the story of a bad day, and laws over any order of events."""
+"""A replica's state: one replica's failures in order, and laws over any order of events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollout.replica_health import HealthPolicy, ReplicaHealth
+from asyncrl.rollout.health import HealthPolicy, ReplicaHealth
 
 POLICY = HealthPolicy(probe_failures=3, generation_failures=2, weight_failures=2, restart_s=1.0, max_restart_s=10.0)
 
@@ -19,7 +19,7 @@ def serving() -> tuple[ReplicaHealth, int]:
     return health, engine
 
 
-def test_a_bad_day():
+def test_failures_of_each_kind_in_order():
     health, first = serving()
     assert health.state == "healthy"
     assert health.probe_failed(first, "no token within 3 s")
@@ -72,7 +72,7 @@ def test_a_fenced_replica_comes_back_with_the_weights_and_dies_of_missing_them_t
     assert health.state == "dead"
 
 
-def test_starts_that_come_to_nothing_are_tried_less_and_less_often():
+def test_failed_starts_are_repeated_less_and_less_often():
     health = ReplicaHealth(POLICY)
     assert health.restart_delay_s == 0.0
     delays = []
@@ -88,7 +88,7 @@ def test_starts_that_come_to_nothing_are_tried_less_and_less_often():
 
 
 @pytest.mark.parametrize("event", ["fenced", "probe_failed"])
-def test_an_engine_that_never_serves_was_started_in_vain(event: str):
+def test_a_start_whose_engine_never_serves_counts_as_failed(event: str):
     health = ReplicaHealth(POLICY)
     delays = []
     for _ in range(4):
@@ -100,7 +100,7 @@ def test_an_engine_that_never_serves_was_started_in_vain(event: str):
     assert delays == [2.0, 4.0, 8.0, 10.0]
 
 
-def test_an_engine_that_served_was_not_started_in_vain():
+def test_a_start_whose_engine_served_does_not_count_as_failed():
     health, engine = serving()
     health.fenced(engine, "checksum differs")
     health.ended(engine, "killed")
@@ -123,7 +123,7 @@ EVENTS = (
     "generation_failed",
     "ended",
     "lease",
-    "lease_over",
+    "release",
     "start",
 )
 HAPPENINGS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 2)), max_size=60)
@@ -131,13 +131,13 @@ HAPPENINGS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 2)), max
 
 @given(HAPPENINGS)
 def test_laws(happenings: list[tuple[str, int]]):
-    """``age`` 0 tells of the engine that runs, 1 and 2 of earlier ones."""
+    """``age`` 0 is an event of the incarnation that runs, 1 and 2 of earlier ones."""
     health = ReplicaHealth(POLICY)
     verified_of = -1
     probes = generations = 0
     for event, age in happenings:
         before, leased = health.state, health.leased
-        engine = health.engine - age
+        engine = health.incarnation - age
         if event == "start":
             if before != "dead":
                 with pytest.raises(ValueError, match="only a dead one"):
@@ -159,11 +159,11 @@ def test_laws(happenings: list[tuple[str, int]]):
         probes = 0 if event in ("probe_succeeded",) and before in ("healthy", "suspect", "stale") else probes
         generations = 0 if event == "generation_succeeded" and before in ("healthy", "suspect") else generations
         if event == "verified" and before == "stale":
-            verified_of, probes, generations = health.engine, 0, 0
+            verified_of, probes, generations = health.incarnation, 0, 0
         if health.state == "dead" and before not in ("dead",):
             assert event in ("ended", "fenced") or probes == 3 or generations == 2
         if health.serves:
-            assert verified_of == health.engine, "nothing serves that was not verified since its start"
+            assert verified_of == health.incarnation, "nothing serves that was not verified since its start"
         if before == "dead" and event != "start":
             assert health.state == "dead"
         if before == "starting":

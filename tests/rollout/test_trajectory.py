@@ -40,7 +40,7 @@ def short() -> Trajectory:
         weight_versions=(-1, 4),
         reward=0.0,
         turns=(Turn(start=1, end=2, finish_reason="length", message={"role": "assistant", "content": "seven"}),),
-        finish_reason="max_tokens",
+        finish_reason="max_seq_len",
         info={},
     )
 
@@ -56,7 +56,7 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 
 def test_a_group_becomes_a_batch() -> None:
-    batch = trajectories_to_batch([trajectory(), short()], slot=12)
+    batch = trajectories_to_batch([trajectory(), short()], group_id=12)
     columns = batch.batch
     assert columns is not None
     assert lengths(columns["input_ids"]).tolist() == [6, 2]
@@ -76,23 +76,23 @@ def test_a_group_becomes_a_batch() -> None:
         "turn_rewards": torch.float32,
         "rewards": torch.float32,
         "num_turns": torch.int64,
-        "slot": torch.int64,
+        "group_id": torch.int64,
         "row": torch.int64,
     }
     assert columns["rewards"].tolist() == [1.0, 0.0]
     assert [row.tolist() for row in rows_of(columns["turns"])] == [[-1, -1, 0, 0, -1, 1], [-1, 0]]
     assert [row.tolist() for row in rows_of(columns["turn_rewards"])] == [[0.25, 0.75], [0.0]]
     assert columns["num_turns"].tolist() == [2, 1]
-    assert columns["slot"].tolist() == [12, 12]
+    assert columns["group_id"].tolist() == [12, 12]
     assert columns["row"].tolist() == [0, 1]
-    assert batch.non_tensor_batch["finish_reason"].tolist() == ["done", "max_tokens"]
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["done", "max_seq_len"]
     assert batch.non_tensor_batch["reply"].tolist() == ["nine", "seven"]
     assert batch.non_tensor_batch["task"].tolist() == [{"question": "?"}] * 2
     assert batch.non_tensor_batch["info"].tolist() == [{"calls": 1}, {}]
 
 
 def test_ragged_columns_can_be_computed_with_each_other() -> None:
-    columns = trajectories_to_batch([trajectory(), short()], slot=0).batch
+    columns = trajectories_to_batch([trajectory(), short()], group_id=0).batch
     assert columns is not None
     total = (columns["behaviour_log_probs"] * columns["loss_mask"]).values().sum()
     assert total.item() == pytest.approx(-3.75)
@@ -100,7 +100,7 @@ def test_ragged_columns_can_be_computed_with_each_other() -> None:
 
 def test_the_summary_travels_in_the_header() -> None:
     expected = GroupSummary(
-        slot=12,
+        group_id=12,
         rows=2,
         oldest_version=4,
         tokens=4,
@@ -111,14 +111,14 @@ def test_the_summary_travels_in_the_header() -> None:
         turn_anchors=(trajectory().turn_anchors, short().turn_anchors),
     )
     group = [trajectory(), short()]
-    assert summarise(group, slot=12) == expected
-    assert GroupSummary(**trajectories_to_batch(group, slot=12).meta_info["summary"]) == expected
+    assert summarise(group, group_id=12) == expected
+    assert GroupSummary(**trajectories_to_batch(group, group_id=12).meta_info["summary"]) == expected
 
 
 def test_a_batch_survives_the_codec() -> None:
     from asyncrl.data.codec import decode, encode
 
-    batch = trajectories_to_batch([trajectory(), short()], slot=12)
+    batch = trajectories_to_batch([trajectory(), short()], group_id=12)
     encoded = encode(batch)
     received = decode(encoded.header, encoded.buffers)
     assert received.non_tensor_batch["info"].tolist() == [{"calls": 1}, {}]
@@ -128,10 +128,10 @@ def test_a_batch_survives_the_codec() -> None:
 
 def test_a_group_needs_rows_and_sampled_tokens() -> None:
     with pytest.raises(InvalidDataError, match="no trajectory"):
-        trajectories_to_batch([], slot=1)
+        trajectories_to_batch([], group_id=1)
     silent = trajectory(token_ids=(1,), loss_mask=(False,), behaviour_log_probs=(0.0,), weight_versions=(-1,), turns=())
     with pytest.raises(InvalidDataError, match="no sampled token"):
-        summarise([silent], slot=1)
+        summarise([silent], group_id=1)
 
 
 def test_turns_begin_alike_where_the_environment_said_the_same() -> None:

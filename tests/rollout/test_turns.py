@@ -11,14 +11,15 @@ from asyncrl.interfaces import Generation
 from asyncrl.ledger import SampledTurn
 from asyncrl.rollout.turns import (
     Continuation,
-    RowTurns,
     TurnFeed,
     TurnRecord,
+    TurnRecorder,
     decode_turns,
     encode_turns,
     last_chains,
     sampled_turns,
 )
+from asyncrl.testing.clock import run_virtually
 
 
 def said(*versions: int) -> Generation:
@@ -30,7 +31,7 @@ def said(*versions: int) -> Generation:
 
 def turn(*, row: int = 0, attempt: int = 0, number: int = 0, chain: int = 0, place: int = 0) -> TurnRecord:
     return TurnRecord(
-        slot=0,
+        group_id=0,
         attempt=attempt,
         row=row,
         turn=number,
@@ -38,7 +39,7 @@ def turn(*, row: int = 0, attempt: int = 0, number: int = 0, chain: int = 0, pla
         chain=chain,
         place=place,
         trial=0,
-        heard=b"",
+        context=b"",
         token_ids=bytes(8),
         log_probs=bytes(8),
         spans=((attempt, 2),),
@@ -48,7 +49,7 @@ def turn(*, row: int = 0, attempt: int = 0, number: int = 0, chain: int = 0, pla
 
 async def test_a_turn_comes_back_as_it_was():
     feed = TurnFeed(gather_s=0.0)
-    turns = RowTurns(feed, slot=5, attempt=2, row=1)
+    turns = TurnRecorder(feed, group_id=5, attempt=2, row=1)
     turns.begin(trial=0)
     waiting = asyncio.create_task(feed.drain())
     await asyncio.sleep(0)
@@ -58,9 +59,9 @@ async def test_a_turn_comes_back_as_it_was():
     content = await waiting
     assert sampled_turns(content) == (SampledTurn(5, 2, 1, 0, 3), SampledTurn(5, 2, 1, 1, 0))
     first, second = decode_turns(content)
-    assert (first.slot, first.attempt, first.row, first.turn, first.chain, first.place) == (5, 2, 1, 0, 0, 0)
+    assert (first.group_id, first.attempt, first.row, first.turn, first.chain, first.place) == (5, 2, 1, 0, 0, 0)
     assert (second.turn, second.chain, second.place, second.trial) == (1, 1, 0, 1)
-    assert first.heard_ids() == (1, 2, 3)
+    assert first.context_ids() == (1, 2, 3)
     assert (first.generation(), second.generation()) == (said(4, 4, 5), said())
     assert (first.tokens, first.newest_version, second.newest_version) == (3, 5, -1)
     with pytest.raises(CodecError, match="not the turns"):
@@ -69,14 +70,29 @@ async def test_a_turn_comes_back_as_it_was():
         sampled_turns(b"turns")
 
 
-async def test_turns_of_a_complete_group_are_not_told():
+def test_turns_that_wait_already_are_gathered_with_those_that_follow():
+    async def story() -> None:
+        feed = TurnFeed(gather_s=1.0)
+        turns = TurnRecorder(feed, group_id=0, attempt=0, row=0)
+        turns.begin(trial=0)
+        for _ in range(3):
+            turns.sampled((1,), said(0))
+            waiting = asyncio.create_task(feed.drain())
+            await asyncio.sleep(0.5)
+            turns.sampled((1,), said(0))
+            assert len(decode_turns(await waiting)) == 2
+
+    run_virtually(story())
+
+
+async def test_turns_of_a_complete_group_are_dropped():
     feed = TurnFeed(gather_s=0.0)
-    for slot in (0, 1):
-        turns = RowTurns(feed, slot=slot, attempt=0, row=0)
+    for group_id in (0, 1):
+        turns = TurnRecorder(feed, group_id=group_id, attempt=0, row=0)
         turns.begin(trial=0)
         turns.sampled((1,), said(0))
     feed.forget(0, 0)
-    assert [told.slot for told in decode_turns(await feed.drain())] == [1]
+    assert [turn.group_id for turn in decode_turns(await feed.drain())] == [1]
     turns.sampled((2,), said(0))
     feed.forget(1, 0)
     waiting = asyncio.create_task(feed.drain())
@@ -107,7 +123,7 @@ def test_the_last_chain_of_the_newest_attempt_counts():
 def test_what_became_of_recorded_turns_is_counted():
     continuation = Continuation(encode_turns([turn(), turn(row=1), turn(row=1, number=1, place=1)]))
     assert [len(continuation.of_row(row)) for row in range(3)] == [1, 2, 0]
-    continuation.went_on(1, tokens=4)
+    continuation.continued(1, tokens=4)
     continuation.restarted("the environment answered differently")
     outcome = continuation.outcome()
     assert (outcome.rows, outcome.tokens) == (1, 4)

@@ -1,16 +1,18 @@
-"""Commands to replicas that only pretend to have weights: what is raised, and what ends meanwhile."""
+"""Commands of weight updates to fake replicas: what is raised, and what ends meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from asyncrl.errors import EngineClosedError, WorkerError
-from asyncrl.rollout.weight_updates import WeightUpdates
-from asyncrl.weights.manifest import WeightManifest
+from asyncrl.rollout.publication import WeightUpdates
+from asyncrl.weights import WeightManifest
 
 
 def manifest(version: int) -> WeightManifest:
@@ -24,10 +26,29 @@ async def for_ever(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
+@dataclass
+class FakeReplica:
+    """Prepares and commits as it is given; serves and is fenced without effect."""
+
+    name: str
+    prepare: Callable[[str, WeightManifest], Awaitable[None]] = nothing
+    commit: Callable[[str, int], Awaitable[None]] = nothing
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        await self.prepare(self.name, manifest)
+
+    async def commit_weights(self, version: int) -> None:
+        await self.commit(self.name, version)
+
+    def verified(self) -> None: ...
+
+    def fenced(self, reason: str) -> None: ...
+
+
 def updates(tasks: asyncio.TaskGroup, **given: Any) -> WeightUpdates:
-    callbacks = {"prepare": nothing, "commit": nothing, "serve": lambda *_: None, "fence": lambda *_: None}
-    made = WeightUpdates(version=0, **{**callbacks, **given}, tasks=tasks, deadline_s=1e6)
-    for name in "ab":
+    replicas = {name: FakeReplica(name, **given) for name in "ab"}
+    made = WeightUpdates(replicas, version=0, tasks=tasks, deadline_s=1e6)
+    for name in replicas:
         made.joined(name, holds=0)
     return made
 
@@ -37,7 +58,7 @@ class Over(Exception):
 
 
 @pytest.mark.parametrize("phase", ["prepare", "commit"])
-async def test_whatever_a_replica_raises_fences_it_and_is_told_once(phase: str, caplog: pytest.LogCaptureFixture):
+async def test_whatever_a_replica_raises_fences_it_and_is_logged_once(phase: str, caplog: pytest.LogCaptureFixture):
     async def fails(name: str, _what: object) -> None:
         if name == "a":
             raise WorkerError("CUDA out of memory\n\ntraceback on rank 0: ...")
@@ -50,7 +71,7 @@ async def test_whatever_a_replica_raises_fences_it_and_is_told_once(phase: str, 
         assert all(record.levelno >= logging.WARNING for record in caplog.records)
 
 
-async def test_who_waits_for_a_publication_is_told_that_its_owner_ended():
+async def test_a_caller_that_waits_for_a_publication_gets_an_error_when_its_owner_ends():
     waiting: list[asyncio.Task[Any]] = []
 
     async def own() -> None:

@@ -1,4 +1,4 @@
-"""A real server on real sockets, over replicas that answer by a script."""
+"""A real server on real sockets, over scripted replicas."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ import aiohttp
 import pytest
 
 from asyncrl.rollout.replica_pool import ReplicaPool
-from asyncrl.serve.admission import Admission
-from asyncrl.serve.call import Face
-from asyncrl.serve.capture import FolderSink, GroupedSink, TrajectorySink
-from asyncrl.serve.keys import KeyRing
+from asyncrl.serve.call import ServerState
 from asyncrl.serve.limits import Limits
-from asyncrl.serve.meters import Meters
-from asyncrl.serve.model_text import ModelText
+from asyncrl.serve.middleware import KeyRing
 from asyncrl.serve.server import Binding, Server
-from asyncrl.serve.sessions import Sessions
+from asyncrl.serve.sessions import FolderSink, GroupedSink, TrajectorySink
+from asyncrl.serve.text import ModelText
 from asyncrl.testing import ScriptedEngine
 from engines.training.scratch import make_scratch_tokenizer
 
@@ -53,15 +49,14 @@ def text(tokenizer: Any) -> ModelText:
 
 @dataclass
 class Served:
-    """A running server, and one client that talks to it."""
+    """A running server with clients of both planes."""
 
     server: Server
-    face: Face
+    state: ServerState
     engines: list[ScriptedEngine]
     client: aiohttp.ClientSession
     folder: Path
     operator: aiohttp.ClientSession
-    replies: list[Any] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -97,7 +92,7 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 def serve(text: ModelText, tmp_path: Path) -> Serve:
-    """``async with serve(reply, ...) as served``: what the engine answers is ``reply(prompt)``, ids or text."""
+    """``async with serve(reply, ...) as served``; the engine answers ``reply(prompt)``, ids or text."""
 
     @asynccontextmanager
     async def start(
@@ -112,8 +107,10 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
         **binding: Any,
     ) -> AsyncIterator[Served]:
         def script(prompt: tuple[int, ...]) -> Sequence[int]:
-            said = reply(prompt)
-            return text.renderer.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
+            answer = reply(prompt)
+            if not isinstance(answer, str):
+                return answer
+            return text.renderer.tokenizer.encode(answer, add_special_tokens=False)
 
         engines: list[ScriptedEngine] = []
 
@@ -121,27 +118,23 @@ def serve(text: ModelText, tmp_path: Path) -> Serve:
             engines.append(ScriptedEngine(script, token_s=token_s, log_prob=-0.5, grammars=grammars))
             return engines[-1]
 
-        limits = limits or Limits()
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(ReplicaPool({f"r{n}": engine for n in range(replicas)}))
-            face = Face(
+            state = ServerState(
                 pool=pool,
                 names=("tiny", "alias"),
                 text=text if with_text else None,
-                limits=limits,
-                admission=Admission(limits),
-                sessions=Sessions(limits, time.monotonic),
+                limits=limits or Limits(),
                 capture=GroupedSink(capture or FolderSink(tmp_path / "captured")),
-                meters=Meters(time.monotonic),
                 new_replica=engine,
             )
-            server = Server(face, Binding(port=0, control_socket=tmp_path / "control.sock", **binding))
+            server = Server(state, Binding(**{"port": 0, "control_socket": tmp_path / "control.sock"} | binding))
             await server.start()
             stack.push_async_callback(server.close)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             unix = aiohttp.UnixConnector(path=str(tmp_path / "control.sock"))
             operator = await stack.enter_async_context(aiohttp.ClientSession(connector=unix))
-            yield Served(server, face, engines, client, tmp_path / "captured", operator)
+            yield Served(server, state, engines, client, tmp_path / "captured", operator)
         await asyncio.sleep(0)
 
     return start

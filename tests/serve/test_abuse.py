@@ -1,4 +1,4 @@
-"""Hostile clients in numbers, and a well-behaved one beside them."""
+"""Many hostile clients, and a well-behaved one beside them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def request(body=GOOD, *, line="POST /generate HTTP/1.1", headers=()):
     return "\r\n".join([*head, "", ""]).encode("latin-1") + body
 
 
-def mangled(dice: random.Random) -> bytes:
-    """A good request, hurt in one to four places; or no request at all."""
+def damaged(dice: random.Random) -> bytes:
+    """Return a good request with one to four damages, or random bytes."""
     if dice.random() < 0.1:
         return dice.randbytes(dice.randrange(1, 400))
     data = bytearray(
@@ -45,7 +45,7 @@ def mangled(dice: random.Random) -> bytes:
 
 
 async def send(port, data):
-    """Write and hang up; what came back within a moment."""
+    """Send ``data`` and end the stream; return the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -60,21 +60,21 @@ async def send(port, data):
 
 @pytest.mark.parametrize("streams", [300, pytest.param(50_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(300)
-async def test_mangled_requests_crash_nothing_and_leave_nothing_behind(serve, streams):
+async def test_damaged_requests_crash_nothing_and_leave_nothing_behind(serve, streams):
     dice = random.Random(7)
     async with serve(limits=Limits(body_timeout_s=0.2, idle_timeout_s=5.0)) as served:
         port = int(served.url.rpartition(":")[2])
         server = served.server._runners[-1].server
         for _ in range(streams // 50):
-            for answer in await asyncio.gather(*(send(port, mangled(dice)) for _ in range(50))):
+            for answer in await asyncio.gather(*(send(port, damaged(dice)) for _ in range(50))):
                 assert answer == b"" or answer.startswith(b"HTTP/"), answer  # HTTP/0.9 is one that lost its version
                 assert not answer[9:].startswith(b"5"), answer
         assert (await served.post("/generate", {"prompt_token_ids": [5, 6]}))["token_ids"] == [7, 8, 9]
-        await asyncio.wait_for(served.face.admission.idle(), 10)
+        await asyncio.wait_for(served.state.concurrency.wait_idle(), 10)
         async with asyncio.timeout(10):
             while len(server.connections) > 1:  # the good client's stays
                 await asyncio.sleep(0)
-        assert served.face.running == {}
+        assert served.state.choices_by_request == {}
         assert not served.engines[0].statistics().running
 
 
@@ -123,7 +123,7 @@ async def test_a_well_behaved_client_beside_two_thousand_slow_ones(serve):
         b'{"prompt_token_ids": [5], "stop": [' + b'"x",' * 1_000_000 + b'"x"]}',
     ],
 )
-async def test_huge_wishes_cost_next_to_nothing(serve, body):
+async def test_excessive_requests_cost_little(serve, body):
     async with serve() as served:
         headers = {"Content-Type": "application/json"}
         begin = time.process_time()
@@ -133,7 +133,7 @@ async def test_huge_wishes_cost_next_to_nothing(serve, body):
         assert served.engines[0].requests == []
 
 
-async def test_a_body_of_600_megabytes_is_refused_by_its_head(serve):
+async def test_a_body_of_600_megabytes_is_refused_by_its_header(serve):
     async with serve() as served:
         port = int(served.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""Anthropic's dialect over a script."""
+"""Anthropic's API over a scripted engine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ async def test_a_message(serve, text):
         assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
 
 
-async def test_tools_come_and_go_in_a_session(serve):
+async def test_tool_calls_and_results_in_a_session(serve):
     async with serve(lambda prompt: CALL) as served:
         body = {**BODY, "tools": TOOLS}
         answer = await served.post("/sessions/s/v1/messages", body)
         assert answer["stop_reason"] == "tool_use"
-        said, use = answer["content"]
-        assert said == {"type": "text", "text": "sum:"}
+        text, use = answer["content"]
+        assert text == {"type": "text", "text": "sum:"}
         assert (use["name"], use["input"]) == ("add", {"a": 1})
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": "3"}
         body["messages"] = [
@@ -51,7 +51,7 @@ async def test_tools_come_and_go_in_a_session(serve):
         assert second.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
 
 
-async def test_tokens_are_counted_in_a_session_and_make_none(serve):
+async def test_counting_tokens_uses_a_session_and_creates_none(serve):
     async with serve(lambda prompt: "it again<|end|>") as served:
         count = {"model": "tiny", "messages": BODY["messages"]}
         alone = await served.post("/sessions/s/v1/messages/count_tokens", count)
@@ -69,27 +69,27 @@ async def test_tokens_are_counted_in_a_session_and_make_none(serve):
         assert answer["usage"]["input_tokens"] == counted["input_tokens"]
 
 
-async def test_an_aborted_turn_is_not_told_as_a_whole_one(serve):
+async def test_an_aborted_turn_has_the_stop_reason_pause_turn(serve):
     async with serve(lambda prompt: [7] * 200, token_s=0.01) as served:
         for stream in (False, True):
             body, headers = {**BODY, "stream": stream}, {"X-Request-ID": "aborted"}
 
-            async def ask(body=body, headers=headers):
+            async def request(body=body, headers=headers):
                 async with served.client.post(f"{served.url}/v1/messages", json=body, headers=headers) as answer:
                     return answer.status, await answer.text()
 
-            asking = asyncio.create_task(ask())
+            running = asyncio.create_task(request())
             while not (await served.control("POST", "/abort", {"request_id": "aborted"}))["aborted"]:
                 await asyncio.sleep(0.05)
-            status, told = await asking
+            status, text = await running
             assert status == 200
-            assert '"stop_reason":"pause_turn"' in told
+            assert '"stop_reason":"pause_turn"' in text
 
 
 async def test_a_stream(serve):
     async with serve(lambda prompt: CALL) as served:
-        told = events(await served.events("/v1/messages", {**BODY, "tools": TOOLS, "stream": True}))
-        assert [event["type"] for event in told if not event["type"].endswith("delta")] == [
+        content = events(await served.events("/v1/messages", {**BODY, "tools": TOOLS, "stream": True}))
+        assert [event["type"] for event in content if not event["type"].endswith("delta")] == [
             "message_start",
             "content_block_start",
             "content_block_stop",
@@ -97,10 +97,10 @@ async def test_a_stream(serve):
             "content_block_stop",
             "message_stop",
         ]
-        deltas = [event["delta"] for event in told if event["type"] == "content_block_delta"]
+        deltas = [event["delta"] for event in content if event["type"] == "content_block_delta"]
         assert "".join(delta.get("text", "") for delta in deltas) == "sum:"
         assert json.loads("".join(delta.get("partial_json", "") for delta in deltas)) == {"a": 1}
-        [end] = [event for event in told if event["type"] == "message_delta"]
+        [end] = [event for event in content if event["type"] == "message_delta"]
         assert end["delta"]["stop_reason"] == "tool_use"
         assert end["usage"]["output_tokens"] > 0
 

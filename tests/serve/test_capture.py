@@ -1,4 +1,4 @@
-"""Rewarded sessions are handed on once: whole, or not at all and still there."""
+"""Rewarded sessions are stored once: whole, or not at all, and then they are kept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from asyncrl.data import DataProto
 from asyncrl.errors import DeadlineError, InvalidDataError
 from asyncrl.rollout.trajectory import Trajectory, Turn
-from asyncrl.serve.capture import BufferSink, FolderSink, GroupedSink
-from asyncrl.serve.failure import Refusal
+from asyncrl.serve.errors import APIError
+from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink
 from buffers.replay import AsyncReplayBuffer
 
 
@@ -33,8 +33,8 @@ def buffer(capacity=4):
     return AsyncReplayBuffer(capacity=capacity, max_staleness=1)
 
 
-class Failing:
-    """Keeps groups, or raises."""
+class FailingSink:
+    """Stores groups, or raises."""
 
     def __init__(self):
         self.kept: list[list[int]] = []
@@ -48,20 +48,20 @@ class Failing:
         return "kept"
 
 
-async def sampled(served, name):
+async def sample(served, name):
     await served.post(f"/sessions/{name}/generate", {"prompt_token_ids": [5, 6]})
 
 
-async def test_rewarded_sessions_are_trained_on_from_a_buffer(serve):
+async def test_rewarded_sessions_reach_a_replay_buffer(serve):
     target = buffer()
     await target.admit(0)  # the buffer has been used before
     target.drop(0, "of an earlier run")
     async with serve(lambda prompt: [7, 8], capture=BufferSink(target)) as served:
         for number in (0, 1):
-            await sampled(served, f"s{number}")
+            await sample(served, f"s{number}")
             body = {"reward": float(number), "group": "g", "group_size": 2}
             kept = await served.post(f"/sessions/s{number}/reward", body)
-        assert kept["kept"] == "slot 1"
+        assert kept["kept"] == "group_id 1"
         (group,) = await target.select(1, weight_version=0)
         rows = group.rows
         assert rows.batch["rewards"].tolist() == [0.0, 1.0]
@@ -71,44 +71,44 @@ async def test_rewarded_sessions_are_trained_on_from_a_buffer(serve):
         await served.get("/sessions/s1", status=404)
 
 
-async def test_a_full_buffer_holds_agents_back_and_loses_nothing(serve):
+async def test_a_full_buffer_delays_rewards_and_loses_nothing(serve):
     target = buffer(capacity=1)
     async with serve(lambda prompt: [7, 8], capture=BufferSink(target, admission_timeout_s=0.05)) as served:
         for name in ("a", "b"):
-            await sampled(served, name)
+            await sample(served, name)
         await served.post("/sessions/a/reward", {"reward": 1.0})
         async with served.client.post(f"{served.url}/sessions/b/reward", json={"reward": 1.0}) as answer:
             assert answer.status == 503
             assert int(answer.headers["Retry-After"]) >= 1
             assert "buffer is full" in await answer.text()
         (group,) = await target.select(1, weight_version=0)
-        target.release([group.summary.slot])
+        target.release([group.summary.group_id])
         await served.post("/sessions/b/reward", {"reward": 1.0})
         target.close()
-        await sampled(served, "c")
-        told = await served.post("/sessions/c/reward", {"reward": 1.0}, status=503)
-        assert "takes nothing any more" in told["error"]["message"]
+        await sample(served, "c")
+        error = await served.post("/sessions/c/reward", {"reward": 1.0}, status=503)
+        assert "buffer is closed" in error["error"]["message"]
         assert (await served.get("/sessions/c"))["turns"] == 1
 
 
-async def test_a_session_whose_sender_hangs_up_is_handed_on_once(serve):
+async def test_a_session_whose_client_disconnects_is_stored_once(serve):
     target = buffer(capacity=1)
     async with serve(lambda prompt: [7, 8], capture=BufferSink(target)) as served:
         for name in ("a", "b"):
-            await sampled(served, name)
+            await sample(served, name)
         await served.post("/sessions/a/reward", {"reward": 1.0})
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await served.post("/sessions/b/reward", {"reward": 2.0})
-        await served.post("/sessions/b/reward", {"reward": 2.0}, status=409)  # it is under way still
+        await served.post("/sessions/b/reward", {"reward": 2.0}, status=409)  # it is still being stored
         rewards = []
         for _ in range(2):
             (group,) = await target.select(1, weight_version=0, timeout_s=5.0)
             rewards += group.summary.rewards
-            target.release([group.summary.slot])
+            target.release([group.summary.group_id])
         assert rewards == [1.0, 2.0]
         for _ in range(100):
-            if len(served.face.sessions) == 0:
+            if len(served.state.sessions) == 0:
                 break
             await asyncio.sleep(0.01)
         await served.post("/sessions/b/reward", {"reward": 2.0}, status=404)
@@ -118,10 +118,10 @@ async def test_a_session_whose_sender_hangs_up_is_handed_on_once(serve):
 async def test_a_folder_that_cannot_be_written_keeps_the_session(serve, tmp_path):
     folder = tmp_path / "kept"
     async with serve(lambda prompt: [7, 8], capture=FolderSink(folder)) as served:
-        await sampled(served, "a")
+        await sample(served, "a")
         folder.rmdir()
-        told = await served.post("/sessions/a/reward", {"reward": 1.0}, status=503)
-        assert "still here" in told["error"]["message"]
+        error = await served.post("/sessions/a/reward", {"reward": 1.0}, status=503)
+        assert "it is kept" in error["error"]["message"]
         folder.mkdir()
         kept = await served.post("/sessions/a/reward", {"reward": 1.0})
         assert len(DataProto.load_from_disk(folder / kept["kept"])) == 1
@@ -130,14 +130,14 @@ async def test_a_folder_that_cannot_be_written_keeps_the_session(serve, tmp_path
 @pytest.mark.parametrize("reward", [1e39, -1e300])
 async def test_a_reward_that_float32_cannot_hold_is_refused(serve, reward):
     async with serve(lambda prompt: [7, 8]) as served:
-        await sampled(served, "a")
+        await sample(served, "a")
         await served.post("/sessions/a/reward", {"reward": reward}, status=400)
         await served.post("/sessions/a/reward", {"reward": 1.0})
 
 
 @pytest.mark.parametrize("error", [OSError("full"), asyncio.CancelledError()], ids=["fails", "is cancelled"])
-async def test_a_group_that_cannot_be_handed_on_waits_for_its_last_member(error):
-    sink = Failing()
+async def test_a_group_that_cannot_be_stored_waits_for_its_last_member(error):
+    sink = FailingSink()
     groups = GroupedSink(sink)
     for number in (0, 1):
         await groups.put([trajectory(number)], group="g", size=3)
@@ -145,24 +145,24 @@ async def test_a_group_that_cannot_be_handed_on_waits_for_its_last_member(error)
     with pytest.raises(type(error)):
         await groups.put([trajectory(2)], group="g", size=3)
     sink.error = None
-    assert groups.unfinished == 1
+    assert groups.incomplete == 1
     assert await groups.put([trajectory(2)], group="g", size=3) == "kept"
     assert sink.kept == [[0, 1, 2]]
-    assert groups.unfinished == 0
+    assert groups.incomplete == 0
 
 
 async def test_a_group_of_one_that_fails_leaves_nothing():
-    sink = Failing()
+    sink = FailingSink()
     groups = GroupedSink(sink)
     sink.error = OSError("full")
     with pytest.raises(OSError, match="full"):
         await groups.put([trajectory(0)], group="g", size=1)
-    assert groups.unfinished == 0
+    assert groups.incomplete == 0
 
 
-async def test_members_whose_others_do_not_come_are_handed_on_in_time():
+async def test_incomplete_groups_are_stored_when_they_are_idle():
     now = 0.0
-    sink = Failing()
+    sink = FailingSink()
     groups = GroupedSink(sink, idle_s=10.0, clock=lambda: now)
     await groups.put([trajectory(0)], group="g", size=3)
     now = 6.0
@@ -175,17 +175,17 @@ async def test_members_whose_others_do_not_come_are_handed_on_in_time():
     sink.error = OSError("full")
     with pytest.raises(OSError, match="full"):
         await groups.put([trajectory(4)])
-    assert (groups.unfinished, groups.tokens) == (1, 6)
+    assert (groups.incomplete, groups.tokens) == (1, 6)
     sink.error = None
     await groups.put([trajectory(4)])
     now = 26.0
     await groups.put([trajectory(4)])
     assert sink.kept == [[2, 3], [4], [0, 1], [4]]
-    assert (groups.unfinished, groups.tokens) == (0, 0)
+    assert (groups.incomplete, groups.tokens) == (0, 0)
 
 
-async def test_what_is_unfinished_at_the_end_is_handed_on(caplog):
-    sink = Failing()
+async def test_incomplete_groups_are_stored_at_the_end(caplog):
+    sink = FailingSink()
     groups = GroupedSink(sink)
     await groups.put([trajectory(0)], group="g", size=2)
     await groups.close()
@@ -199,59 +199,59 @@ async def test_what_is_unfinished_at_the_end_is_handed_on(caplog):
     assert target.statistics().admitted == 1
 
 
-async def test_groups_that_wait_hold_no_more_than_they_may():
-    groups = GroupedSink(Failing(), tokens=7)
+async def test_incomplete_groups_have_a_bound():
+    groups = GroupedSink(FailingSink(), tokens=7)
     await groups.put([trajectory(0)], group="g", size=3)
     await groups.put([trajectory(1)], group="g", size=3)
-    with pytest.raises(Refusal, match="as much as they may"):
+    with pytest.raises(APIError, match="no more fit"):
         await groups.put([trajectory(2)], group="h", size=2)
     assert await groups.put([trajectory(2)], group="g", size=3) == "kept"
     await groups.put([trajectory(2)], group="h", size=2)
 
 
-class Slow:
-    """Keeps what it is given when it may."""
+class BlockedSink:
+    """Stores groups once ``open`` is set."""
 
     def __init__(self):
         self.kept = []
-        self.may = asyncio.Event()
+        self.open = asyncio.Event()
 
     async def put(self, trajectories):
-        await self.may.wait()
+        await self.open.wait()
         self.kept.append([each.sampled_tokens for each in trajectories])
         return "kept"
 
 
-async def test_a_session_that_is_handed_on_takes_no_request(serve):
-    sink = Slow()
+async def test_a_session_that_is_being_stored_takes_no_request(serve):
+    sink = BlockedSink()
     async with serve(lambda prompt: [7, 8], capture=sink) as served:
-        await sampled(served, "a")
+        await sample(served, "a")
         rewarding = asyncio.create_task(served.post("/sessions/a/reward", {"reward": 1.0}))
-        while not served.face.sessions.find("a", "").ending:
+        while not served.state.sessions.find("a", "").ending:
             await asyncio.sleep(0.01)
         await served.post("/sessions/a/generate", {"prompt_token_ids": [5]}, status=409)
         await served.post("/sessions/a/reward", {"reward": 1.0}, status=409)
         async with served.client.delete(f"{served.url}/sessions/a") as answer:
             assert answer.status == 409
-        sink.may.set()
+        sink.open.set()
         await rewarding
         assert sink.kept == [[2]]
-        await sampled(served, "a")  # another session of that name
+        await sample(served, "a")  # another session of that name
         assert (await served.get("/sessions/a"))["turns"] == 1
 
 
 @pytest.mark.parametrize("parts", [{"a": "n/a"}, {"a": None}, [1], {"a": 1e300}])
 async def test_parts_of_a_reward_are_numbers(serve, parts):
     async with serve(lambda prompt: [7, 8]) as served:
-        await sampled(served, "a")
+        await sample(served, "a")
         body = {"reward": 1.0, "group": "g", "group_size": 2, "info": {"reward_parts": parts}}
-        told = await served.post("/sessions/a/reward", body, status=400)
-        assert "reward_parts" in told["error"]["message"]
+        error = await served.post("/sessions/a/reward", body, status=400)
+        assert "reward_parts" in error["error"]["message"]
         body["info"] = {"reward_parts": {"a": 1, "b": 0.5}}
         assert (await served.post("/sessions/a/reward", body))["kept"].endswith("1 of 2")
 
 
-async def test_what_is_no_batch_takes_no_place():
+async def test_a_group_without_samples_is_not_admitted():
     target = buffer(capacity=1)
     sink = BufferSink(target, admission_timeout_s=0.0)
     with pytest.raises(InvalidDataError, match="no sampled token"):
@@ -260,6 +260,6 @@ async def test_what_is_no_batch_takes_no_place():
     with pytest.raises(DeadlineError):
         await sink.put([trajectory(2)])
     (group,) = await target.select(1, weight_version=3)
-    target.release([group.summary.slot])
+    target.release([group.summary.group_id])
     await sink.put([trajectory(2)])
     assert target.statistics().admitted == 2

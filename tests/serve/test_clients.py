@@ -1,4 +1,4 @@
-"""Clients that know nothing of asyncrl, unmodified, and one that knows every corner of the OpenAPI document."""
+"""Unmodified OpenAI and Anthropic clients, and Schemathesis on the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -74,13 +74,54 @@ async def test_openai_parses_into_types(serve):
         serve(lambda prompt: '{"city": "Paris", "kind": "town"}<|end|>') as served,
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
     ):
-        said = await client.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Answer)
-        assert said.choices[0].message.parsed == Answer(city="Paris", kind="town")
+        answer = await client.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Answer)
+        assert answer.choices[0].message.parsed == Answer(city="Paris", kind="town")
         async with client.chat.completions.stream(model="tiny", messages=QUESTION, response_format=Answer) as stream:
             async for _ in stream:
                 pass
             assert (await stream.get_final_completion()).choices[0].message.parsed.city == "Paris"
         assert '"enum"' in served.engines[0].requests[-1].sampling.grammar
+
+
+async def test_openai_responses(serve):
+    import openai
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        a: int
+
+    function = {"type": "function", **TOOL, "strict": False}
+    replies = ["it again, gladly<|end|>", CALL, "it again<|end|>", CALL, '{"a": 7}<|end|>']
+    async with (
+        serve(lambda prompt: replies.pop(0)) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        plain = await client.responses.create(model="tiny", input=QUESTION, instructions="be short")
+        assert (plain.output_text, plain.status) == ("it again, gladly", "completed")
+        assert plain.usage.total_tokens == plain.usage.input_tokens + plain.usage.output_tokens
+
+        called = await client.responses.create(model="tiny", input=QUESTION, tools=[function])
+        [call] = [item for item in called.output if item.type == "function_call"]
+        assert (call.name, call.arguments, called.output_text) == ("add", '{"a": 1}', "sum:")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        after = await client.responses.create(
+            model="tiny", input=[result], tools=[function], previous_response_id=called.id
+        )
+        assert after.output_text == "it again"
+        assert after.previous_response_id == called.id
+
+        async with client.responses.stream(model="tiny", input=QUESTION, tools=[function]) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+        assert [item.type for item in final.output] == ["message", "function_call"]
+        assert (final.output_text, final.output[1].arguments) == ("sum:", '{"a": 1}')
+
+        parsed = await client.responses.parse(model="tiny", input=QUESTION, text_format=Answer)
+        assert parsed.output_parsed == Answer(a=7)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="tiny", input=QUESTION, previous_response_id="resp_0")
+        assert refused.value.code == "previous_response_not_found"
 
 
 async def test_openai_synchronous_with_tools_in_a_session(serve):
@@ -92,8 +133,8 @@ async def test_openai_synchronous_with_tools_in_a_session(serve):
             with openai.OpenAI(base_url=f"{served.url}/sessions/job/v1", api_key="none") as client:
                 messages = list(QUESTION)
                 for _ in range(3):
-                    said = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
-                    message = said.choices[0].message
+                    answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+                    message = answer.choices[0].message
                     [call] = message.tool_calls
                     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
                 with client.chat.completions.create(
@@ -114,7 +155,7 @@ async def test_anthropic(serve):
         async with anthropic.AsyncAnthropic(base_url=served.url, api_key="none") as client:
             assert [model.id async for model in client.models.list()] == ["tiny", "alias"]
             assert (await client.models.retrieve("alias")).display_name == "alias"
-            said = await client.messages.create(
+            answer = await client.messages.create(
                 model="tiny",
                 max_tokens=500,
                 system="be short",
@@ -122,8 +163,8 @@ async def test_anthropic(serve):
                 tools=tools,
                 tool_choice={"type": "any"},
             )
-            assert said.stop_reason == "tool_use"
-            assert [block.type for block in said.content] == ["text", "tool_use"]
+            assert answer.stop_reason == "tool_use"
+            assert [block.type for block in answer.content] == ["text", "tool_use"]
             async with client.messages.stream(model="tiny", max_tokens=500, messages=QUESTION, tools=tools) as stream:
                 text = "".join([piece async for piece in stream.text_stream])
                 final = await stream.get_final_message()
@@ -146,8 +187,8 @@ CASES = int(os.environ.get("ASYNCRL_SCHEMA_CASES", "5000"))
 
 
 @pytest.mark.timeout(900)
-async def test_the_document_is_true(serve):
-    """Cases from every operation of the document, right and wrong ones: nothing fails, nothing is undeclared."""
+async def test_the_server_follows_its_openapi_document(serve):
+    """Send valid and invalid cases of every operation: no server error, no undeclared answer."""
     import schemathesis
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable
@@ -177,7 +218,7 @@ async def test_the_document_is_true(serve):
                 case.validate_response(answer, checks=checks)
 
         nothing_wrong = (Unsatisfiable,) if mode is schemathesis.GenerationMode.NEGATIVE else ()
-        with contextlib.suppress(*nothing_wrong):  # what takes no input has no wrong one
+        with contextlib.suppress(*nothing_wrong):  # an operation without input has no invalid one
             quiet(given(case=operation.as_strategy(generation_mode=mode))(one))()
 
     def walk(url, document):
@@ -185,7 +226,7 @@ async def test_the_document_is_true(serve):
         operations = [result.ok() for result in schema.get_all_operations()]
         with_a_body = [operation for operation in operations if operation.body]
         for operation in operations:
-            # What takes a body has more ways to be wrong; what takes nothing is asked a few times.
+            # Operations with a body get most cases, the others a few.
             share = CASES // (2 * len(with_a_body)) + 1 if operation in with_a_body else 5
             for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
                 try_operation(operation, mode, url, share)

@@ -1,18 +1,19 @@
-"""The control plane: what an operator, a trainer and a probe may do."""
+"""The control plane, vLLM's calls for trainers, and probes."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
+import threading
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from asyncrl.rollout.replica_pool import ReplicaPool
-from asyncrl.serve.weight_door import WeightDoor
-from asyncrl.weights.manifest import WeightManifest
+from asyncrl.serve.pool import WeightUpdater
+from asyncrl.weights import WeightManifest
 from engines.weights.shared_memory import SharedMemoryTransport
 
 GENERATE = {"prompt_token_ids": [5, 6]}
@@ -26,16 +27,16 @@ def transport(tmp_path):
 
 
 def with_weights(served, transport):
-    served.face.pool._transport = transport
-    assert isinstance(served.face.pool, ReplicaPool)
-    served.face.weights = WeightDoor(served.face.pool, transport)
+    served.state.pool._transport = transport
+    assert isinstance(served.state.pool, ReplicaPool)
+    served.state.weights = WeightUpdater(served.state.pool, transport)
 
 
 async def test_pause_and_resume(serve):
     async with serve() as served:
         await served.control("POST", "/pause")
         waiting = asyncio.create_task(served.post("/generate", GENERATE))
-        while not served.face.pool.statistics().waiting:
+        while not served.state.pool.statistics().waiting:
             await asyncio.sleep(0)
         assert (await served.control("GET", "/pool"))["pool"]["paused"] is True
         await served.control("POST", "/resume")
@@ -68,16 +69,17 @@ async def test_new_weights_from_a_folder_under_load(serve, transport, tmp_path):
         await served.control("POST", "/weights", {"action": "prepare"}, status=400)
 
 
-async def test_an_operator_who_hangs_up_during_a_swap_leaves_the_next_one_free(serve, transport, tmp_path):
+async def test_an_operator_that_disconnects_during_a_swap_does_not_block_the_next(serve, transport, tmp_path):
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     swap = {"action": "swap", "folder": str(tmp_path)}
+    publishing, publish = threading.Event(), transport.publish
+    transport.publish = lambda *arguments, **options: (publishing.set(), publish(*arguments, **options))[1]
     async with serve() as served:
         with_weights(served, transport)
-        with transport._lock:  # what publishes waits for it
-            called_off = asyncio.create_task(served.control("POST", "/weights", swap))
-            while not served.face.weights._busy.locked():
-                await asyncio.sleep(0)
-            called_off.cancel()
+        with transport._lock:  # which publishing waits for
+            cancelled = asyncio.create_task(served.control("POST", "/weights", swap))
+            assert await asyncio.to_thread(publishing.wait, 10)
+            cancelled.cancel()
             while any(each.transport for each in served.server._runners[0].server.connections):
                 await asyncio.sleep(0)
         assert (await served.control("POST", "/weights", swap))["version"] == 2
@@ -88,7 +90,7 @@ async def test_an_operator_who_hangs_up_during_a_swap_leaves_the_next_one_free(s
         assert transport.versions == (4,)
 
 
-async def test_a_trainer_that_speaks_vllms_calls(serve, transport):
+async def test_vllms_calls_update_the_weights(serve, transport):
     async with serve() as served:
         with_weights(served, transport)
         assert await served.control("GET", "/get_world_size") == {"world_size": 1}
@@ -109,16 +111,16 @@ async def test_a_trainer_that_speaks_vllms_calls(serve, transport):
         assert WeightManifest.decode(base64.b64decode(packed)).version == 3
 
 
-async def test_what_is_served_in_vllms_places(serve):
+async def test_server_info_in_vllms_schema(serve):
     async with serve(replicas=2) as served:
-        served.face.context_tokens, served.face.dtype = 512, "bfloat16"
-        told = (await served.control("GET", "/server_info?config_format=json"))["vllm_config"]
-        assert told["model_config"] == {"model": "tiny", "dtype": "torch.bfloat16", "max_model_len": 512}
-        assert told["parallel_config"]["data_parallel_size"] == 2
+        served.state.context_tokens, served.state.dtype = 512, "bfloat16"
+        config = (await served.control("GET", "/server_info?config_format=json"))["vllm_config"]
+        assert config["model_config"] == {"model": "tiny", "dtype": "torch.bfloat16", "max_model_len": 512}
+        assert config["parallel_config"]["data_parallel_size"] == 2
         assert (await served.control("GET", "/v1/models"))["data"][0]["max_model_len"] == 512
 
 
-async def test_each_plane_has_its_document(serve):
+async def test_each_plane_has_its_openapi_document(serve):
     async with serve() as served:
         user, control = await served.get("/openapi.json"), await served.control("GET", "/openapi.json")
         assert "/replicas" not in user["paths"]
@@ -143,23 +145,25 @@ async def test_abort_by_the_id_of_a_request(serve):
         assert await served.control("POST", "/abort", {"request_id": "mine"}) == {"aborted": 0}
 
 
-async def test_replicas_join_and_leave(serve):
+async def test_replicas_are_added_and_drained(serve):
     async with serve() as served:
-        told = await served.control("POST", "/replicas", {"name": "second"}, status=201)
-        assert [replica["name"] for replica in told["replicas"]] == ["r0", "second"]
+        answer = await served.control("POST", "/replicas", {"name": "second"}, status=201)
+        assert [replica["name"] for replica in answer["replicas"]] == ["r0", "second"]
         await served.control("POST", "/replicas", {"name": "second"}, status=409)
-        told = await served.control("POST", "/replicas/drain", {"name": "r0"})
-        assert [replica["name"] for replica in told["replicas"]] == ["second"]
+        answer = await served.control("POST", "/replicas/drain", {"name": "r0"})
+        assert [replica["name"] for replica in answer["replicas"]] == ["second"]
         await served.control("POST", "/replicas/drain", {"name": "r0"}, status=404)
         assert (await served.post("/generate", GENERATE))["finish_reason"] == "stop"
 
 
-async def test_probes_and_numbers(serve):
+async def test_probes_and_metrics(serve):
     async with serve() as served:
         assert await served.get("/livez") == {"status": "ok"}
         assert await served.get("/readyz") == {"status": "ok"}
         report = await served.get("/health")
         assert (report["healthy"], report["serving"], report["rendering"]["incremental"]) == (True, 1, True)
+        known = [report["rendering"][name] for name in ("chat", "roles", "tools", "tool_calls", "thinking")]
+        assert known == [True, ["system", "developer", "tool"], False, True, False]
         await served.post("/generate", GENERATE)
         async with served.client.get(f"{served.url}/metrics") as answer:
             text = await answer.text()
@@ -168,7 +172,7 @@ async def test_probes_and_numbers(serve):
         assert 'asyncrl_replica_weight_version{replica="r0"} 0.0' in text
 
 
-async def test_drain_lets_what_runs_finish_and_takes_no_more(serve):
+async def test_drain_finishes_running_requests_and_takes_no_more(serve):
     async with serve(lambda prompt: [7] * 30, token_s=0.005) as served:
         running = asyncio.create_task(served.post("/generate", GENERATE))
         while not served.engines[0].requests:
@@ -182,7 +186,7 @@ async def test_drain_lets_what_runs_finish_and_takes_no_more(serve):
         await asyncio.wait_for(draining, 5)
 
 
-async def test_the_document_is_whole(serve):
+async def test_the_openapi_document_has_every_schema(serve):
     async with serve() as served:
         document = await served.get("/openapi.json")
         paths = document["paths"]
@@ -193,10 +197,10 @@ async def test_the_document_is_whole(serve):
             assert name in document["components"]["schemas"]
 
 
-async def test_a_streamed_generation_counts_its_versions_on(serve):
+async def test_a_streamed_generation_numbers_its_versions(serve):
     async with serve(lambda prompt: [7, 8, 9, 10]) as served:
         lines = await served.events("/generate", {**GENERATE, "stream": True})
-        told = [json.loads(line[6:]) for line in lines]
-        assert [token for event in told for token in event["token_ids"]] == [7, 8, 9, 10]
-        assert [event["weight_versions"][0]["start"] for event in told] == [0, 1, 2, 3]
-        assert told[-1]["finish_reason"] == "stop"
+        events = [json.loads(line[6:]) for line in lines]
+        assert [token for event in events for token in event["token_ids"]] == [7, 8, 9, 10]
+        assert [event["weight_versions"][0]["start"] for event in events] == [0, 1, 2, 3]
+        assert events[-1]["finish_reason"] == "stop"

@@ -1,4 +1,4 @@
-"""A pool that is served here judges answers."""
+"""A served pool as the judge of a reward rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.rule import Answer
+from asyncrl.rewards.rules import Answer
 from asyncrl.rewards.service import JudgeRule
 
 ANSWER = Answer(
@@ -27,7 +27,7 @@ async def test_a_judge_is_a_pool_behind_its_address(serve: Any):
             await rule.close()
 
 
-async def test_a_judge_that_is_not_there_is_refused_by_name(serve: Any):
+async def test_a_judge_with_an_unknown_model_is_an_error(serve: Any):
     async with serve() as served:
         rule = JudgeRule(base_url=f"{served.url}/v1", model="other", prompt="{answer}?")
         try:

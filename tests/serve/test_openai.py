@@ -1,13 +1,22 @@
-"""OpenAI's dialect over a script."""
+"""OpenAI's API over a scripted engine."""
 
 from __future__ import annotations
 
 import json
+import re
+import threading
+
+import pytest
+
+from asyncrl import __version__
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.serve.text import ModelText
+from engines.rollout.request import Grammars
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say it again please"}]}
 
 
-def datas(lines):
+def payloads(lines):
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
 
 
@@ -25,29 +34,29 @@ async def test_a_chat(serve, text):
         assert answer["object"] == "chat.completion"
 
 
-async def test_a_stream_says_the_same_as_a_whole_answer(serve):
+async def test_a_stream_equals_the_whole_answer(serve):
     async with serve(lambda prompt: "it again, glädly \u2713<|end|>") as served:
         lines = await served.events(
             "/v1/chat/completions", {**CHAT, "stream": True, "n": 2, "stream_options": {"include_usage": True}}
         )
         assert lines[-1] == "data: [DONE]"
-        chunks = datas(lines)
+        chunks = payloads(lines)
         for number in (0, 1):
-            mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == number]
-            assert mine[0]["delta"]["role"] == "assistant"
-            assert "".join(choice["delta"].get("content", "") for choice in mine) == "it again, glädly \u2713"
-            assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["stop"]
+            own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == number]
+            assert own[0]["delta"]["role"] == "assistant"
+            assert "".join(choice["delta"].get("content", "") for choice in own) == "it again, glädly \u2713"
+            assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["total_tokens"] > 0
 
 
-async def test_stop_strings_are_cut_off_and_length_is_told(serve):
+async def test_stop_strings_are_cut_off_and_length_is_reported(serve):
     async with serve(lambda prompt: "it again, gladly") as served:
         answer = await served.post("/v1/chat/completions", {**CHAT, "stop": ["again"]})
         assert answer["choices"][0]["message"]["content"] == "it "
         lines = await served.events("/v1/chat/completions", {**CHAT, "stop": ["again"], "stream": True})
-        said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in datas(lines))
-        assert said == "it "
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in payloads(lines))
+        assert text == "it "
         answer = await served.post("/v1/chat/completions", {**CHAT, "max_completion_tokens": 1})
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 1
@@ -57,7 +66,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 CALL = 'sum:<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
 
 
-async def test_tool_calls_are_read(serve):
+async def test_tool_calls_are_parsed(serve):
     async with serve(lambda prompt: CALL) as served:
         answer = await served.post("/v1/chat/completions", {**CHAT, "tools": TOOLS})
         [choice] = answer["choices"]
@@ -65,7 +74,7 @@ async def test_tool_calls_are_read(serve):
         assert choice["message"]["content"] == "sum:"
         [call] = choice["message"]["tool_calls"]
         assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-        chunks = datas(await served.events("/v1/chat/completions", {**CHAT, "tools": TOOLS, "stream": True}))
+        chunks = payloads(await served.events("/v1/chat/completions", {**CHAT, "tools": TOOLS, "stream": True}))
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == "sum:"
         [streamed] = [call for delta in deltas for call in delta.get("tool_calls", [])]
@@ -73,13 +82,13 @@ async def test_tool_calls_are_read(serve):
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_what_is_no_call_is_text(serve):
+async def test_an_invalid_tool_call_is_text(serve):
     async with serve(lambda prompt: "<tool_call>nonsense<|end|>") as served:
         answer = await served.post("/v1/chat/completions", {**CHAT, "tools": TOOLS})
         assert answer["choices"][0]["message"]["content"] == "<tool_call>nonsense"
-        chunks = datas(await served.events("/v1/chat/completions", {**CHAT, "tools": TOOLS, "stream": True}))
-        said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-        assert said == "<tool_call>nonsense"
+        chunks = payloads(await served.events("/v1/chat/completions", {**CHAT, "tools": TOOLS, "stream": True}))
+        text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        assert text == "<tool_call>nonsense"
 
 
 async def test_completions_of_text_and_of_ids(serve, text):
@@ -89,16 +98,55 @@ async def test_completions_of_text_and_of_ids(serve, text):
         assert [choice["token_ids"] for choice in answer["choices"]] == [[6] * 3, [6] * 3, [7] * 3, [7] * 3]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
+        assert answer["choices"][0]["logprobs"]["top_logprobs"] is None  # with 0, the tokens that were sampled alone
+        without = await served.post("/v1/completions", {**body, "logprobs": None})
+        assert without["choices"][0]["logprobs"] is None
         assert answer["choices"][2]["prompt_token_ids"] == [7]
         answer = await served.post("/v1/completions", {"model": "tiny", "prompt": "say it"})
         ids = text.encode("say it")
         assert served.engines[0].requests[-1].prompt_token_ids == tuple(ids)
         assert answer["choices"][0]["text"] == text.decode(ids[-1:]) * 3
-        chunks = datas(await served.events("/v1/completions", {"model": "tiny", "prompt": "say it", "stream": True}))
+        chunks = payloads(await served.events("/v1/completions", {"model": "tiny", "prompt": "say it", "stream": True}))
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answer["choices"][0]["text"]
 
 
-async def test_choices_have_seeds_of_their_own(serve):
+async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatch):
+    on_the_loop: dict[str, bool] = {}
+
+    def watch(owner, name):
+        work = getattr(owner, name)
+
+        def watched(*arguments, **options):
+            on_the_loop[name] = threading.current_thread() is threading.main_thread()
+            return work(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in (
+        (ModelText, "encode"),
+        (ModelText, "decode"),
+        (ModelText, "spelling"),
+        (ChatRenderer, "prompt"),
+    ):
+        watch(owner, name)
+    long, fields = "it again " * 3000, {f"property {n}": {"type": "string"} for n in range(999)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}
+    async with serve() as served:
+        for path, body, name in (
+            ("/v1/completions", {"model": "tiny", "prompt": long}, "encode"),
+            ("/v1/completions", {"model": "tiny", "prompt": ["it", long]}, "encode"),
+            ("/v1/chat/completions", {**CHAT, "tools": [tool]}, "prompt"),
+            ("/tokenize", {"prompt": long}, "encode"),
+            ("/tokenize", {"prompt": long, "return_token_strs": True}, "spelling"),
+            ("/detokenize", {"tokens": [70] * 9000}, "decode"),
+        ):
+            await served.post(path, body)
+            assert on_the_loop.pop(name) is False, path
+        await served.post("/detokenize", {"tokens": [70]})
+        assert on_the_loop.pop("decode") is True
+
+
+async def test_each_choice_has_its_own_seed(serve):
     async with serve() as served:
         await served.post("/v1/completions", {"model": "tiny", "prompt": [5], "n": 3, "seed": 11})
         seeds = [request.sampling.seed for request in served.engines[0].requests]
@@ -106,7 +154,7 @@ async def test_choices_have_seeds_of_their_own(serve):
         assert len(set(seeds)) == 3
 
 
-async def test_what_is_not_served_is_refused(serve):
+async def test_unsupported_requests_are_refused(serve):
     async with serve() as served:
         for wrong, status in [
             ({"model": "other"}, 404),
@@ -118,8 +166,6 @@ async def test_what_is_not_served_is_refused(serve):
             ({"stop": ["x"] * 17}, 400),
             ({"stop": "x" * 257}, 400),
             ({"stop": ""}, 400),
-            ({"frequency_penalty": 0.5}, 400),
-            ({"logit_bias": {"5": 1}}, 400),
             ({"messages": []}, 400),
             ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400),
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, 5]}]}, 400),
@@ -131,8 +177,252 @@ async def test_what_is_not_served_is_refused(serve):
         assert served.engines[0].requests == []
 
 
+NOT_SERVED = (
+    {"use_beam_search": True},
+    {"length_penalty": 2},
+    {"typical_p": 0.5},
+    {"logits_processors": ["x"]},
+    {"lora_path": "x"},
+    {"documents": [{"title": "x"}]},
+    {"chat_template": "x"},
+    {"return_tokens_as_token_ids": True},
+    {"logprob_token_ids": [5]},
+    {"kv_transfer_params": {"a": 1}},
+    {"prompt_embeds": "x"},
+    {"verbosity": "low"},
+    {"truncate_prompt_tokens": 0},
+    {"chat_template_kwargs": {"tokenize": True}},
+    {"continue_final_message": True},
+    {"continue_final_message": True, "add_generation_prompt": True},
+    {"temprature": 0.5},
+)
+
+
+@pytest.mark.parametrize("fields", NOT_SERVED, ids=lambda fields: "+".join(fields))
+async def test_no_field_that_changes_the_answer_is_ignored(serve, fields):
+    async with serve() as served:
+        error = (await served.post("/v1/chat/completions", {**CHAT, **fields}, status=400))["error"]
+        assert any(name in error["message"] for name in (*fields, "tokenize", "last message")), error
+        body = {"model": "tiny", "prompt": "x", **fields}
+        await served.post("/v1/completions", body, status=400)
+        if "chat_template_kwargs" not in fields:
+            await served.post("/v1/messages", {**CHAT, "max_tokens": 4, **fields}, status=400)
+            await served.post("/generate", {"prompt_token_ids": [5], **fields}, status=400)
+        assert served.engines[0].requests == []
+
+
+async def test_fields_that_change_nothing_are_taken(serve):
+    async with serve() as served:
+        neutral = {"user": "a", "metadata": {"x": "y"}, "store": False, "min_p": 0, "logit_bias": {}, "min_tokens": 0}
+        neutral |= {"skip_special_tokens": True, "add_generation_prompt": True, "spaces_between_special_tokens": True}
+        neutral |= {"frequency_penalty": 0.0, "chat_template_kwargs": {}, "echo": False, "length_penalty": 1.0}
+        await served.post("/v1/chat/completions", {**CHAT, **neutral})
+
+
+LOGITS = {
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.2,
+    "logit_bias": {"5": 1, "7": -100},
+    "allowed_token_ids": [7, 5, 7],
+    "bad_words": ["so"],
+    "min_tokens": 2,
+    "ignore_eos": True,
+}
+
+
+async def test_what_changes_logits_reaches_the_engine_from_every_api(serve, text):
+    async with serve() as served:
+        await served.post("/v1/chat/completions", {**CHAT, **LOGITS})
+        await served.post("/v1/completions", {"model": "tiny", "prompt": "x", **LOGITS})
+        await served.post("/generate", {"prompt_token_ids": [5], **LOGITS})
+        expected = LOGITS | {"logit_bias": ((5, 1.0), (7, -100.0)), "allowed_token_ids": (5, 7), "bad_words": ("so",)}
+        for request in served.engines[0].requests:
+            assert {name: getattr(request.sampling, name) for name in LOGITS} == expected
+            assert request.sampling.stop_token_ids == ()  # not even the end of the turn
+
+
+WRONG_LOGITS = (
+    ({"min_p": 1.5}, "<= 1.0 - at `$.min_p`"),
+    ({"presence_penalty": -2.5}, ">= -2.0 - at `$.presence_penalty`"),
+    ({"frequency_penalty": 3}, "<= 2.0 - at `$.frequency_penalty`"),
+    ({"repetition_penalty": 0}, "> 0.0 - at `$.repetition_penalty`"),
+    ({"logit_bias": {"5": 101}}, "<= 100.0 - at `$.logit_bias"),
+    ({"logit_bias": {"five": 1}}, "`$.logit_bias`"),
+    ({"allowed_token_ids": []}, "at `$.allowed_token_ids`"),
+    ({"bad_words": [" "]}, "bad_words must not hold an empty or blank text"),
+    ({"bad_words": ["x" * 300]}, "bad_words of 256 characters"),
+    ({"min_tokens": -1}, ">= 0 - at `$.min_tokens`"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must lie in 0..4"),
+    ({"ignore_eos": True, "regex": "a+"}, "ignore_eos goes on after the end"),
+)
+
+
+@pytest.mark.parametrize(("fields", "said"), WRONG_LOGITS, ids=["+".join(fields) for fields, _ in WRONG_LOGITS])
+async def test_an_error_names_the_field_and_its_rule(serve, fields, said):
+    async with serve() as served:
+        native = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in fields.items()}
+        native |= {"grammar": f"start: /{native.pop('regex')}/"} if "regex" in native else {}
+        for path, body in (
+            ("/v1/chat/completions", {**CHAT, **fields}),
+            ("/v1/completions", {"model": "tiny", "prompt": "x", **fields}),
+            ("/generate", {"prompt_token_ids": [5], **native}),
+        ):
+            error = (await served.post(path, body, status=400))["error"]
+            assert said in error["message"]
+        assert served.engines[0].requests == []
+
+
+async def test_a_stop_string_among_the_first_tokens_is_text(serve, text):
+    first = len(text.renderer.tokenizer.encode("it again", add_special_tokens=False))
+    async with serve(lambda prompt: "it again, and again, gladly") as served:
+        for stream in (False, True):
+            body = {**CHAT, "stop": ["again"], "min_tokens": first, "stream": stream}
+            if stream:
+                chunks = payloads(await served.events("/v1/chat/completions", body))
+                content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            else:
+                content = (await served.post("/v1/chat/completions", body))["choices"][0]["message"]["content"]
+            assert content == "it again, and "
+
+
+GRAMMARS = (
+    ({"regex": "a/b"}, "start: /a\\/b/\n"),
+    ({"guided_regex": r"a\/\\/"}, "start: /" + r"a\/\\\/" + "/\n"),
+    ({"structured_outputs": {"regex": "a\nb"}}, "start: /a\\nb/\n"),
+    ({"guided_choice": ["yes", 'n"o']}, 'start: "yes" | "n\\"o"\n'),
+    ({"structured_outputs": {"choice": ["a"]}}, 'start: "a"\n'),
+    ({"guided_grammar": 'start: "a" | "b"\n'}, 'start: "a" | "b"\n'),
+)
+
+
+@pytest.mark.parametrize(("fields", "grammar"), GRAMMARS, ids=[next(iter(fields)) for fields, _ in GRAMMARS])
+async def test_grammars_of_vllm_and_sglang(serve, text, fields, grammar):
+    async with serve(lambda _: [70]) as served:
+        await served.post("/v1/chat/completions", {**CHAT, **fields})
+        await served.post("/v1/completions", {"model": "tiny", "prompt": "x", **fields})
+        assert [request.sampling.grammar for request in served.engines[0].requests] == [grammar] * 2
+    guide = Grammars(text._tokenizer, vocabulary=len(text._tokenizer)).guide(grammar, (), stop_token_ids=frozenset())
+    assert guide.allowed(frozenset()).any()
+
+
+async def test_schemas_of_vllm(serve):
+    async with serve(lambda _: [70]) as served:
+        for fields in (
+            {"guided_json": '{"type": "string"}'},
+            {"structured_outputs": {"json": {"type": "string"}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}},
+        ):
+            await served.post("/v1/completions", {"model": "tiny", "prompt": "x", **fields})
+        grammars = {request.sampling.grammar for request in served.engines[0].requests}
+        assert len(grammars) == 1
+        assert '{"type": "string"' in grammars.pop()
+
+
+async def test_an_answer_that_was_begun_is_continued(serve, text):
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "it ag"}]
+    async with serve(lambda _: [*text.encode("ain"), text.renderer.end_of_turn_id]) as served:
+        body = {**CHAT, "messages": begun, "continue_final_message": True}
+        headers = {"X-Session-ID": "s"}
+        answer = await served.post("/v1/chat/completions", body, headers=headers)
+        assert answer["choices"][0]["message"]["content"] == "ain"
+        anthropic = {"model": "tiny", "messages": begun, "max_tokens": 9}
+        answer = await served.post("/v1/messages", anthropic)
+        assert answer["content"] == [{"type": "text", "text": "ain"}]
+        first, second = served.engines[0].requests
+        prompt = text.renderer.prompt(CHAT["messages"]) + text.renderer.encode("it ag")
+        assert list(first.prompt_token_ids) == list(second.prompt_token_ids) == prompt
+        later = [*begun[:-1], {"role": "assistant", "content": "it again"}, {"role": "user", "content": "x"}]
+        await served.post("/v1/chat/completions", {**CHAT, "messages": later}, headers=headers)
+        third = served.engines[0].requests[2].prompt_token_ids
+        sampled = [*text.encode("ain"), text.renderer.end_of_turn_id]
+        assert list(third[: len(prompt) + len(sampled)]) == prompt + sampled, "what was sampled stays as it was"
+
+
+async def test_the_prompt_as_it_is_asked_for(serve, text):
+    async with serve(lambda _: [70]) as served:
+        await served.post("/v1/chat/completions", {**CHAT, "add_generation_prompt": False})
+        await served.post("/v1/chat/completions", {**CHAT, "truncate_prompt_tokens": 3})
+        await served.post("/v1/completions", {"model": "tiny", "prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 3})
+        await served.post("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"unused": 1}})
+        bare, short, ids, same = (list(request.prompt_token_ids) for request in served.engines[0].requests)
+        whole = text.renderer.prompt(CHAT["messages"])
+        assert (short, ids, same) == (whole[-3:], [6, 7, 8], whole)
+        assert bare == whole[: len(bare)]
+        assert len(bare) < len(whole)
+
+
+async def test_what_of_the_text_is_shown(serve, text):
+    end = text.renderer.end_of_turn_id
+    async with serve(lambda _: [*text.encode("a"), end, *text.encode("b;c")]) as served:
+        ask = {"model": "tiny", "prompt": "x", "stop": [";"]}
+        for fields, expected in (
+            ({}, "ab"),
+            ({"include_stop_str_in_output": True}, "ab;"),
+            ({"skip_special_tokens": False}, f"a{text.spelling(end)}b"),
+        ):
+            answer = await served.post("/v1/completions", {**ask, **fields})
+            assert answer["choices"][0]["text"] == expected
+
+
+async def test_a_prompt_that_is_too_long_has_the_code_that_clients_match(serve):
+    async with serve() as served:
+        served.state.context_tokens = 3
+        error = (await served.post("/v1/chat/completions", CHAT, status=400))["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 3 tokens. However, your messages")
+        error = (await served.post("/v1/messages", {**CHAT, "max_tokens": 4}, status=400))["error"]
+        assert error["type"] == "invalid_request_error"
+        assert re.fullmatch(r"prompt is too long: \d+ tokens > 3 maximum", error["message"])
+
+
+async def test_tokens_of_text_and_text_of_tokens(serve, text):
+    async with serve() as served:
+        got = await served.post("/tokenize", {"model": "tiny", "prompt": "again", "return_token_strs": True})
+        assert (got["tokens"], got["count"]) == (text.encode("again"), len(text.encode("again")))
+        assert "".join(got["token_strs"]) == "again"
+        chat = await served.post("/tokenize", {"messages": CHAT["messages"]})
+        assert chat["tokens"] == text.renderer.prompt(CHAT["messages"])
+        bare = await served.post("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False})
+        assert bare["tokens"] == chat["tokens"][: bare["count"]] != chat["tokens"]
+        back = await served.post("/detokenize", {"tokens": chat["tokens"]})
+        assert back["prompt"] == text.renderer.decode(chat["tokens"])
+        for wrong in ({}, {"prompt": "x", "messages": CHAT["messages"]}, {"prompt": "x", "other": 1}):
+            await served.post("/tokenize", wrong, status=400)
+        await served.post("/tokenize", {"model": "other", "prompt": "x"}, status=404)
+        await served.post("/detokenize", {"tokens": [10**6]}, status=400)
+        assert (await served.get("/version"))["version"] == __version__
+        await served.get("/ping")
+
+
 async def test_models(serve):
     async with serve() as served:
         assert [card["id"] for card in (await served.get("/v1/models"))["data"]] == ["tiny", "alias"]
         assert (await served.get("/v1/models/alias"))["id"] == "alias"
         await served.get("/v1/models/gpt-9", status=404)
+
+
+async def test_a_chat_after_a_prompt_of_tokens(serve, text):
+    """prime-rl's route: in a session the tokens continue the turn that they begin with."""
+    async with serve(lambda prompt: CALL) as served:
+        asked = {**CHAT, "tools": TOOLS, "return_token_ids": True, "logprobs": True}
+        first = await served.post("/sessions/s/v1/chat/completions", asked)
+        tokens = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"], 5, 6]
+        second = await served.post("/sessions/s/v1/chat/completions/tokens", {**asked, "tokens": tokens})
+        assert list(served.engines[0].requests[1].prompt_token_ids) == second["prompt_token_ids"] == tokens
+        counted = await served.post(
+            "/sessions/s/tokenize", {"model": "tiny", "messages": CHAT["messages"], "tools": TOOLS}
+        )
+        assert counted["tokens"] == first["prompt_token_ids"]
+        (choice,) = second["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "sum:")
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+        assert second["usage"]["prompt_tokens"] == len(tokens)
+        status = await served.get("/sessions/s")
+        assert (status["turns"], status["branches"]) == (2, 1)
+        path = "/v1/chat/completions/tokens"
+        parts = payloads(await served.events(path, {**asked, "tokens": tokens, "stream": True}))
+        assert parts[0]["prompt_token_ids"] == tokens
+        for wrong in ({}, {"tokens": []}, {"tokens": [1], "truncate_prompt_tokens": 1}):
+            await served.post(path, {**asked, **wrong}, status=400)

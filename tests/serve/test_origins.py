@@ -1,4 +1,4 @@
-"""Web pages that call: what a browser asks first, and what it lets a page read (Fetch standard, CORS protocol)."""
+"""Calls of web pages: preflights, and what a browser lets a page read (Fetch standard, CORS protocol)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.serve.keys import KeyRing
 from asyncrl.serve.limits import Limits
+from asyncrl.serve.middleware import KeyRing
 from asyncrl.serve.routes import ROUTES
 from asyncrl.serve.server import Binding
 
 LAB, EVIL = "https://lab.example", "https://evil.example"
 GENERATE = {"prompt_token_ids": [5, 6]}
 USER_KEY, OPERATOR_KEY = "user-key-0123456789", "operator-key-0123456789"
-# What OpenAI's and Anthropic's clients for browsers send, lower-cased and sorted, as a browser asks for it.
-ASKED = (
+# The headers of OpenAI's and Anthropic's clients for browsers, lower-cased and sorted, as a preflight lists them.
+CLIENT_HEADERS = (
     "anthropic-beta,anthropic-dangerous-direct-browser-access,anthropic-version,authorization,content-type,"
     "openai-organization,openai-project,user-agent,x-api-key,x-request-id,x-session-id,x-stainless-arch,"
     "x-stainless-helper,x-stainless-helper-method,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
@@ -24,7 +24,7 @@ ASKED = (
 )
 
 
-async def ask(served, method, path, *, origin=LAB, url=None, **more):
+async def send(served, method, path, *, origin=LAB, url=None, **more):
     """Status, headers and body; ``more`` goes to the client."""
     headers = {**more.pop("headers", {}), **({"Origin": origin} if origin else {})}
     async with served.client.request(method, (url or served.url) + path, headers=headers, **more) as answer:
@@ -32,17 +32,17 @@ async def ask(served, method, path, *, origin=LAB, url=None, **more):
 
 
 def preflight(served, path, *, method="POST", **more):
-    asks = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": ASKED}
-    return ask(served, "OPTIONS", path, headers=asks, **more)
+    headers = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": CLIENT_HEADERS}
+    return send(served, "OPTIONS", path, headers=headers, **more)
 
 
 def may_be_read(headers, origin=LAB):
-    """Whether a browser hands the answer to a page of ``origin``."""
+    """Return whether a browser lets a page of ``origin`` read the answer."""
     assert "Access-Control-Allow-Credentials" not in headers
     return headers.getall("Access-Control-Allow-Origin", []) == [origin] and headers.getall("Vary") == ["Origin"]
 
 
-async def test_a_browser_may_ask_for_every_route_without_a_key(serve):
+async def test_a_preflight_needs_no_key_on_any_route(serve):
     users = KeyRing({"alice": USER_KEY})
     async with serve(users=users, origins=(LAB, "http://localhost:3000")) as served:
         for route in ROUTES:
@@ -54,7 +54,7 @@ async def test_a_browser_may_ask_for_every_route_without_a_key(serve):
             assert (status, body) == (204, ""), path
             assert may_be_read(headers), path
             assert route.method in headers["Access-Control-Allow-Methods"].split(", ")
-            assert set(ASKED.split(",")) <= set(headers["Access-Control-Allow-Headers"].lower().split(", "))
+            assert set(CLIENT_HEADERS.split(",")) <= set(headers["Access-Control-Allow-Headers"].lower().split(", "))
             assert int(headers["Access-Control-Max-Age"]) > 0
         status, headers, _ = await preflight(served, "/generate", origin="http://localhost:3000")
         assert status == 204
@@ -62,11 +62,11 @@ async def test_a_browser_may_ask_for_every_route_without_a_key(serve):
     assert served.engines[0].requests == []
 
 
-async def test_pages_read_answers_streams_and_refusals(serve):
+async def test_pages_read_answers_streams_and_errors(serve):
     limits = Limits(body_size_bytes=1000)
     async with serve(users=KeyRing({"alice": USER_KEY}), origins=(LAB,), limits=limits) as served:
         key = {"x-api-key": USER_KEY}
-        wanted = [
+        cases = [
             (200, "POST", "/generate", {"json": GENERATE, "headers": key}),
             (200, "POST", "/generate", {"json": {**GENERATE, "stream": True}, "headers": key}),
             (200, "GET", "/metrics", {"headers": key}),
@@ -79,14 +79,14 @@ async def test_pages_read_answers_streams_and_refusals(serve):
             (415, "POST", "/generate", {"data": b"{}", "headers": {**key, "Content-Type": "text/plain"}}),
             (417, "POST", "/generate", {"data": b"{}", "headers": {**key, "Expect": "the impossible"}}),
         ]
-        for status, method, path, more in wanted:
-            got, headers, body = await ask(served, method, path, **more)
+        for status, method, path, more in cases:
+            got, headers, body = await send(served, method, path, **more)
             assert got == status, body
             assert may_be_read(headers), (method, path, status)
             assert headers["Access-Control-Expose-Headers"] == "X-Request-ID, Retry-After"
 
 
-async def test_a_page_reads_the_end_of_a_stream_that_breaks(serve):
+async def test_a_page_reads_the_error_of_a_broken_stream(serve):
     async with serve(lambda prompt: [7] * 50, token_s=0.01, origins=(LAB,)) as served:
         body, origin = {**GENERATE, "stream": True}, {"Origin": LAB}
         async with served.client.post(f"{served.url}/generate", json=body, headers=origin) as answer:
@@ -96,7 +96,7 @@ async def test_a_page_reads_the_end_of_a_stream_that_breaks(serve):
             assert b'"error"' in await answer.content.read()
 
 
-async def test_other_pages_are_refused_and_told_nothing(serve):
+async def test_pages_of_other_origins_are_refused_without_cors_headers(serve):
     async with serve(origins=(LAB,)) as served:
         for origin in (
             EVIL,
@@ -110,15 +110,15 @@ async def test_other_pages_are_refused_and_told_nothing(serve):
             for got, headers, body in (
                 await preflight(served, "/generate", origin=origin),
                 await preflight(served, "/nothing", origin=origin),
-                await ask(served, "POST", "/generate", origin=origin, json=GENERATE),
+                await send(served, "POST", "/generate", origin=origin, json=GENERATE),
             ):
                 assert got == 403
                 assert "may not call" in json.loads(body)["error"]["message"]
                 assert not [name for name in headers if name.lower().startswith("access-control-")]
-        got, headers, _ = await ask(served, "POST", "/generate", origin=None, json=GENERATE)
+        got, headers, _ = await send(served, "POST", "/generate", origin=None, json=GENERATE)
         assert got == 200
         assert "Access-Control-Allow-Origin" not in headers
-        assert headers["Vary"] == "Origin", "caches keep what a page may not read apart from what it may"
+        assert headers["Vary"] == "Origin", "caches keep answers for allowed pages apart from others"
         assert (await preflight(served, "/generate", origin=None))[0] == 405
         got, headers, _ = await preflight(served, "/nothing")
         assert got == 404
@@ -127,8 +127,8 @@ async def test_other_pages_are_refused_and_told_nothing(serve):
         assert got == 405, "a browser's preflight has no body"
 
 
-async def told_no_page(served, url):
-    """Refused as everywhere, and with no header more."""
+async def check_no_cors(served, url):
+    """Check that a preflight is refused, without CORS headers."""
     got, headers, _ = await preflight(served, "/generate", url=url)
     assert got == 403
     assert "Vary" not in headers
@@ -137,12 +137,14 @@ async def told_no_page(served, url):
     assert not [name for name in headers if name == "Vary" or name.lower().startswith("access-control-")]
 
 
-async def test_where_no_page_may_call_nothing_is_different(serve):
+async def test_without_origins_there_are_no_cors_headers(serve):
     async with serve() as served:
-        await told_no_page(served, served.url)
-        assert not any(runner.app.on_response_prepare for runner in served.server._runners), "no step more per answer"
+        await check_no_cors(served, served.url)
+        assert not any(runner.app.on_response_prepare for runner in served.server._runners), (
+            "no further step per answer"
+        )
     async with serve(origins=(LAB,), operators=KeyRing({"olga": OPERATOR_KEY}), control_port=0) as served:
-        await told_no_page(served, served.server.control_url)
+        await check_no_cors(served, served.server.control_url)
         assert [len(runner.app.on_response_prepare) for runner in served.server._runners] == [0, 0, 1]
 
 
@@ -160,11 +162,11 @@ async def test_where_no_page_may_call_nothing_is_different(serve):
         f"{LAB},{EVIL}",
     ],
 )
-def test_an_origin_that_no_browser_sends_is_told(origin):
-    with pytest.raises(ConfigError, match="is no origin"):
+def test_an_invalid_origin_is_refused(origin):
+    with pytest.raises(ConfigError, match="is not an origin"):
         Binding(origins=(origin,))
 
 
 @pytest.mark.parametrize("origin", [LAB, "http://localhost:3000", "http://[::1]:8080", "chrome-extension://abcdef"])
-def test_origins_as_browsers_send_them(origin):
+def test_valid_origins(origin):
     assert Binding(origins=(origin,)).origins == (origin,)

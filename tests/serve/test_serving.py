@@ -1,4 +1,4 @@
-"""A real model behind the server, and the command that puts it there."""
+"""A real model behind the server, from Python and from the command line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
 from aiohttp import web
+from safetensors.torch import load_file, save_file
 
 import asyncrl
 from asyncrl.cli.main import main
@@ -19,7 +21,7 @@ from asyncrl.cli.pool import _table
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, InfrastructureError
 from asyncrl.serve.control_client import ControlClient
-from asyncrl.serve.server import Binding
+from asyncrl.serve.server import Binding, Server
 from engines.training.scratch import make
 
 
@@ -34,17 +36,31 @@ def model(tmp_path_factory):
     return folder
 
 
+async def test_weights_that_lack_a_tensor_leave_a_real_engine_serving(model, tmp_path):
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    binding = Binding(port=0, control_socket=tmp_path / "control.sock")
+    async with asyncrl.serve(str(model), binding=binding, engine_options={"threads": 1, "dtype": "float32"}) as pool:
+        async with ControlClient(str(pool.control_socket)) as control:
+            with pytest.raises(InfrastructureError, match=r"missing names model\.norm\.weight"):
+                await control.ask("POST", "/weights", {"action": "swap", "folder": str(tmp_path)})
+        (replica,) = pool.pool.replicas()
+        assert (replica.state, replica.restarts, replica.weight_version) == ("healthy", 0, 0)
+        assert (await pool.chat([{"role": "user", "content": "count 3"}], greedy(2)))["role"] == "assistant"
+
+
 async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_path, monkeypatch):
     binding = Binding(port=0, control_socket=tmp_path / "control.sock")
     async with asyncrl.serve(
         str(model), binding=binding, capture=str(tmp_path / "kept"), engine_options={"threads": 1, "dtype": "float32"}
     ) as pool:
-        asked = []
+        requests = []
         generate = pool.pool.generate
-        monkeypatch.setattr(pool.pool, "generate", lambda request: (asked.append(request), generate(request))[1])
-        said = await pool.chat([{"role": "user", "content": "count 3"}], asyncrl_sampling(8))
-        assert said["role"] == "assistant"
-        assert pool.face.text.renderer.end_of_turn_id in asked[0].sampling.stop_token_ids
+        monkeypatch.setattr(pool.pool, "generate", lambda request: (requests.append(request), generate(request))[1])
+        message = await pool.chat([{"role": "user", "content": "count 3"}], greedy(8))
+        assert message["role"] == "assistant"
+        assert pool.state.text.renderer.end_of_turn_id in requests[0].sampling.stop_token_ids
         monkeypatch.undo()
         async with aiohttp.ClientSession() as client:
             messages = [{"role": "user", "content": "count 5"}]
@@ -60,6 +76,7 @@ async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_p
             async with client.post(f"{pool.url}/sessions/s/reward", json={"reward": 1}) as answer:
                 assert answer.status == 200, await answer.text()
         rows = DataProto.load_from_disk(tmp_path / "kept" / "00000000.asyncrl")
+        assert await pool.swap(model) == 2
         versions = {int(version) for version in rows.batch["weight_versions"][0].tolist()}
         assert versions == {-1, 0, 1}
         assert len(rows) == 1
@@ -68,13 +85,13 @@ async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_p
         ControlClient(str(tmp_path / "control.sock"))
 
 
-def asyncrl_sampling(tokens):
+def greedy(tokens):
     from asyncrl.interfaces import SamplingParams
 
     return SamplingParams(max_new_tokens=tokens, temperature=0.0)
 
 
-def test_an_open_door_ends_the_command_with_2(capsys):
+def test_invalid_options_end_the_command_with_2(capsys):
     assert main(["serve", "somewhere", "--host", "0.0.0.0"]) == 2
     assert "--api-key-file" in capsys.readouterr().err
     assert main(["serve", "somewhere", "--engine", "transformer"]) == 2
@@ -83,7 +100,7 @@ def test_an_open_door_ends_the_command_with_2(capsys):
     assert main(["serve", "somewhere", "--control-port", "9"]) == 2
     assert main(["serve", "somewhere", "--port", "99999"]) == 2
     assert main(["serve", "somewhere", "--port", "-1"]) == 2
-    assert "-1 is no port" in capsys.readouterr().err
+    assert "-1 is not a port" in capsys.readouterr().err
     for every in ("-1", "nan", "often"):
         with pytest.raises(SystemExit):
             main(["pool", "top", "--every", every])
@@ -92,12 +109,88 @@ def test_an_open_door_ends_the_command_with_2(capsys):
     assert "no server has its control plane" in capsys.readouterr().err
 
 
-async def test_the_pool_command_asks_the_control_plane(serve, capsys):
+def test_a_model_has_every_name_that_is_given(monkeypatch):
+    given = []
+
+    async def serve(model, options):
+        given.append((model, options.names))
+        return 0
+
+    monkeypatch.setattr("asyncrl.cli.serving._serve", serve)
+    assert main(["serve", "folder", "--model-name", "policy", "--model-name", "gpt-4o"]) == 0
+    assert given == [("folder", ("policy", "gpt-4o"))]
+
+
+@pytest.mark.parametrize("option", ["--port", "--control-port", "--control-socket"])
+def test_an_address_in_use_is_found_before_the_model_is_loaded(option, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ASYNCRL_CONTROL_KEY", "operator-key-0123456789")
+    kind, address = socket.AF_INET, ("127.0.0.1", 0)
+    if option == "--control-socket":
+        kind, address = socket.AF_UNIX, str(tmp_path / "control.sock")
+    with socket.socket(kind) as other:
+        other.bind(address)
+        other.listen()
+        taken = other.getsockname()
+        used = taken if isinstance(taken, str) else str(taken[1])
+        rest = [] if option == "--port" else ["--port", "0"]
+        assert main(["serve", str(tmp_path / "no-model"), option, used, *rest]) == 2
+    error, where, remedy = capsys.readouterr().err.strip().splitlines()
+    assert used in error
+    assert where == f"  at {option[2:]}"
+    assert option in remedy
+
+
+async def test_the_second_of_two_servers_that_start_at_once_on_a_port_says_so(serve, tmp_path):
+    async with serve() as served:
+        binding = Binding(port=0, control_socket=tmp_path / "second.sock")
+        ports = binding.bind()
+        port = ports.user.getsockname()[1]
+        with socket.socket() as first:
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            first.bind(("127.0.0.1", port))
+            first.listen()
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+                await Server(served.state, binding, ports).start()
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "sglang"])
+def test_engines_compute_in_one_dtype_unless_they_are_told_otherwise(engine):
+    assert asyncrl.serve("model", engine=engine)._dtype() == "float32"
+    assert asyncrl.serve("model", engine=engine, engine_options={"dtype": "bfloat16"})._dtype() == "bfloat16"
+
+
+async def test_logits_are_changed_from_the_request_to_the_sampler(model, tmp_path):
+    binding = Binding(port=0, control_socket=tmp_path / "control.sock")
+    options = {"threads": 1, "dtype": "float32"}
+    async with (
+        asyncrl.serve(str(model), binding=binding, engine_options=options) as pool,
+        aiohttp.ClientSession() as client,
+    ):
+
+        async def ask(status=200, **fields):
+            body = {"model": "tiny-model", "prompt": [5, 6], "max_tokens": 8, "return_token_ids": True, **fields}
+            async with client.post(f"{pool.url}/v1/completions", json=body) as answer:
+                assert answer.status == status, await answer.text()
+                return await answer.json()
+
+        [choice] = (await ask(allowed_token_ids=[7, 9], min_tokens=8, logprobs=2))["choices"]
+        assert set(choice["token_ids"]) <= {7, 9}
+        assert all(len(top) == 2 for top in choice["logprobs"]["top_logprobs"])
+        [choice] = (await ask(logit_bias={"11": 100}, temperature=0, logprobs=0))["choices"]
+        assert choice["token_ids"] == [11] * 8
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx([0.0] * 8)
+        [choice] = (await ask(logit_bias={"11": 100}, frequency_penalty=2, presence_penalty=2, min_tokens=8))["choices"]
+        assert choice["token_ids"] == [11] * 8
+        error = (await ask(status=400, allowed_token_ids=[10**6]))["error"]
+        assert "allowed_token_ids" in error["message"]
+
+
+async def test_the_pool_command_calls_the_control_plane(serve, capsys):
     async with serve(replicas=2) as served:
         address = str(served.server.control_socket)
 
-        async def pool(*words):
-            return await asyncio.to_thread(main, ["pool", *words, "--control", address])
+        async def pool(*arguments):
+            return await asyncio.to_thread(main, ["pool", *arguments, "--control", address])
 
         assert await pool("ps") == 0
         out = capsys.readouterr().out
@@ -119,15 +212,15 @@ async def test_the_pool_command_asks_the_control_plane(serve, capsys):
                 await control.ask("DELETE", "/pause")
 
 
-async def test_the_pool_command_knows_a_stranger(aiohttp_server_of, capsys, monkeypatch):
-    for answer, status, told in (
-        ({"hello": 1}, 200, "no control plane"),
+async def test_the_pool_command_reports_other_servers(aiohttp_server_of, capsys, monkeypatch):
+    for answer, status, message in (
+        ({"hello": 1}, 200, "not the control plane"),
         ({"error": "not found"}, 404, "not found (status 404)"),
-        (["x"], 500, "it refused (status 500)"),
+        (["x"], 500, "the server refused the request (status 500)"),
     ):
         url = await aiohttp_server_of(answer, status)
         assert await asyncio.to_thread(main, ["pool", "ps", "--control", url]) == 1
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     monkeypatch.setenv("ASYNCRL_CONTROL_KEY", "abc\ndef-secret")
     assert await asyncio.to_thread(main, ["pool", "ps", "--control", url]) == 2
     assert "secret" not in capsys.readouterr().err
@@ -135,7 +228,7 @@ async def test_the_pool_command_knows_a_stranger(aiohttp_server_of, capsys, monk
 
 @pytest.fixture
 async def aiohttp_server_of():
-    """``await aiohttp_server_of(answer, status)``: the address of a server that gives this JSON to all."""
+    """``await aiohttp_server_of(answer, status)``: the address of a server with this answer to every request."""
     async with AsyncExitStack() as stack:
 
         async def start(answer, status):
@@ -171,7 +264,7 @@ async def test_ctrl_c_drains_and_a_second_one_stops(model, tmp_path, signals):
             body = {"prompt_token_ids": [5, 6], "max_new_tokens": 100, "stream": True}
             async with client.post(url, json=body) as answer:
                 await answer.content.readline()
-                if signals == 2:  # then it does not end by itself
+                if signals == 2:  # keep the generation from ending
                     async with ControlClient(str(tmp_path / "c.sock")) as control:
                         await control.ask("POST", "/pause")
                 for _ in range(signals):

@@ -1,4 +1,4 @@
-"""Capture: an agent that knows nothing of training leaves token-exact, versioned trajectories."""
+"""Sessions: an agent without any training code leaves token-exact, versioned trajectories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.data import DataProto
 from asyncrl.serve.limits import Limits
 
 
-def ask(*messages):
+def chat(*messages):
     return {"model": "tiny", "messages": list(messages)}
 
 
@@ -22,13 +22,13 @@ async def test_a_later_turn_begins_with_exactly_the_ids_sampled_before(serve, te
     encode = text.renderer.tokenizer.encode
     odd = [token for letter in "again" for token in encode(letter, add_special_tokens=False)]
     whole = encode("again", add_special_tokens=False)
-    assert odd != whole  # the model spells it otherwise than the tokenizer
+    assert odd != whole  # the model's tokens differ from the tokenizer's
     end = text.renderer.end_of_turn_id
     async with serve(lambda prompt: [*odd, end]) as served:
         headers = {"X-Session-ID": "chat-7"}
         messages = [user("say it")]
         for _ in range(3):
-            answer = await served.post("/v1/chat/completions", ask(*messages), headers=headers)
+            answer = await served.post("/v1/chat/completions", chat(*messages), headers=headers)
             messages += [answer["choices"][0]["message"], user("again")]
         first, second, third = (request.prompt_token_ids for request in served.engines[0].requests)
         assert second[: len(first) + len(odd) + 1] == (*first, *odd, end)
@@ -39,14 +39,14 @@ async def test_a_later_turn_begins_with_exactly_the_ids_sampled_before(serve, te
         assert (status["turns"], status["branches"]) == (3, 1)
 
 
-async def test_a_reward_makes_a_file_of_trajectory_columns(serve, text):
+async def test_a_reward_writes_a_file_of_trajectory_columns(serve, text):
     async with serve(lambda prompt: "it<|end|>") as served:
         url = "/sessions/task-1/v1/chat/completions"
-        answer = await served.post(url, ask(user("say it")))
+        answer = await served.post(url, chat(user("say it")))
         engine = served.engines[0]
         await engine.prepare_weights({}, version=4)
         await engine.commit_weights(4)
-        await served.post(url, ask(user("say it"), answer["choices"][0]["message"], user("again")))
+        await served.post(url, chat(user("say it"), answer["choices"][0]["message"], user("again")))
         [branch] = (await served.get("/sessions/task-1/trajectories"))["trajectories"]
         kept = await served.post("/sessions/task-1/reward", {"reward": 0.5, "info": {"task": 3}})
         assert kept["kept"] == "00000000.asyncrl"
@@ -54,8 +54,8 @@ async def test_a_reward_makes_a_file_of_trajectory_columns(serve, text):
         assert rows.batch["input_ids"][0].tolist() == branch["input_ids"]
         versions = rows.batch["weight_versions"][0].tolist()
         assert versions == branch["weight_versions"]
-        said = len(text.renderer.tokenizer.encode("it<|end|>", add_special_tokens=False))
-        assert [version for version in versions if version >= 0] == [0] * said + [4] * said
+        sampled = len(text.renderer.tokenizer.encode("it<|end|>", add_special_tokens=False))
+        assert [version for version in versions if version >= 0] == [0] * sampled + [4] * sampled
         assert rows.batch["loss_mask"][0].tolist() == [version >= 0 for version in versions]
         assert rows.batch["rewards"].tolist() == [0.5]
         assert rows.non_tensor_batch["info"][0] == {"task": 3}
@@ -65,11 +65,11 @@ async def test_a_reward_makes_a_file_of_trajectory_columns(serve, text):
 async def test_branches_share_a_turn_that_is_trained_once(serve):
     async with serve(lambda prompt: "it<|end|>") as served:
         url = "/sessions/s/v1/chat/completions"
-        answer = await served.post(url, ask(user("say it")))
-        said = answer["choices"][0]["message"]
-        await served.post(url, ask(user("say it"), said, user("again")))
-        await served.post(url, ask(user("say it"), said, user("please")))
-        await served.post(url, ask(user("another")))
+        answer = await served.post(url, chat(user("say it")))
+        message = answer["choices"][0]["message"]
+        await served.post(url, chat(user("say it"), message, user("again")))
+        await served.post(url, chat(user("say it"), message, user("please")))
+        await served.post(url, chat(user("another")))
         branches = (await served.get("/sessions/s/trajectories"))["trajectories"]
         per_turn = sum(branches[2]["loss_mask"])
         assert [sum(branch["loss_mask"]) for branch in branches] == [2 * per_turn, per_turn, per_turn]
@@ -77,10 +77,10 @@ async def test_branches_share_a_turn_that_is_trained_once(serve):
         assert status["tokens"] < sum(len(branch["input_ids"]) for branch in branches)
 
 
-async def test_groups_are_handed_on_together(serve):
+async def test_groups_are_stored_together(serve):
     async with serve(lambda prompt: "it<|end|>") as served:
         for number in (0, 1):
-            await served.post(f"/sessions/s{number}/v1/chat/completions", ask(user("say it")))
+            await served.post(f"/sessions/s{number}/v1/chat/completions", chat(user("say it")))
             kept = await served.post(
                 f"/sessions/s{number}/reward", {"reward": float(number), "group": "g", "group_size": 2}
             )
@@ -90,15 +90,15 @@ async def test_groups_are_handed_on_together(serve):
         assert rows.batch["row"].tolist() == [0, 1]
 
 
-async def test_tool_calls_and_streams_are_recognised_when_they_come_back(serve, text):
+async def test_a_tool_call_is_recognised_when_a_client_sends_it_back(serve, text):
     call = 'sum:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     async with serve(lambda prompt: call) as served:
         url = "/sessions/s/v1/chat/completions"
-        answer = await served.post(url, {**ask(user("say it")), "tools": tools})
-        said = answer["choices"][0]["message"]
-        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
-        await served.post(url, {**ask(user("say it"), said, result), "tools": tools})
+        answer = await served.post(url, {**chat(user("say it")), "tools": tools})
+        message = answer["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+        await served.post(url, {**chat(user("say it"), message, result), "tools": tools})
         status = await served.get("/sessions/s")
         assert (status["turns"], status["branches"]) == (2, 1)
 
@@ -108,27 +108,27 @@ DEEP = '{"x": ' + "[" * 900 + "]" * 900 + "}"
 
 
 @pytest.mark.parametrize("arguments", [HALF, DEEP], ids=["half a character", "deep"])
-async def test_a_call_that_cannot_be_written_again_is_text(serve, arguments):
+async def test_a_call_that_cannot_be_encoded_again_is_text(serve, arguments):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     call = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call><|end|>"
     replies = iter(["it<|end|>", call, "it<|end|>"])
     async with serve(lambda prompt: next(replies)) as served:
         url = "/sessions/s/v1/chat/completions"
-        answer = await served.post(url, {**ask(user("say it")), "tools": tools, "max_tokens": 4000})
+        answer = await served.post(url, {**chat(user("say it")), "tools": tools, "max_tokens": 4000})
         messages = [user("say it"), answer["choices"][0]["message"], user("again")]
-        answer = await served.post(url, {**ask(*messages), "tools": tools, "max_tokens": 4000})
-        said = answer["choices"][0]["message"]
-        assert "<tool_call>" in said["content"]
-        assert not said.get("tool_calls")
-        await served.post(url, {**ask(*messages, said, user("again")), "tools": tools})
+        answer = await served.post(url, {**chat(*messages), "tools": tools, "max_tokens": 4000})
+        message = answer["choices"][0]["message"]
+        assert "<tool_call>" in message["content"]
+        assert not message.get("tool_calls")
+        await served.post(url, {**chat(*messages, message, user("again")), "tools": tools})
         status = await served.get("/sessions/s")
         assert (status["turns"], status["branches"]) == (3, 1)
         called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
-        told = await served.post(url, {**ask(user("say it"), called, user("again")), "tools": tools}, status=400)
-        assert "arguments of a tool call" in told["error"]["message"]
+        error = await served.post(url, {**chat(user("say it"), called, user("again")), "tools": tools}, status=400)
+        assert "arguments of a tool call" in error["error"]["message"]
 
 
-async def test_tokens_go_on_from_tokens(serve):
+async def test_token_prompts_continue_a_turn(serve):
     async with serve(lambda prompt: [prompt[-1] + 1, prompt[-1] + 2]) as served:
         await served.post("/sessions/t/generate", {"prompt_token_ids": [5, 6]})
         await served.post("/sessions/t/generate", {"prompt_token_ids": [5, 6, 7, 8, 20]})
@@ -138,7 +138,21 @@ async def test_tokens_go_on_from_tokens(serve):
         assert branches[0]["loss_mask"] == [False, False, True, True, False, True, True]
 
 
-async def test_a_reward_may_follow_the_last_event_at_once(serve):
+async def test_token_prompts_branch_after_a_turn_that_is_followed_already(serve):
+    async with serve(lambda prompt: [prompt[-1] + 1, prompt[-1] + 2]) as served:
+        for prompt in ([5, 6], [5, 6, 7, 8, 20], [5, 6, 7, 8, 30], [5, 6]):
+            await served.post("/sessions/t/generate", {"prompt_token_ids": prompt})
+        await served.post("/sessions/t/generate", {"prompt_token_ids": [5, 6, 7, 8, 40]})
+        branches = (await served.get("/sessions/t/trajectories"))["trajectories"]
+        assert [(branch["input_ids"][4:], sum(branch["loss_mask"])) for branch in branches] == [
+            ([20, 21, 22], 4),
+            ([30, 31, 32], 2),  # its first turn is trained on in the branch before
+            ([40, 41, 42], 4),  # of two equal answers the one that nothing follows
+        ]
+        assert (await served.get("/sessions/t"))["tokens"] == 4 + 3 + 3 + 4 + 3
+
+
+async def test_a_reward_may_follow_the_last_event_immediately(serve):
     async with serve(lambda prompt: "it<|end|>") as served:
         body = {"prompt_token_ids": [5, 6], "stream": True}
         async with served.client.post(f"{served.url}/sessions/s/generate", json=body) as answer:
@@ -146,7 +160,7 @@ async def test_a_reward_may_follow_the_last_event_at_once(serve):
                 if b'"finish_reason":"stop"' in line:
                     kept = await served.post("/sessions/s/reward", {"reward": 1.0})
         assert kept["trajectories"] == 1
-        body = {**ask(user("say it")), "stream": True}
+        body = {**chat(user("say it")), "stream": True}
         async with served.client.post(f"{served.url}/sessions/s/v1/chat/completions", json=body) as answer:
             async for line in answer.content:
                 if b"[DONE]" in line:
@@ -182,8 +196,8 @@ def test_the_scratch_template_is_rendered_incrementally(text, used):
     stops=st.lists(st.text(alphabet="ab\u2713", min_size=1, max_size=3), max_size=1),
     cuts=st.lists(st.integers(1, 3), min_size=1, max_size=20),
 )
-def test_pieces_of_a_stream_are_the_whole_text(tokenizer, pieces, stops, cuts):
-    from asyncrl.serve.text_stream import TextStream
+def test_pieces_of_a_stream_join_to_the_whole_text(tokenizer, pieces, stops, cuts):
+    from asyncrl.serve.text import TextStream
 
     def decode(ids):
         return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""The virtual clock: time jumps, order is fixed by the seed, and a wait without an end is named."""
+"""The virtual clock: time jumps, the seed fixes the order of events, and endless waits are reported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-import asyncrl.simulation.clock
+import asyncrl.testing.clock
 from asyncrl.simulation import SimulationDeadlock, VirtualLoop, run_virtually
 
 
-def test_a_day_passes_in_no_time():
+def test_a_virtual_day_takes_no_real_time():
     async def story() -> list[float]:
         clock = asyncio.get_running_loop().time
         times = [clock()]
@@ -44,7 +44,7 @@ async def race() -> list[int]:
     return order
 
 
-def test_the_seed_decides_who_of_those_due_at_one_moment_comes_first():
+def test_the_seed_orders_simultaneous_events():
     assert run_virtually(race()) == list(range(10))
     orders = {tuple(run_virtually(race(), seed=seed)) for seed in range(20)}
     assert len(orders) > 10
@@ -60,7 +60,7 @@ def test_sets_of_tasks_have_one_order_in_every_run():
     assert run_virtually(story(), seed=3) == run_virtually(story(), seed=3)
 
 
-def test_a_wait_without_an_end_is_named():
+def test_an_endless_wait_is_reported():
     async def forgotten() -> None:
         await asyncio.Event().wait()
 
@@ -70,12 +70,12 @@ def test_a_wait_without_an_end_is_named():
             group.create_task(forgotten(), name="the forgotten one")
 
     with pytest.raises(
-        SimulationDeadlock, match=r"at 3 s everybody waits and no timer is set: .*the forgotten one in Event"
+        SimulationDeadlock, match=r"at 3 s every task waits and no timer is set: .*the forgotten one in Event"
     ):
         run_virtually(story())
 
 
-def test_what_goes_on_for_ever_is_ended_by_the_limit():
+def test_the_limit_ends_an_endless_run():
     async def story() -> None:
         while True:
             await asyncio.sleep(1)
@@ -93,7 +93,7 @@ def test_threads_take_no_time_and_their_errors_travel():
     assert run_virtually(story()) == 7
 
 
-def test_what_is_left_behind_is_cancelled():
+def test_leftover_tasks_are_cancelled():
     ended: list[str] = []
 
     async def left() -> None:
@@ -111,7 +111,7 @@ def test_what_is_left_behind_is_cancelled():
     assert ended == ["left"]
 
 
-def test_an_error_that_nobody_took_is_raised():
+def test_an_unretrieved_error_is_raised():
     async def story() -> None:
         asyncio.get_running_loop().call_soon(lambda: 1 // 0)
         await asyncio.sleep(1)
@@ -120,10 +120,10 @@ def test_an_error_that_nobody_took_is_raised():
         run_virtually(story())
 
 
-def test_it_serves_asyncio_runner():
+def test_the_loop_works_with_asyncio_runner():
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         assert runner.run(race()) == list(range(10))
 
 
 def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(asyncrl.simulation.clock).failed == 0
+    assert doctest.testmod(asyncrl.testing.clock).failed == 0

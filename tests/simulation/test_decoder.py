@@ -1,4 +1,4 @@
-"""The modelled decoder, by hand."""
+"""The modelled decoder, with hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asyncrl.simulation import run_virtually
-from asyncrl.simulation.decoder import ModelledDecoder
+from asyncrl.simulation.model import ModelledDecoder
 
 
 def test_tokens_carry_the_version_they_were_sampled_under():
@@ -26,7 +26,7 @@ def test_tokens_carry_the_version_they_were_sampled_under():
     assert at_s == pytest.approx(5.0)
 
 
-def test_requests_beyond_the_saturation_share_its_speed():
+def test_requests_above_the_saturation_share_the_speed():
     async def story() -> list[float]:
         decoder = ModelledDecoder(tokens_per_s=1, saturation=2)
         clock = asyncio.get_running_loop().time
@@ -54,7 +54,7 @@ def test_a_request_that_is_cancelled_leaves_its_share_to_the_others():
     assert run_virtually(story()) == pytest.approx(6.0)
 
 
-def test_it_can_stand_still():
+def test_a_pace_of_zero_stops_the_decoder():
     async def story() -> float:
         decoder = ModelledDecoder(tokens_per_s=1)
         request = asyncio.create_task(decoder.generate(3))

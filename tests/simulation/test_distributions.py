@@ -1,3 +1,5 @@
+"""Distributions of durations: means, excesses and parsing."""
+
 from __future__ import annotations
 
 import doctest
@@ -5,13 +7,13 @@ import random
 
 import pytest
 
-import asyncrl.simulation.distributions
+import asyncrl.simulation.model
 from asyncrl.errors import ConfigError
 from asyncrl.simulation import Distribution
 
 
 @pytest.mark.parametrize("text", ["3", "uniform(1, 5)", "exponential(2)", "lognormal(1, 0.5)"])
-def test_mean_and_excess_are_those_of_the_samples(text: str):
+def test_mean_and_excess_match_samples(text: str):
     distribution = Distribution.parse(text)
     dice = random.Random(0)
     samples = [distribution.sample(dice) for _ in range(40_000)]
@@ -27,15 +29,15 @@ def test_mean_and_excess_are_those_of_the_samples(text: str):
     "text",
     ["", "lognormal(1)", "gauss(1, 2)", "lognormal(1, 2", "-3", "uniform(5, 1)", "nan", "1, 2", "lognormal(1e9, 1)"],
 )
-def test_what_is_no_distribution_of_positive_numbers_is_refused(text: str):
+def test_invalid_distributions_are_refused(text: str):
     with pytest.raises(ConfigError):
         Distribution.parse(text)
 
 
-def test_it_reads_what_it_writes():
+def test_parse_reads_the_text_of_a_distribution():
     for text in ("constant(3)", "uniform(1, 5)", "lognormal(4.5, 0.8)"):
         assert str(Distribution.parse(text)) == text
 
 
 def test_the_examples_in_the_docstring_run():
-    assert doctest.testmod(asyncrl.simulation.distributions).failed == 0
+    assert doctest.testmod(asyncrl.simulation.model).failed == 0

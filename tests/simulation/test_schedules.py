@@ -1,4 +1,4 @@
-"""Random schedules and faults: nothing may break, and what is broken on purpose must be found."""
+"""Random schedules with faults keep all laws, and deliberate mistakes in the code are found."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import random_scenario
 
-import asyncrl.pipeline.resumption
+import asyncrl.trainer.recovery
 from asyncrl.errors import AsyncRLError
 from asyncrl.interfaces import DroppedGroup
-from asyncrl.pipeline.driver import Driver
-from asyncrl.pipeline.staleness import AdmissionLaw, StalenessPolicy
-from asyncrl.simulation import SimulationDeadlock, random_scenario, simulate
+from asyncrl.simulation import SimulationDeadlock, simulate
+from asyncrl.staleness import AdmissionLaw, StalenessPolicy
+from asyncrl.trainer.driver import Driver
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Faults are told in the log of a real run; here they come by the hundred."""
+    """Silence the log, which would report hundreds of faults."""
     log = logging.getLogger("asyncrl")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -29,7 +30,7 @@ def _quiet() -> Iterator[None]:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_schedule_comes_to_its_end_and_keeps_the_law(seed: int):
+def test_any_schedule_ends_and_keeps_the_law(seed: int):
     result = simulate(random_scenario(seed), fetch=seed % 10 == 0, limit_s=1e6)
     assert result.violations == []
 
@@ -41,7 +42,7 @@ def test_a_thousand_schedules():
 
 
 def found(seeds: range) -> str:
-    """The first thing that goes wrong in these schedules."""
+    """Return the first violation or error in these schedules."""
     for seed in seeds:
         try:
             violations = simulate(random_scenario(seed), limit_s=1e6).violations
@@ -61,44 +62,42 @@ def test_a_mask_that_lets_one_version_too_many_pass_is_found(monkeypatch: pytest
 
 
 def test_a_law_that_forgets_what_was_dropped_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(AdmissionLaw, "dropped", lambda self, slot: None)
+    monkeypatch.setattr(AdmissionLaw, "dropped", lambda self, group_id: None)
     assert found(range(300))
 
 
 def test_drops_that_are_not_counted_are_found(monkeypatch: pytest.MonkeyPatch):
     def dropped(self: Driver, group: DroppedGroup) -> None:
-        self.outstanding.discard(group.slot)
-        self.law.dropped(group.slot)
+        self.groups.pop(group.group_id, None)
+        self.law.dropped(group.group_id)
         self._admission_changed.set()
 
     monkeypatch.setattr(Driver, "_dropped", dropped)
     assert "unaccounted for" in found(range(300))
 
 
-def test_a_checkpoint_that_forgets_who_was_under_way_is_found(monkeypatch: pytest.MonkeyPatch):
-    """A cursor ahead of the buffer: prompts issued and not trained on are lost by a restart."""
-    honest = asyncrl.pipeline.resumption.driver_state
+def test_a_checkpoint_without_the_outstanding_groups_is_found(monkeypatch: pytest.MonkeyPatch):
+    """A restart would lose the prompts that were issued and not trained on."""
+    honest = asyncrl.trainer.recovery.driver_state
 
     def forgetful(driver: Driver, *arguments: object, **options: object) -> object:
-        driver_outstanding, driver.outstanding = driver.outstanding, set()
+        groups, driver.groups = driver.groups, {}
         try:
             return honest(driver, *arguments, **options)  # type: ignore[arg-type]
         finally:
-            driver.outstanding = driver_outstanding
+            driver.groups = groups
 
     monkeypatch.setattr("asyncrl.simulation.world.driver_state", forgetful)
     assert "neither trained on nor dropped" in found(range(300))
 
 
 def test_a_batch_trained_twice_is_found(monkeypatch: pytest.MonkeyPatch):
-    """A restart that takes up an older place than the checkpoint's."""
+    """A restart would continue at an older place than the checkpoint's."""
     monkeypatch.setattr(
-        "asyncrl.simulation.world.admission_law",
-        lambda resumed, **options: AdmissionLaw(
-            options["groups_per_step"],
-            max_staleness=options["max_staleness"],
-            total_groups=(options["steps"] - (resumed.step if resumed else 0)) * options["groups_per_step"],
-            first_version=resumed.step if resumed else 0,
+        "asyncrl.trainer.recovery.AdmissionLaw",
+        lambda groups_per_step, **options: AdmissionLaw(
+            groups_per_step,
+            **{name: options[name] for name in ("max_staleness", "total_groups", "first_version")},
         ),
     )
     assert "trained on twice" in found(range(300))

@@ -1,4 +1,4 @@
-"""Whole runs of the production loop on the virtual clock, worked out by hand."""
+"""Runs of the production loop on the virtual clock, with hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def staleness(result: Simulation) -> list[dict[int, int]]:
     return [dict(step.certificate.histogram) for step in result.steps]
 
 
-def test_the_synchronous_run_takes_turns():
+def test_a_synchronous_run_alternates_rollouts_and_updates():
     result = simulate(replace(ONE_UNIT, max_staleness=0))
     assert times(result) == [2.0, 4.0, 6.0, 8.0]  # a second of rollout, a second of update, again and again
     assert staleness(result) == [{0: 32}] * 4
     assert result.violations == []
 
 
-def test_one_step_off_they_overlap():
+def test_one_step_off_rollouts_and_updates_overlap():
     result = simulate(ONE_UNIT)
     assert times(result) == [2.0, 3.0, 4.0, 5.0]
     assert staleness(result) == [{0: 32}, {1: 32}, {1: 32}, {1: 32}]
@@ -35,8 +35,8 @@ def test_one_step_off_they_overlap():
 
 
 @pytest.mark.parametrize(("policy", "masked"), [("wait", 0), ("mask", 128), ("drop", 0), ("correct", 0)])
-def test_what_the_policies_do_with_a_slow_group(policy: str, masked: int):
-    # Slot 0 takes 10 s instead of one, 16 tokens a second. The tenth step trains on it, with 32 of its 160 tokens.
+def test_each_policy_with_a_slow_group(policy: str, masked: int):
+    # Group 0 takes 10 s instead of one, 16 tokens a second. The tenth step trains on it, with 32 of its 160 tokens.
     scenario = Scenario(
         steps=12,
         groups_per_step=1,
@@ -49,7 +49,7 @@ def test_what_the_policies_do_with_a_slow_group(policy: str, masked: int):
     )
     result = simulate(scenario, fetch=True)
     assert result.violations == []
-    assert [fault.kind for fault in result.struck] == ["slow"]
+    assert [fault.kind for fault in result.injected] == ["slow"]
     assert sum(step.certificate.masked_tokens for step in result.steps) == masked
     assert bool(result.dropped) == (policy == "drop")
     assert 0 not in result.dropped or result.dropped[0] == "stale"
@@ -58,7 +58,7 @@ def test_what_the_policies_do_with_a_slow_group(policy: str, masked: int):
     assert (result.steps[0].at_s > 10) == (policy == "wait")
 
 
-def test_a_seed_is_a_run():
+def test_a_seed_determines_the_run():
     scenario = Scenario(steps=6, groups_per_step=3, tokens=Distribution.parse("lognormal(2, 1)"), replicas=2, seed=5)
     first, again, other = simulate(scenario), simulate(scenario), simulate(replace(scenario, seed=6))
     assert first.steps == again.steps
@@ -92,9 +92,9 @@ FAULTY = Scenario(
         (Fault(kind="storage", at=2), "OSError: no space left for the checkpoint of step 2"),
     ],
 )
-def test_every_fault_leaves_a_witness_and_costs_nothing_else(fault: Fault, ended_by: str):
+def test_a_fault_has_its_effect_and_no_other(fault: Fault, ended_by: str):
     result = simulate(replace(FAULTY, faults=(fault,)), fetch=True)
-    assert result.struck == [fault]
+    assert result.injected == [fault]
     assert result.violations == []
     assert len(result.ended_by) == bool(ended_by)
     assert ended_by in " ".join(result.ended_by)
@@ -104,37 +104,37 @@ def test_every_fault_leaves_a_witness_and_costs_nothing_else(fault: Fault, ended
 
 @pytest.mark.parametrize("fault", [Fault(kind="crash", at=3), Fault(kind="weights", at=2)])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_replica_that_is_made_again_costs_the_run_nothing(fault: Fault, replicas: int):
+def test_a_replaced_replica_costs_no_group(fault: Fault, replicas: int):
     result = simulate(replace(FAULTY, replicas=replicas, revive_s=2.0, faults=(fault,)), fetch=True)
-    assert result.struck == [fault]
+    assert result.injected == [fault]
     assert result.ended_by == []
     assert result.violations == []
-    assert sorted(slot for batch in result.trained for slot in batch.slots) == list(range(8))
+    assert sorted(group_id for batch in result.trained for group_id in batch.group_ids) == list(range(8))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_prompt_that_its_replicas_die_of_is_given_up(replicas: int):
+def test_a_prompt_whose_replicas_die_three_times_is_dropped(replicas: int):
     faults = (Fault(kind="crash", at=3),) * 3
     result = simulate(replace(FAULTY, replicas=replicas, revive_s=2.0, faults=faults), fetch=True)
-    assert result.struck == list(faults)
+    assert result.injected == list(faults)
     assert result.dropped == {3: "rollouts_lost"}
     assert result.ended_by == []
     assert result.violations == []
-    assert sorted(slot for batch in result.trained for slot in batch.slots) == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert sorted(group_id for batch in result.trained for group_id in batch.group_ids) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
-def test_replicas_that_die_of_every_prompt_end_the_run():
-    faults = tuple(Fault(kind="crash", at=slot) for slot in range(5) for _ in range(3))
+def test_replicas_that_die_with_every_prompt_end_the_run():
+    faults = tuple(Fault(kind="crash", at=group_id) for group_id in range(5) for _ in range(3))
     result = simulate(replace(FAULTY, revive_s=2.0, faults=faults))
     (ended,) = result.ended_by
     assert ended.startswith("RolloutsLostError: 3 replicas died or failed under the same rollouts")
     assert result.violations == []
 
 
-def test_a_run_without_a_checkpoint_begins_anew():
+def test_a_run_without_a_checkpoint_restarts():
     result = simulate(replace(FAULTY, checkpoint_every=0, faults=(Fault(kind="trainer", at=4),)))
     assert [step.step for step in result.steps] == [1, 2, 3, 4]
-    assert sorted(slot for batch in result.trained for slot in batch.slots) == list(range(8))
+    assert sorted(group_id for batch in result.trained for group_id in batch.group_ids) == list(range(8))
 
 
 def test_rewards_overlap_with_everything_else():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.schema import Column, Schema
 from asyncrl.errors import DeadlineError, DispatchError, SchemaError
 from asyncrl.single_controller import Dispatch, Worker, WorkerGroup, register
-from asyncrl.single_controller.statistics import GroupStatistics
+from asyncrl.single_controller.worker_group import GroupStatistics
 
 TIMEOUT_S = 30.0
 X = Schema((Column("x", "tensor", "int64"),))
@@ -27,9 +26,6 @@ class Offering(Worker):
     def __init__(self) -> None:
         super().__init__()
         self.door = asyncio.Event()
-        self.gate = threading.Event()
-        self.inside = 0
-        self.most = 0
         self.journal: list[str] = []
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, rows=lambda batch, n: len(batch) * n, schema=X)
@@ -63,31 +59,10 @@ class Offering(Worker):
         await asyncio.sleep(0.5 if name == "half a second" else TIMEOUT_S)
         return name
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, max_concurrency=2)
-    async def crowded(self) -> int:
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        self.inside -= 1
-        return self.most
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def wait_at_gate(self) -> None:
-        assert self.gate.wait(TIMEOUT_S)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write(self, text: str) -> list[str]:
         self.journal.append(text)
         return list(self.journal)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, priority=1)
-    def urgent(self, text: str) -> list[str]:
-        return self.write(text)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def open_gate(self) -> None:
-        self.gate.set()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,36 +127,8 @@ def test_options_that_do_not_go_together_are_refused(group: WorkerGroup) -> None
     for never in (0, math.nan):
         with pytest.raises(DispatchError, match="must be positive"):
             group.slow.options(deadline_s=never)
-    with pytest.raises(DispatchError, match="not registered idempotent"):
-        group.slow.options(retries=2)
-    with pytest.raises(DispatchError, match="its result is no batch"):
+    with pytest.raises(DispatchError, match="does not return a batch"):
         register(dispatch_mode=Dispatch.ONE_TO_ALL, schema=X)(lambda self: None)
-    with pytest.raises(DispatchError, match="plain methods run one by one"):
-        register(dispatch_mode=Dispatch.ONE_TO_ALL, max_concurrency=2)(lambda self: None)
-
-    async def method(self: object) -> None:
-        pass
-
-    with pytest.raises(DispatchError, match="async methods do not wait"):
-        register(dispatch_mode=Dispatch.ONE_TO_ALL, priority=1)(method)
-
-
-def test_a_method_runs_as_often_at_a_time_as_it_says(group: WorkerGroup) -> None:
-    futures = [group.crowded() for _ in range(6)]
-    assert max(most for future in futures for most in future.result(TIMEOUT_S)) <= 2
-
-
-def test_urgent_calls_pass_those_that_wait(make_group: Callable[..., WorkerGroup]) -> None:
-    group = make_group(Offering, name="urgent", world_size=1)
-    first = group.wait_at_gate()
-    group.write("a")
-    last = group.write("b")
-    group.urgent("urgent one")
-    urgent = group.urgent("urgent two")
-    group.open_gate().result(TIMEOUT_S)
-    first.result(TIMEOUT_S)
-    assert urgent.result(TIMEOUT_S) == [["urgent one", "urgent two"]]
-    assert last.result(TIMEOUT_S) == [["urgent one", "urgent two", "a", "b"]]
 
 
 def test_a_group_counts_its_calls(make_group: Callable[..., WorkerGroup]) -> None:
@@ -189,7 +136,7 @@ def test_a_group_counts_its_calls(make_group: Callable[..., WorkerGroup]) -> Non
     group.ready().result(TIMEOUT_S)
     waits = group.undeclared(batch(4))
     behind = group.sample(waits, 1)
-    group.crowded().result(TIMEOUT_S)
+    group.write("counted").result(TIMEOUT_S)
     with pytest.raises(DeadlineError):
         group.slow("for ever").result(TIMEOUT_S)
     begun = GroupStatistics(

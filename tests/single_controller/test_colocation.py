@@ -214,7 +214,9 @@ def test_what_cannot_be_colocated_is_refused() -> None:
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def place(self) -> None: ...
 
-    with pytest.raises(DispatchError, match=r"method place of role 'a_b' is called a_b_place in the group"):
+    with pytest.raises(
+        DispatchError, match=r"method place of role 'a_b' would be a_b_place in the group, which exists"
+    ):
         create_colocated_worker_cls({"a": ClassWithInitArgs(Named), "a_b": ClassWithInitArgs(Named)})
 
 
@@ -227,5 +229,5 @@ def test_options_of_actors_are_put_together() -> None:
     together = create_colocated_worker_cls({"actor": actor, "critic": critic})
     assert together.actor_options == {"num_cpus": 1, "env_vars": {"A": 1, "B": 2}}
     assert (actor.actor_options["env_vars"], critic.actor_options) == ({"A": 1}, {"env_vars": {"B": 2}})
-    with pytest.raises(ResourceError, match="role 'critic' asks for A=2 and another role"):
+    with pytest.raises(ResourceError, match="role 'critic' has A=2 and another role"):
         create_colocated_worker_cls({"actor": actor, "critic": critic.options(env_vars={"A": 2})})

@@ -1,4 +1,4 @@
-"""Groups that outlive the program that made them, and programs that go on with them."""
+"""Groups that outlive the program that made them, and programs that attach to them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from asyncrl.single_controller import Dispatch, Restart, Worker, register
 
 ray = pytest.importorskip("ray")
 
-from asyncrl.single_controller import ray_actors  # noqa: E402
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from asyncrl.single_controller.ray import detached as detached_groups  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -64,7 +64,7 @@ def made(name: str = "counters", restart: Restart | None = None) -> RayWorkerGro
     return RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 10), name=name, restart=restart, detached=True)
 
 
-def check_that_all_seats_are_free() -> None:
+def check_that_all_bundles_are_free() -> None:
     whole = RayResourcePool([1], cpus_per_worker=ray.cluster_resources()["CPU"], placement_timeout_s=TIMEOUT_S)
     with RayWorkerGroup(whole, RayClassWithInitArgs(Counter, 0)) as group:
         group.ready().result(TIMEOUT_S)
@@ -105,7 +105,7 @@ def test_another_program_goes_on_where_the_first_one_died() -> None:
     group.shutdown()
     with pytest.raises(ResourceError, match="no detached worker group 'counters'"):
         RayWorkerGroup.attach("counters")
-    check_that_all_seats_are_free()
+    check_that_all_bundles_are_free()
 
 
 def test_the_program_that_attached_last_is_the_one_that_calls() -> None:
@@ -143,7 +143,7 @@ def test_a_group_that_was_attached_to_is_made_again_like_any_other() -> None:
 
 
 def names_of(group: str) -> list[str]:
-    """Of its actors, also of those that wait for a seat."""
+    """Names of its actors, also of those that wait for resources."""
     return [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["name"].startswith(group)]
 
 
@@ -166,16 +166,16 @@ def test_a_group_that_was_ended_is_not_made_again(scope: Literal["worker", "grou
     group.add().result(TIMEOUT_S)
     waiting = group.pause()
     assert RayWorkerGroup.end_detached("counters") == 2
-    assert "somebody has ended it" in str(ending_of(group))
+    assert "it was ended by RayWorkerGroup.end_detached" in str(ending_of(group))
     with pytest.raises(WorkerDiedError):
         waiting.result(TIMEOUT_S)  # that it may be sent again does not make it wait for ever
     assert names_of("counters") == []
     assert group.statistics().restarts == 0
     group.shutdown()
-    check_that_all_seats_are_free()
+    check_that_all_bundles_are_free()
 
 
-def test_a_group_that_was_ended_is_not_made_again_in_seats_that_another_one_keeps() -> None:
+def test_a_group_that_was_ended_is_not_restarted_in_bundles_that_another_one_keeps() -> None:
     pool = RayResourcePool([2], max_colocate_count=2, detached=True)
     restart = Restart(scope="worker", max_restarts=1000, backoff_s=0.0)
     made = RayClassWithInitArgs(Counter, 10)
@@ -183,58 +183,58 @@ def test_a_group_that_was_ended_is_not_made_again_in_seats_that_another_one_keep
     neighbour = RayWorkerGroup(pool, made, name="neighbour", detached=True)
     assert (group.add().result(TIMEOUT_S), neighbour.add().result(TIMEOUT_S)) == ([11, 11], [11, 11])
     assert RayWorkerGroup.end_detached("counters") == 2
-    assert "somebody has ended it" in str(ending_of(group))
+    assert "it was ended by RayWorkerGroup.end_detached" in str(ending_of(group))
     assert names_of("counters") == []
     assert neighbour.add().result(TIMEOUT_S) == [12, 12]
     assert RayWorkerGroup.end_detached("neighbour") == 2
-    check_that_all_seats_are_free()
+    check_that_all_bundles_are_free()
 
 
-def test_a_group_is_not_made_again_in_seats_that_are_gone() -> None:
+def test_a_group_is_not_restarted_in_a_placement_group_that_was_removed() -> None:
     pool = RayResourcePool([2])
     restart = Restart(scope="worker", max_restarts=1000, backoff_s=0.0)
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 10), name="seatless", restart=restart)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 10), name="unplaced", restart=restart)
     group.add().result(TIMEOUT_S)
-    ray.util.remove_placement_group(pool.seats()[0].group)  # its workers die of it
-    assert "their seats are gone" in str(ending_of(group))
+    ray.util.remove_placement_group(pool.placements()[0].group)  # its workers die of it
+    assert "its placement group was removed" in str(ending_of(group))
     group.shutdown()
-    check_that_all_seats_are_free()
+    check_that_all_bundles_are_free()
 
 
-def test_workers_that_were_just_being_made_again_are_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_just_being_restarted_are_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     made().add().result(TIMEOUT_S)
     (place,) = {name.rpartition("@")[2] for name in names_of("counters")}
-    free = ray_actors.free
+    free = detached_groups.free
 
     def overtaken(places: Iterable[str], *, group: str) -> None:
         free(places, group=group)
-        late = ray.remote(num_cpus=1_000_000)(Seatless)  # of a program that does not see yet that its seats are gone
+        late = ray.remote(num_cpus=1_000_000)(Unplaced)  # of a program that has not noticed yet
         late.options(name=f"counters:0.f@{place}", namespace="asyncrl", lifetime="detached").remote()
         late.options(name="counters:0.f@ab", namespace="asyncrl", lifetime="detached").remote()
 
     with monkeypatch.context() as patch:
-        patch.setattr(ray_actors, "free", overtaken)
+        patch.setattr(detached_groups, "free", overtaken)
         assert RayWorkerGroup.end_detached("counters") == 2
     assert names_of("counters") == ["counters:0.f@ab"]  # a new group of this name, elsewhere
     ray.kill(ray.get_actor("counters:0.f@ab", namespace="asyncrl"))
-    check_that_all_seats_are_free()
+    check_that_all_bundles_are_free()
 
 
-class Seatless:
-    def standing(self) -> None:
-        raise AssertionError("it is never asked")
+class Unplaced:
+    def detached_state(self) -> None:
+        raise AssertionError("never called: the actor is never placed")
 
     def dismiss(self, why: str) -> None:
-        raise AssertionError("it is never told")
+        raise AssertionError("never called: the actor is never placed")
 
 
-def test_nobody_waits_for_ever_for_a_worker_that_waits_for_a_seat() -> None:
+def test_attaching_does_not_wait_forever_for_a_worker_without_resources() -> None:
     gone = ray.util.placement_group([{"CPU": 1}])
     ray.util.remove_placement_group(gone)
-    # As a restart leaves it that is overtaken by the end of its group: it has a name, and never a seat.
-    waiting = ray.remote(num_cpus=1_000_000)(Seatless)
+    # As a restart leaves it that is overtaken by the end of its group: it has a name, and never gets a bundle.
+    waiting = ray.remote(num_cpus=1_000_000)(Unplaced)
     waiting.options(name=f"stuck:0.1@{gone.id.hex()}", namespace="asyncrl", lifetime="detached").remote()
-    with pytest.raises(DeadlineError, match=r"rank 0 of .* 'stuck' has not answered within 0\.5 s"):
+    with pytest.raises(DeadlineError, match=r"rank 0 of .* 'stuck' has not replied within 0\.5 s"):
         RayWorkerGroup.attach("stuck", timeout_s=0.5)
     assert RayWorkerGroup.end_detached("stuck") == 1
     with pytest.raises(ResourceError, match="no detached worker group 'stuck'"):
@@ -250,17 +250,17 @@ def test_what_is_no_detached_group_is_said() -> None:
     with pytest.raises(ResourceError, match="needs a name"):
         made(name="")
     worker = RayClassWithInitArgs(Counter, 10)
-    with pytest.raises(ResourceError, match=r"make .* detached too"):
+    with pytest.raises(ResourceError, match=r"needs detached=True"):
         RayWorkerGroup(RayResourcePool([2]), worker, name="counters", detached=True)
     with made() as group:
-        with pytest.raises(ResourceError, match="already: go on with it"):
+        with pytest.raises(ResourceError, match="already: attach to it"):
             made()
-        with pytest.raises(ResourceError, match="those there are: counters"):
+        with pytest.raises(ResourceError, match="existing ones: counters"):
             RayWorkerGroup.attach("countess")
         ray.kill(group._actors.handles[0])
         with pytest.raises(WorkerDiedError):
             add_for_ever(group)  # Ray kills soon, not at once
-        with pytest.raises(ResourceError, match=r"rank 0 .* is gone"):
+        with pytest.raises(ResourceError, match=r"rank 0 .* has died"):
             RayWorkerGroup.attach("counters")
         assert RayWorkerGroup.end_detached("counters") == 1
     with RayWorkerGroup(RayResourcePool([1]), worker) as ordinary, pytest.raises(ResourceError, match="detached=True"):

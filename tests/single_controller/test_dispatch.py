@@ -15,7 +15,7 @@ from asyncrl.data.plan import Plan
 from asyncrl.errors import DispatchError
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.single_controller.call import Arguments
-from asyncrl.single_controller.scatter import Scatter, collect, shares
+from asyncrl.single_controller.scatter import Scatter, collect, rows_of, shares
 
 
 def as_lists(rows: int, ranks: int, *, pad: bool) -> list[list[int]]:
@@ -50,11 +50,21 @@ def test_law_shares_without_their_padding_are_the_rows(rows: int, ranks: int, pa
     assert all(part.padding in (0, 1) for part in parts)
 
 
-def resolved(mode: Dispatch, *args: Any, ranks: int = 2, **kwargs: Any) -> list[Arguments]:
-    def store(value: Any) -> Any:
+class Backend:
+    """The hooks of a worker group that splitting uses."""
+
+    def _store(self, value: Any) -> Any:
         return Plan.of(value) if isinstance(value, DataProto) else value
 
-    return Scatter(mode, Arguments(args, kwargs), ranks=ranks, pad=True, store=store).arguments()
+    def _store_parts(self, data: DataProto, parts: list[Any]) -> list[Any]:
+        return [self._store(rows_of(data, part)) for part in parts]
+
+    def _dereference(self, arguments: Arguments) -> Arguments:
+        return arguments
+
+
+def resolved(mode: Dispatch, *args: Any, ranks: int = 2, **kwargs: Any) -> list[Arguments]:
+    return Scatter(mode, Arguments(args, kwargs), ranks=ranks, pad=True, group=Backend()).arguments()
 
 
 def batch(count: int) -> DataProto:
@@ -81,6 +91,13 @@ def test_lists_that_happen_to_be_as_long_as_the_group_are_not_scattered() -> Non
 def test_what_is_no_list_by_rank_is_refused(value: Any) -> None:
     with pytest.raises(DispatchError, match="amount must be a list with one entry for each of the 2 ranks"):
         resolved(Dispatch.DP_COMPUTE, amount=value)
+
+
+@pytest.mark.parametrize("returned", [None, 3, (1, 2), ([[1, 2]], None), "ab", ([[1, 2]],)])
+def test_what_a_dispatch_function_returns_is_checked(returned: Any) -> None:
+    mode: Any = {"dispatch_fn": lambda group, *args: returned, "collect_fn": lambda group, output: output}
+    with pytest.raises(DispatchError, match=r"a dispatch_fn must return \(args, kwargs\), a tuple and a dict, got"):
+        Scatter(mode, Arguments((1,), {}), ranks=2, pad=True, group=Backend())  # type: ignore[arg-type]
 
 
 def test_padding_in_the_middle_is_taken_off() -> None:

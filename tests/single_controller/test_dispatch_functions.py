@@ -12,7 +12,7 @@ import torch
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import DispatchError
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Execute, Worker, WorkerGroup, register
-from asyncrl.single_controller import dispatch_functions as functions
+from asyncrl.single_controller import dispatch as functions
 from asyncrl.single_controller.local import LocalWorkerGroup
 
 GROUP = SimpleNamespace(world_size=4)
@@ -52,7 +52,7 @@ def test_lists_are_checked() -> None:
         functions.dispatch_dp_compute(GROUP, flag=7)
     with pytest.raises(DispatchError, match="4 ranks gave 1 values"):
         functions.collect_dp_compute(GROUP, [1])
-    with pytest.raises(DispatchError, match="value 1 is to be a batch and is int"):
+    with pytest.raises(DispatchError, match="value 1 must be a batch, got int"):
         functions.collect_dp_compute_data_proto(SimpleNamespace(world_size=2), [rows(1), 2])
     with pytest.raises(DispatchError, match="must be a function"):
         functions.dispatch_dp_compute_data_proto_with_func(GROUP, rows(1))
@@ -67,10 +67,10 @@ def test_modes_have_names() -> None:
         "collect_fn": functions.collect_all_to_all,
     }
     assert functions.get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
-    with pytest.raises(DispatchError, match="RANK_ZERO has no functions"):
+    with pytest.raises(DispatchError, match="RANK_ZERO has no dispatch and collect functions"):
         functions.get_predefined_dispatch_fn(Dispatch.RANK_ZERO)
     for name in ("ONE_TO_ALL", "no name"):
-        with pytest.raises(DispatchError, match="it is taken, or no name"):
+        with pytest.raises(DispatchError, match="it exists, or is not an identifier"):
             functions.register_dispatch_mode(name, functions.dispatch_one_to_all, functions.collect_all_to_all)
     with pytest.raises(DispatchError, match="register one of your own"):
         functions.update_dispatch_mode(

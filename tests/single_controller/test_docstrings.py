@@ -1,9 +1,11 @@
-"""Everything public says what it is and what it raises, with an example, and the examples run."""
+"""Examples in docstrings run, public classes and functions have one, and documented errors match the code."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
+import concurrent.futures
 import doctest
 import importlib
 import inspect
@@ -12,7 +14,7 @@ import re
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -24,87 +26,72 @@ import torch
 
 import asyncrl
 import asyncrl.algorithms.advantages
-import asyncrl.algorithms.policy_losses
+import asyncrl.algorithms.losses
+import asyncrl.compat.verl
 import asyncrl.data
 import asyncrl.errors
 import asyncrl.single_controller
-import asyncrl.verl
 from asyncrl.algorithms import M2PO, PolicyObjective, PolicyTokens, TokenLosses, load_estimator
 from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
 from asyncrl.interfaces import GenerationRequest, GroupSummary, SamplingParams
 from asyncrl.ledger import Completed, Dispatched, Issued
-from asyncrl.pipeline.certificate import certify
-from asyncrl.rewards.rule import Answer
-from asyncrl.rollout.prompts import prompt_rows
-from asyncrl.rollout.record import encode_rows
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rewards.rules import Answer
+from asyncrl.rollout.trajectory import Trajectory, encode_rows, prompt_rows
 from asyncrl.rollout.turns import sampled_turns
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec
 from asyncrl.serve.serving import serve
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Role, Worker, create_colocated_worker_cls, register
 from asyncrl.single_controller.local import LocalWorkerGroup
+from asyncrl.staleness import certify
 from asyncrl.testing import EchoFactory
-from asyncrl.weights.transport import TransportSpec
+from asyncrl.weights import TransportSpec
 from buffers.ledger import SQLiteLedger
-from buffers.selection import SlotOrder
+from buffers.selection import GroupIdOrder
 from engines.training.scratch import make_scratch_tokenizer
 
-PACKAGES = (
-    asyncrl.algorithms,
-    asyncrl.algorithms.advantages,
-    asyncrl.algorithms.policy_losses,
-    asyncrl.data,
-    asyncrl.single_controller,
-    asyncrl.verl,
-)
-USED_BY_NAME = (
-    "asyncrl.interfaces",
-    "asyncrl.agents.calculator",
-    "asyncrl.agents.tools",
-    "asyncrl.pipeline.certificate",
-    "asyncrl.pipeline.run",
-    "asyncrl.pipeline.staleness",
-    "asyncrl.rewards.match",
-    "asyncrl.rewards.math",
-    "asyncrl.rewards.rule",
-    "asyncrl.rollout.admission",
-    "asyncrl.rollout.continuation",
-    "asyncrl.rollout.prompts",
-    "asyncrl.rollout.replica_health",
-    "asyncrl.rollout.routing",
-    "asyncrl.rollout.worker",
-    "buffers.replay",
-    "buffers.state",
-)
-"""Modules of other packages that programs import from."""
-
-MODULES = sorted(
-    f"{package.__name__}.{module.name}" for package in PACKAGES for module in pkgutil.iter_modules(package.__path__)
-)
-SLOW = ("asyncrl.rewards.math",)
-NEED_RAY = (
-    "asyncrl.single_controller.ray",
-    "asyncrl.single_controller.ray_resource_pool",
-    "asyncrl.single_controller.resource_pool_manager",
-    "asyncrl.verl.resource_pool",
-    "asyncrl.verl.worker_group",
-)
-PREPARED = {"asyncrl.pipeline.run": "small_run", "asyncrl.rollout.worker": "replica"}
-"""Modules whose examples need more than names, and the fixture that makes it."""
 PUBLIC = (
     "asyncrl",
     "asyncrl.algorithms",
     "asyncrl.data",
     "asyncrl.single_controller",
-    "asyncrl.single_controller.colocation",
-    "asyncrl.single_controller.dispatch_functions",
-    "asyncrl.single_controller.local",
     "asyncrl.single_controller.ray",
-    "asyncrl.verl",
-    *USED_BY_NAME,
+    "asyncrl.compat.verl",
 )
+"""Packages whose classes and functions have an example each, and whose methods document what they raise."""
+OTHER_MODULES = (
+    "asyncrl.interfaces",
+    "asyncrl.envs.calculator",
+    "asyncrl.envs.tools",
+    "asyncrl.staleness",
+    "asyncrl.tasks.run",
+    "asyncrl.rewards.match",
+    "asyncrl.rewards.rules",
+    "asyncrl.rollout.admission",
+    "asyncrl.rollout.dispatcher",
+    "asyncrl.rollout.trajectory",
+    "asyncrl.rollout.health",
+    "asyncrl.rollout.router",
+    "asyncrl.rollout.worker",
+    "asyncrl.serve.serving",
+    "buffers.replay",
+    "buffers.state",
+)
+"""Modules of other packages whose examples run."""
+SLOW = ("asyncrl.rewards.match",)
+NEED_RAY = (
+    "asyncrl.single_controller.ray.backend",
+    "asyncrl.single_controller.ray.resource_pool",
+    "asyncrl.single_controller.resource_pool",
+    "asyncrl.compat.verl.controller",
+)
+FIXTURES = {
+    "asyncrl.compat.verl.controller": "workers",
+    "asyncrl.rollout.worker": "replica",
+    "asyncrl.tasks.run": "small_run",
+}
+"""Modules whose examples use more than ``names``, and the fixture that makes it."""
 
 
 # ----------------------------------------------------------------------------------------------------- the examples run
@@ -147,14 +134,14 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SQLiteLedger]:
         for reward in (0.0, 1.0)
     ]
     with SQLiteLedger(tmp_path_factory.mktemp("ledger") / "ledger.sqlite", threaded=False) as ledger:
-        ledger.append(Issued(0), Dispatched(slot=0, attempt=0, version=1))
-        ledger.append(Completed(slot=0, attempt=0, tokens=2), rows=encode_rows(rows))
+        ledger.append(Issued(0), Dispatched(group_id=0, attempt=0, version=1))
+        ledger.append(Completed(group_id=0, attempt=0, tokens=2), rows=encode_rows(rows))
         yield ledger
 
 
 @pytest.fixture(scope="module")
 def names(ledger: SQLiteLedger, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the examples take for granted: what the example of the class, or of one beside it, has made."""
+    """The names that examples use without defining them."""
     data = DataProto.from_dict(
         tensors={"x": torch.tensor([1, 2, 3])}, non_tensors={"name": ["a", "b", "c"]}, meta_info={"step": 7}
     )
@@ -169,7 +156,7 @@ def names(ledger: SQLiteLedger, tmp_path_factory: pytest.TempPathFactory) -> Ite
         row_index=torch.tensor([0, 0, 1]),
     )
     summary = GroupSummary(
-        slot=0,
+        group_id=0,
         rows=2,
         oldest_version=1,
         tokens=4,
@@ -192,7 +179,7 @@ def names(ledger: SQLiteLedger, tmp_path_factory: pytest.TempPathFactory) -> Ite
             "LocalWorkerGroup": LocalWorkerGroup,
             "M2PO": M2PO,
             "Role": Role,
-            "SlotOrder": SlotOrder,
+            "GroupIdOrder": GroupIdOrder,
             "TokenLosses": TokenLosses,
             "add": add,
             "answer": Answer(data_source="sums", solution_str="4", ground_truth="4"),
@@ -218,7 +205,7 @@ def names(ledger: SQLiteLedger, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def by_value() -> ModuleType:
-    """Ray, whose workers cannot import this module."""
+    """Return Ray, with this module pickled by value, since Ray's workers cannot import it."""
     import ray.cloudpickle
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -227,7 +214,7 @@ def by_value() -> ModuleType:
 
 @pytest.fixture
 def small_run(tmp_path: Path) -> dict[str, Any]:
-    """What the examples of runs are about."""
+    """The names in the examples of runs."""
     tables = {
         "name": "shared",
         "steps": 1,
@@ -235,7 +222,7 @@ def small_run(tmp_path: Path) -> dict[str, Any]:
         "cluster": {"backend": "local"},
         "model": {"source": "scratch", "options": {"layers": 1, "tokenizer_conversations": 8}},
         "env": {"name": "asyncrl.testing:EchoFactory"},
-        "rollout": {"max_new_tokens": 4, "max_tokens": 64},
+        "rollout": {"max_new_tokens": 4, "max_seq_len": 64},
         "trainer": {"groups_per_step": 2, "group_size": 2},
         "sft": {"steps": 1},
         "eval": {"tasks": 2},
@@ -246,14 +233,14 @@ def small_run(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def replica(tmp_path: Path) -> dict[str, Any]:
-    """What the examples of a rollout worker are about."""
+    """The names in the examples of rollout workers."""
     words = [EchoFactory().demonstration(index) for index in range(8)]
     make_scratch_tokenizer(words, vocab_size=320).save_pretrained(tmp_path)
     spec = RolloutSpec(
         engine="asyncrl.testing:EchoEngine",
         environment="asyncrl.testing:EchoFactory",
         transport=TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="run-1"),
-        limits=EpisodeLimits(max_turns=2, max_tokens=64),
+        limits=EpisodeLimits(max_turns=2, max_seq_len=64),
         sampling=SamplingParams(max_new_tokens=16),
         gather_s=0.0,
     )
@@ -261,61 +248,71 @@ def replica(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def workers(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A group like that of verl's RayWorkerGroup."""
-    request.getfixturevalue("ray_cluster")
+def workers(ray_cluster: None) -> Iterator[dict[str, Any]]:
+    """The names in the examples of verl's worker groups."""
     by_value()
-    init = asyncrl.verl.create_colocated_worker_cls({"actor": asyncrl.verl.RayClassWithInitArgs(asyncrl.verl.Worker)})
-    pool = asyncrl.verl.RayResourcePool([2], use_gpu=False)
-    with asyncrl.verl.RayWorkerGroup(pool, init, name_prefix="workers") as made:
-        yield made
+    init = asyncrl.compat.verl.create_colocated_worker_cls(
+        {"actor": asyncrl.compat.verl.RayClassWithInitArgs(asyncrl.compat.verl.Worker)}
+    )
+    pool = asyncrl.compat.verl.RayResourcePool([2], use_gpu=False)
+    with asyncrl.compat.verl.RayWorkerGroup(pool, init, name_prefix="workers") as made:
+        yield {"workers": made}
 
 
-def cases() -> Iterator[Any]:
-    for name in [*MODULES, *USED_BY_NAME, "asyncrl.verl", "asyncrl.serve.serving"]:
+def modules() -> Iterator[Any]:
+    found = set(OTHER_MODULES)
+    for package in map(importlib.import_module, PUBLIC[1:]):
+        found |= {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}
+    for name in sorted({*found, "asyncrl.compat.verl"}):
         marks = [pytest.mark.ray, pytest.mark.slow] if name in NEED_RAY else [pytest.mark.slow] * (name in SLOW)
         yield pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", list(cases()))
+@pytest.mark.parametrize("name", list(modules()))
 def test_examples_run(
     name: str, names: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    known = dict(names)
     if name in NEED_RAY:
         request.getfixturevalue("ray_cluster")
-        names = {**names, "ray": by_value()}
-    if name == "asyncrl.verl.worker_group":
-        names = {**names, "workers": request.getfixturevalue("workers")}
-    if name in PREPARED:
-        names = {**names, **request.getfixturevalue(PREPARED[name])}
+        known["ray"] = by_value()
+    if name in FIXTURES:
+        known |= request.getfixturevalue(FIXTURES[name])
+    if name.startswith("asyncrl.compat.verl"):
+        known |= vars(asyncrl.compat.verl)
     module = importlib.import_module(name)
-    own = {**names, **vars(asyncrl.verl)} if name.startswith("asyncrl.verl") else names
-    results = doctest.testmod(module, extraglobs={**own, **vars(module)})
-    assert results.failed == 0
+    assert doctest.testmod(module, extraglobs={**known, **vars(module)}).failed == 0
 
 
-# ----------------------------------------------------------------------------------------------- everything has them
+# -------------------------------------------------------------------------------------------------- documented errors
 
 
-def public(module: ModuleType) -> dict[str, Any]:
-    """Classes and functions that a module offers, and the public methods and properties of those classes.
+def exported() -> Iterator[tuple[str, Any]]:
+    """Classes and functions that the public packages export, each once."""
+    found = {"asyncrl.serve": serve}  # the package that is this function, too
+    for package in map(importlib.import_module, PUBLIC):
+        for name in package.__all__:
+            member = getattr(package, name)
+            if (inspect.isclass(member) or inspect.isfunction(member)) and member not in found.values():
+                found[f"{package.__name__}.{name}"] = member
+    yield from found.items()
 
-    Of a Protocol the class alone: its example is a part that has the methods, or one at work.
-    """
-    found: dict[str, Any] = {}
-    for name in module.__all__:
-        member = getattr(module, name)
-        if inspect.isclass(member) or inspect.isfunction(member):
-            found[name] = member
-        if inspect.isclass(member) and not issubclass(member, Enum) and not is_protocol(member):
+
+def functions() -> Iterator[tuple[str, Any, str]]:
+    """Exported functions, and constructors and public methods of exported classes, with their docstrings."""
+    for name, member in exported():
+        if not inspect.isclass(member):
+            yield name, member, inspect.getdoc(member) or ""
+        elif not issubclass(member, Enum) and not is_protocol(member):
             for attribute in dir(member):
-                value = inspect.getattr_static(member, attribute)
-                value = value if isinstance(value, property) else function_of(value)
-                ours = str(getattr(function_of(value), "__module__", "")).startswith(("asyncrl.", "buffers."))
-                if not attribute.startswith("_") and ours:
-                    found[f"{name}.{attribute}"] = value
-    return found
+                method = function_of(inspect.getattr_static(member, attribute))
+                documented = member if attribute in ("__init__", "__new__", "__post_init__") else method
+                if not inspect.isfunction(method) or (attribute.startswith("_") and documented is method):
+                    continue
+                inherited = documented is member and attribute not in vars(member)
+                if method.__module__.startswith(("asyncrl.", "buffers.")) and not inherited:
+                    yield f"{name}.{attribute}", method, inspect.getdoc(documented) or ""
 
 
 def is_protocol(kind: type) -> bool:
@@ -328,116 +325,72 @@ def function_of(member: Any) -> Any:
     return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
 
-def everything() -> Iterator[Any]:
-    """Each once, under the first of its names."""
-    seen: set[int] = set()
-    for module_name in PUBLIC:
-        for name, member in public(importlib.import_module(module_name)).items():
-            if id(member) not in seen:
-                seen.add(id(member))
-                yield pytest.param(member, id=f"{module_name}.{name}")
-    yield pytest.param(serve, id="asyncrl.serve")  # the package that is this function, too
+@pytest.mark.parametrize("member", [pytest.param(member, id=name) for name, member in exported()])
+def test_exported_classes_and_functions_have_an_example(member: Any) -> None:
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(member) or "")
+    assert [each for each in examples if not each.options.get(doctest.SKIP)]
 
 
-@pytest.mark.parametrize("member", list(everything()))
-def test_everything_public_has_an_example_and_tells_what_it_raises(member: Any) -> None:
-    doc = inspect.getdoc(member) or ""
-    examples = doctest.DocTestParser().get_examples(doc)
-    assert [each for each in examples if not each.options.get(doctest.SKIP)], "has no example that runs"
-    told = told_in(doc)
-    untold = {error.__name__ for error in raised_by(member) if not any(issubclass(error, each) for each in told)}
-    assert untold == set(), "raises what its docstring does not tell"
+@pytest.mark.parametrize(("function", "doc"), [pytest.param(*each, id=name) for name, *each in functions()])
+def test_public_functions_and_methods_document_what_they_raise(function: Any, doc: str) -> None:
+    documented = tuple(documented_errors(doc))
+    assert {error.__name__ for error in raised_by(function) if not issubclass(error, documented)} == set()
 
 
-def told_in(doc: str) -> list[type[BaseException]]:
-    """The classes in its section "Raises"."""
+def documented_errors(doc: str) -> list[type[BaseException]]:
+    """The classes in the section "Raises" of a docstring."""
     section = re.search(r"^Raises[^\n]*:\n((?:[ ]+[^\n]*\n?|\n)*)", doc, re.MULTILINE)
     names = re.findall(r"^ +([\w.]+):", section[1], re.MULTILINE) if section else []
-    return [error for name in names if (error := error_called(name.rpartition(".")[2])) is not None]
+    return [error for name in names if (error := error_named(name.rpartition(".")[2])) is not None]
 
 
-def error_called(name: str) -> type[BaseException] | None:
-    for place in (asyncrl.errors, importlib.import_module("builtins"), importlib.import_module("concurrent.futures")):
-        found = getattr(place, name, None)
+def error_named(name: str) -> type[BaseException] | None:
+    for module in (asyncrl.errors, builtins, concurrent.futures):
+        found = getattr(module, name, None)
         if isinstance(found, type) and issubclass(found, BaseException):
             return found
     return None
 
 
-UNTOLD = {
-    "AssertionError",  # a defect of ours
-    "AttributeError",  # of __getattr__
-    "NotImplementedError",
-    "StopIteration",
-    "StopAsyncIteration",
-}
+NOT_DOCUMENTED = (AssertionError, AttributeError, NotImplementedError, StopIteration, StopAsyncIteration)
 
 
-def raised_by(member: Any) -> set[type[BaseException]]:
-    """What its own code raises by name: its body, and the private functions of its module or class that it calls."""
-    if inspect.isclass(member):
-        if issubclass(member, Enum):
-            return set()
-        made_by = [vars(member)[name] for name in ("__new__", "__init__", "__post_init__") if name in vars(member)]
-        # Neither by dataclass nor by Protocol.
-        own = [each for each in made_by if function_of(each).__module__ == member.__module__]
-        written = [each for each in own if function_of(each).__code__.co_filename != "<string>"]
-        return set().union(*(raised_by(each) for each in written)) if written else set()
-    function = inspect.unwrap(function_of(member))
+def raised_by(function: Any) -> set[type[BaseException]]:
+    """The classes in `raise` statements of a function, and of the private functions beside it that it calls."""
     found: set[type[BaseException]] = set()
-    visited: set[Callable[..., Any]] = set()
-    waiting = [function]
+    waiting, visited = [inspect.unwrap(function)], set[Any]()
     while waiting:
         current = waiting.pop()
-        if current in visited:
+        if current in visited or current.__code__.co_filename == "<string>":  # of dataclasses
             continue
         visited.add(current)
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(current)))):
             if isinstance(node, ast.Raise) and node.exc is not None:
-                called = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-                name = (
-                    called.id
-                    if isinstance(called, ast.Name)
-                    else called.attr
-                    if isinstance(called, ast.Attribute)
-                    else ""
-                )
-                maker = helper(current, called)
-                if maker is not None:  # `raise self.no_room()`
-                    name = str(inspect.signature(maker).return_annotation)
-                error = error_called(name)
-                if error is not None and name not in UNTOLD:
-                    found.add(error)
+                name = ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+                maker = function_beside(current, name)  # `raise self.placement_timeout_error()`
+                error = error_named(inspect.signature(maker).return_annotation if maker else name.rpartition(".")[2])
+                found |= {error} if error is not None and not issubclass(error, NOT_DOCUMENTED) else set()
             elif isinstance(node, ast.Call):
-                callee = helper(current, node.func)
-                if callee is not None and callee.__name__.startswith("_"):
-                    waiting.append(callee)
+                called = function_beside(current, ast.unparse(node.func))
+                waiting += [called] if called is not None and called.__name__.startswith("_") else []
     return found
 
 
-def helper(caller: Callable[..., Any], called: ast.expr) -> Callable[..., Any] | None:
-    """The function of the caller's module or class that an expression in its code names."""
-    found: Any = None
-    if isinstance(called, ast.Name):
-        found = vars(inspect.getmodule(caller)).get(called.id)
-    elif (
-        isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id in ("self", "cls")
-    ):
-        owner: Any = inspect.getmodule(caller)
-        for part in caller.__qualname__.split(".")[:-1]:
+def function_beside(function: Any, name: str) -> Any:
+    """The function of the same module (``name``) or class (``self.name``), if there is one."""
+    owner: Any = inspect.getmodule(function)
+    prefix, _, attribute = name.rpartition(".")
+    if prefix in ("self", "cls"):
+        for part in function.__qualname__.split(".")[:-1]:
             owner = getattr(owner, part, None)
-        found = getattr(owner, called.attr, None)
-    return found if inspect.isfunction(found) and found.__module__ == caller.__module__ else None
+    found = getattr(owner, attribute, None) if prefix in ("", "self", "cls") else None
+    return found if inspect.isfunction(found) and found.__module__ == function.__module__ else None
 
 
-def test_what_a_function_raises_is_read_from_its_code() -> None:
-    assert raised_by(DataProto.chunk) == {asyncrl.errors.SchemaError}
+def test_errors_are_read_from_code_and_docstrings() -> None:
+    assert raised_by(DataProto.split) == {asyncrl.errors.SchemaError}
     assert raised_by(DataProto.save_to_disk) == set()
-    # by way of private helpers
-    assert raised_by(Worker.query_dispatch_info) == {asyncrl.errors.DispatchError}
-    assert raised_by(ClassWithInitArgs) == set()
-    assert told_in("Does.\n\nRaises:\n    SchemaError: why,\n        in two lines.\n    OSError: too.\n") == [
-        asyncrl.errors.SchemaError,
-        OSError,
-    ]
-    assert told_in("Raise SchemaError unless it fits.") == []
+    assert raised_by(Worker.query_dispatch_info) == {asyncrl.errors.DispatchError}  # raised by a private helper
+    doc = "Do it.\n\nRaises:\n    SchemaError: why,\n        in two lines.\n    OSError: too.\n"
+    assert documented_errors(doc) == [asyncrl.errors.SchemaError, OSError]
+    assert documented_errors("Raise SchemaError unless it fits.") == []

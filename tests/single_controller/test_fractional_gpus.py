@@ -41,7 +41,7 @@ except ResourceError as error:
     print(str(error).splitlines()[1])
 for group in (first, second):
     group.shutdown()
-print(gpus(RayResourcePool([2], gpus_per_worker=0.5))[1])  # two seats on one GPU
+print(gpus(RayResourcePool([2], gpus_per_worker=0.5))[1])  # two bundles on one GPU
 """
 
 
@@ -60,6 +60,6 @@ def test_groups_share_a_gpu(tmp_path: Path) -> None:
     assert ran.stdout.splitlines() == [
         "[('0', 0.5)]",
         "[('0', 0.25)]",
-        "asked for: 2 CPU, 2 GPU",
+        "requested: 2 CPU, 2 GPU",
         "[('0', 0.5), ('0', 0.5)]",
     ]

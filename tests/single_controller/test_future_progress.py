@@ -157,7 +157,7 @@ def test_a_function_of_rows_that_fails_is_named(doors: WorkerGroup) -> None:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda data: data.slice(0, 1), SchemaError, "gave 1 for 2"),
+        (lambda data: data.slice(0, 1), SchemaError, "returned 1 for 2"),
         (lambda data: None, UserCodeError, "must return a DataProto, and returned NoneType for no rows"),
         (lambda data: data.with_columns(**{f"y{len(data)}": torch.zeros(len(data))}), SchemaError, "other columns"),
         (lambda data: DataProto(data.batch, meta_info={"rows": len(data)}), SchemaError, "other meta_info"),
@@ -243,7 +243,7 @@ def test_a_future_explains_where_it_is(doors: WorkerGroup) -> None:
     assert "s, given rows 0:2, gave 2 rows, 16 B, weight version 7\n└─ rank 1: done after " in text
     del first
     gc.collect()
-    assert "from doors.copy_after[0:2]: held by nobody any more" in second.explain()
+    assert "from doors.copy_after[0:2]: no longer referenced" in second.explain()
 
 
 def test_what_a_future_shows_in_a_notebook_is_escaped() -> None:
@@ -251,7 +251,7 @@ def test_what_a_future_shows_in_a_notebook_is_escaped() -> None:
     part = whole.slice(0, 1)
     assert part.done()
     label = "&lt;b&gt;label&lt;/b&gt;"
-    assert part._repr_html_() == f"{label}[0:1]: 1 row, 8 B<ul><li>from {label}: 1 row, 8 B</li></ul>"
+    assert part._repr_html_() == f"<pre>{label}[0:1]: 1 row, 8 B\n└─ from {label}: 1 row, 8 B</pre>"
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

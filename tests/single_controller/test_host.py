@@ -88,6 +88,19 @@ async def test_a_call_cancelled_before_it_arrives_is_not_run() -> None:
     assert diary.pages == [0, 2]
 
 
+async def test_another_program_takes_over_from_one_whose_call_was_cancelled_while_it_waited() -> None:
+    host, diary = await new_host()
+    gone, late = (asyncio.ensure_future(run(host, sequence)) for sequence in (2, 3))
+    await asyncio.sleep(0)
+    gone.cancel()
+    first = host.take_over()
+    reply = await late
+    assert isinstance(reply, Failed)
+    assert reply.kind == "GroupClosedError"
+    assert await run(host, first) == first
+    assert diary.pages == [first]
+
+
 async def test_a_running_coroutine_is_cancelled() -> None:
     host, _ = await new_host()
     running = asyncio.ensure_future(run(host, 0, "forever", args=()))

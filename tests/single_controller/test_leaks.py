@@ -109,7 +109,7 @@ async def test_a_shard_goes_with_its_last_user() -> None:
     first, second = local_pair()
     made = first.copy(rows(4))
     plan = await made.plan()
-    payloads = [weakref.ref(block.data) for block in plan.blocks()]  # type: ignore[attr-defined]
+    payloads = [weakref.ref(block.value) for block in plan.blocks()]  # type: ignore[attr-defined]
     assert len(payloads) == 2
     left, right = made.chunk(2)
     del plan, made
@@ -135,14 +135,14 @@ async def test_a_shard_goes_with_its_last_user() -> None:
 async def test_an_explained_future_does_not_keep_its_inputs() -> None:
     first, second = local_pair()
     made = first.copy(rows(4))
-    payload = weakref.ref((await made.plan()).blocks()[0].data)  # type: ignore[attr-defined]
+    payload = weakref.ref((await made.plan()).blocks()[0].value)  # type: ignore[attr-defined]
     scored = second.copy(made)
     await scored.header()
     assert "from Copier.copy" in scored.explain()
     del made
     gc.collect()
     assert payload() is None
-    assert "held by nobody any more" in scored.explain()
+    assert "no longer referenced" in scored.explain()
     for group in (first, second):
         await group.aclose()
 

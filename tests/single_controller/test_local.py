@@ -15,7 +15,7 @@ import torch
 from blockbuster import blockbuster_ctx
 
 from asyncrl.data import DataProto
-from asyncrl.errors import DeadlineError, InfrastructureError
+from asyncrl.errors import DeadlineError, DispatchError, InfrastructureError
 from asyncrl.simulation import run_virtually
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from asyncrl.single_controller.local import LocalWorkerGroup
@@ -68,6 +68,14 @@ def test_an_hour_passes_on_a_virtual_clock() -> None:
     assert virtually(story) == ([3600.0, 3600.0], 3600.0)
 
 
+@pytest.mark.parametrize("world_size", [0, -1, "2", 2.5, None])
+def test_a_number_of_workers_that_is_none_is_refused(world_size: Any) -> None:
+    with pytest.raises(DispatchError, match="world_size must be a whole number, at least 1, got"):
+        LocalWorkerGroup(ClassWithInitArgs(Clockwork), world_size=world_size)
+    with pytest.raises(DispatchError, match=r"made of ClassWithInitArgs\(Class, ...\), got"):
+        LocalWorkerGroup(Clockwork, world_size=1)  # type: ignore[arg-type]
+
+
 async def test_everything_runs_in_this_thread() -> None:
     async with on_this_loop() as group:
         assert await group.thread() == [threading.get_ident()] * 2
@@ -99,7 +107,7 @@ def test_a_future_whose_loop_has_ended_does_not_hang() -> None:
 
     loop = asyncio.new_event_loop()
     group, future = loop.run_until_complete(unfinished())
-    with pytest.raises(RuntimeError, match="is not running any more"):
+    with pytest.raises(RuntimeError, match="its event loop has stopped"):
         future.result()
     loop.run_until_complete(group.aclose())
     loop.close()

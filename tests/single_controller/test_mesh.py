@@ -22,7 +22,7 @@ from asyncrl.single_controller import (
     register,
 )
 from asyncrl.single_controller.local import LocalWorkerGroup
-from asyncrl.single_controller.mesh import Mesh, MeshPlace
+from asyncrl.single_controller.mesh import Mesh, MeshPosition
 
 TIMEOUT_S = 30.0
 ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")
@@ -188,8 +188,8 @@ class Lonely(Worker):
 # ---------------------------------------------------------------------------------------------------- without a backend
 
 
-def places(*each: tuple[int, bool]) -> list[MeshPlace]:
-    return [MeshPlace(*place) for place in each]
+def places(*each: tuple[int, bool]) -> list[MeshPosition]:
+    return [MeshPosition(*place) for place in each]
 
 
 def test_a_mesh_takes_one_result_for_each_dp_rank_in_their_order() -> None:
@@ -205,7 +205,7 @@ def test_a_mesh_takes_one_result_for_each_dp_rank_in_their_order() -> None:
         (places((0, True), (0, True)), r"it has \[0, 1\]"),
     ],
 )
-def test_what_is_no_mesh_is_refused(wrong: list[MeshPlace], message: str) -> None:
+def test_what_is_no_mesh_is_refused(wrong: list[MeshPosition], message: str) -> None:
     with pytest.raises(DispatchError, match=message):
         Mesh.of(wrong, name="m")
 
@@ -218,7 +218,7 @@ def test_a_mesh_without_collecting_ranks_is_refused() -> None:
 
 def test_a_worker_has_one_place_in_a_mesh() -> None:
     worker = Lonely()
-    with pytest.raises(DispatchError, match=r"mesh 'actor' was registered on rank 0: MeshPlace\(dp_rank=0"):
+    with pytest.raises(DispatchError, match=r"mesh 'actor' is already registered on rank 0: MeshPosition\(dp_rank=0"):
         worker._register_dispatch_collect_info("actor", 1, True)
     with pytest.raises(DispatchError, match="at least 0, got -1"):
         worker._register_dispatch_collect_info("critic", -1, True)

@@ -26,7 +26,7 @@ class Engine(Worker):
         return sys.prefix, only_there.ANSWER
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def doubled(self, batch: DataProto) -> DataProto:
+    def backoff(self, batch: DataProto) -> DataProto:
         assert batch.batch is not None
         return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
 
@@ -51,7 +51,7 @@ def test_a_group_runs_in_another_environment(other: Path) -> None:
     options = {"runtime_env": {"py_executable": str(other / "bin" / "python")}}
     with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Engine).options(**options)) as group:
         assert group.where().result(60) == [(str(other), 42)] * 2
-        batch = group.doubled(DataProto.from_dict(tensors={"x": torch.arange(4)})).result(60).batch
+        batch = group.backoff(DataProto.from_dict(tensors={"x": torch.arange(4)})).result(60).batch
         assert batch is not None
         assert batch["x"].tolist() == [0, 2, 4, 6]
     with pytest.raises(ModuleNotFoundError):

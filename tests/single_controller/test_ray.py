@@ -156,18 +156,18 @@ def test_what_cannot_be_pickled_is_named_and_the_group_goes_on(group: RayWorkerG
     assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
 
 
-def test_a_seat_has_room_for_one_group_only(group: RayWorkerGroup) -> None:
+def test_a_bundle_is_used_by_one_group_only(group: RayWorkerGroup) -> None:
     second = RayWorkerGroup(group.resource_pool, RayClassWithInitArgs(Member))
     with pytest.raises(ResourceError, match="shared by 1 worker groups already"):
         second.ready().result(TIMEOUT_S)
 
 
 def test_what_the_cluster_never_has_is_refused_at_once() -> None:
-    with pytest.raises(ResourceError, match=r"(?s)asked for: 9 CPU.*in total:  8 CPU.*node .*: 8 CPU"):
+    with pytest.raises(ResourceError, match=r"(?s)requested: 9 CPU.*in total:  8 CPU.*node .*: 8 CPU"):
         RayWorkerGroup(RayResourcePool([9]), RayClassWithInitArgs(Member))
-    with pytest.raises(ResourceError, match="asked for: 1 CPU, 1 GPU"):
+    with pytest.raises(ResourceError, match="requested: 1 CPU, 1 GPU"):
         RayWorkerGroup(RayResourcePool([1], use_gpu=True), RayClassWithInitArgs(Member))
-    with pytest.raises(ResourceError, match=r"asks for 2 CPU, and its seat .* has 1"):
+    with pytest.raises(ResourceError, match=r"needs 2 CPU, and its bundle .* has 1"):
         RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Member).options(num_cpus=2))
 
 
@@ -178,11 +178,11 @@ def test_options_that_would_not_be_used_are_refused() -> None:
 
 def test_what_others_hold_is_waited_for_with_a_deadline(group: RayWorkerGroup) -> None:
     pool = RayResourcePool([8], placement_timeout_s=0.2)
-    with pytest.raises(ResourceError, match=r"(?s)within 0\.2 s.*asked for: 8 CPU.*free now: 6 CPU"):
+    with pytest.raises(ResourceError, match=r"(?s)within 0\.2 s.*requested: 8 CPU.*available now: 6 CPU"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Member)).ready().result(TIMEOUT_S)
 
 
-def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_seats(group: RayWorkerGroup) -> None:
+def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_bundles(group: RayWorkerGroup) -> None:
     assert group.world_size == 2
     mortal = RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Member), name="mortal")
     processes = mortal.process().result(TIMEOUT_S)
@@ -195,12 +195,12 @@ def test_a_process_that_dies_fails_its_calls_at_once_and_frees_its_seats(group: 
     assert caught.value.cause
     with pytest.raises(WorkerDiedError):
         mortal.process().result(timeout=2.0)
-    # Rank 0 still hangs in its plain method, which keeps neither it nor the seats.
+    # Rank 0 still hangs in its synchronous method, which keeps neither it nor the bundles.
     mortal.shutdown(timeout_s=0.2)
     everything_else = RayResourcePool([6])
-    seats = everything_else.acquire()
+    groups = everything_else.acquire()
     try:
-        assert seats[0].wait(TIMEOUT_S)
+        assert groups[0].wait(TIMEOUT_S)
     finally:
         everything_else.release()
 

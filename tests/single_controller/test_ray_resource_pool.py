@@ -1,4 +1,4 @@
-"""Pools of seats: shared by several groups, split, merged (on a cluster of 8 CPUs)."""
+"""Resource pools are shared by several groups, split, and merged (on a cluster of 8 CPUs)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from asyncrl.data import DataProto
 from asyncrl.errors import ResourceError
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from asyncrl.single_controller.ray_resource_pool import (
-    SubRayResourcePool,
-    merge_resource_pool,
-    split_resource_pool,
-)
+from asyncrl.single_controller.ray.resource_pool import SubRayResourcePool, merge_resource_pool, split_resource_pool
 
 TIMEOUT_S = 100.0
 
@@ -32,14 +28,14 @@ class Member(Worker):
         return batch
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def seat(self) -> tuple[str, int]:
+    async def location(self) -> tuple[str, int]:
         """The placement group that this worker is in, and its rank."""
         current = ray.util.get_current_placement_group()
         assert isinstance(current, PlacementGroup)
         return current.id.hex(), self.rank
 
 
-def test_a_pool_is_split_into_consecutive_seats() -> None:
+def test_a_pool_is_split_into_consecutive_bundles() -> None:
     whole = RayResourcePool([4, 4], max_colocate_count=2)
     first, second, third = split_resource_pool(whole, [2, 4, 2])
     assert [pool.store for pool in (first, second, third)] == [[2], [2, 2], [2]]
@@ -54,12 +50,12 @@ def test_a_pool_is_split_into_consecutive_seats() -> None:
 
 
 @pytest.mark.parametrize("split_size", [3, 0, [4, 3], [8, 0], [4, 4, 4]])
-def test_parts_are_all_the_seats(split_size: int | list[int]) -> None:
+def test_parts_must_sum_up_to_the_pool(split_size: int | list[int]) -> None:
     with pytest.raises(ResourceError):
         split_resource_pool(RayResourcePool([4, 4]), split_size)
 
 
-def test_only_equal_seats_are_merged() -> None:
+def test_only_equal_bundles_are_merged() -> None:
     plain = RayResourcePool([2])
     for other in (
         RayResourcePool([2], use_gpu=True),
@@ -71,11 +67,11 @@ def test_only_equal_seats_are_merged() -> None:
             merge_resource_pool(plain, other)
     merged = merge_resource_pool(plain, RayResourcePool([1, 1]))
     assert (merged.world_size, merged.store) == (4, [2, 1, 1])
-    with pytest.raises(ResourceError, match="seats of other pools"):
+    with pytest.raises(ResourceError, match="bundles of other pools"):
         merged.add_node(1)
 
 
-def test_a_seat_holds_a_share_of_its_gpus() -> None:
+def test_a_bundle_holds_a_share_of_its_gpus() -> None:
     pool = RayResourcePool([2], True, "prefix", 4, accelerator_type="accelerator_type:H100")
     assert pool.use_gpu
     assert pool.bundle() == {"CPU": 4, "accelerator_type:H100": 1e-4, "GPU": 1}
@@ -102,10 +98,10 @@ class TestOnACluster:
         first, second = split_resource_pool(whole, [2, 1])
         groups = [group(pool) for pool in (whole, first, second)]
         with groups[0] as every, groups[1] as some, groups[2] as rest:
-            places = [place for place, _ in every.seat().result(TIMEOUT_S)]
+            places = [place for place, _ in every.location().result(TIMEOUT_S)]
             assert len(set(places)) == 2
-            assert some.seat().result(TIMEOUT_S) == [(places[0], 0), (places[1], 1)]
-            assert rest.seat().result(TIMEOUT_S) == [(places[2], 0)]
+            assert some.location().result(TIMEOUT_S) == [(places[0], 0), (places[1], 1)]
+            assert rest.location().result(TIMEOUT_S) == [(places[2], 0)]
             batch = DataProto.from_dict({"x": torch.zeros(4)})
             assert some.add(batch).result(TIMEOUT_S).batch["x"].tolist() == [0, 0, 1, 1]
             third = group(second)
@@ -120,28 +116,28 @@ class TestOnACluster:
     def test_a_group_lives_on_merged_pools(self, group: Callable[[RayResourcePool], RayWorkerGroup]) -> None:
         left, right = RayResourcePool([1]), RayResourcePool([1])
         with group(merge_resource_pool(left, right)) as both:
-            places = [place for place, _ in both.seat().result(TIMEOUT_S)]
+            places = [place for place, _ in both.location().result(TIMEOUT_S)]
             assert len(set(places)) == 2
             with pytest.raises(ResourceError, match="is in use"):
                 left.add_node(1)
         # Both are free again.
         with group(left) as one:
-            assert len(one.seat().result(TIMEOUT_S)) == 1
+            assert len(one.location().result(TIMEOUT_S)) == 1
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_that_takes_nothing_has_a_seat() -> None:
+def test_a_worker_without_resources_has_a_bundle() -> None:
     pool = RayResourcePool([1], cpus_per_worker=0.0)
     with RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Member)) as group:
-        ((_, rank),) = group.seat().result(timeout=TIMEOUT_S)
+        ((_, rank),) = group.location().result(timeout=TIMEOUT_S)
     assert rank == 0
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_seats_given_back_at_once_are_free_again() -> None:
+def test_bundles_released_at_once_are_free_again() -> None:
     """Ray by itself loses some: without the wait in ``release`` one round in seven leaves CPUs taken for good."""
     for turn in range(40):
         for _ in range(1 + turn % 3):

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.errors import ResourceError
 from asyncrl.single_controller import ResourcePool
-from asyncrl.single_controller.resource_pool import NodeResources, PlacementStrategy, check_room
+from asyncrl.single_controller.resource_pool import NodeResources, PlacementStrategy, check_capacity
 
 NODES = [
     NodeResources("a", {"CPU": 4, "GPU": 2}, {"CPU": 1, "GPU": 2}),
@@ -17,7 +17,7 @@ GPU = {"CPU": 1.0, "GPU": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("places", "strategy"),
+    ("groups", "strategy"),
     [
         ([[CPU] * 8], "PACK"),
         ([[GPU] * 2, [CPU] * 4], "PACK"),
@@ -25,12 +25,12 @@ GPU = {"CPU": 1.0, "GPU": 1.0}
         ([[CPU] * 2], "STRICT_SPREAD"),
     ],
 )
-def test_there_is_room(places: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:
-    check_room(places, strategy, NODES)
+def test_groups_that_fit(groups: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:
+    check_capacity(groups, strategy, NODES)
 
 
 @pytest.mark.parametrize(
-    ("places", "strategy"),
+    ("groups", "strategy"),
     [
         ([[CPU] * 9], "PACK"),
         ([[GPU] * 3], "PACK"),
@@ -40,24 +40,24 @@ def test_there_is_room(places: list[list[dict[str, float]]], strategy: Placement
         ([[CPU] * 4, [CPU] * 4, [CPU]], "STRICT_PACK"),
     ],
 )
-def test_there_is_no_room(places: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:
+def test_groups_that_do_not_fit(groups: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:
     with pytest.raises(ResourceError):
-        check_room(places, strategy, NODES)
+        check_capacity(groups, strategy, NODES)
 
 
-def test_the_message_shows_both_sides() -> None:
+def test_the_message_shows_requested_and_existing_resources() -> None:
     with pytest.raises(ResourceError) as caught:
-        check_room([[GPU], [GPU] * 2], "PACK", NODES)
+        check_capacity([[GPU], [GPU] * 2], "PACK", NODES)
     assert str(caught.value).splitlines() == [
-        "no room for place 1 (PACK, 2 bundles, 2 CPU, 2 GPU)",
-        "asked for: 3 CPU, 3 GPU",
-        "in total:  8 CPU, 2 GPU, free now: 5 CPU, 2 GPU",
-        "node a: 4 CPU, 2 GPU, free now: 1 CPU, 2 GPU",
-        "node b: 4 CPU, free now: 4 CPU",
+        "placement group 1 does not fit (PACK, 2 bundles, 2 CPU, 2 GPU)",
+        "requested: 3 CPU, 3 GPU",
+        "in total:  8 CPU, 2 GPU, available now: 5 CPU, 2 GPU",
+        "node a: 4 CPU, 2 GPU, available now: 1 CPU, 2 GPU",
+        "node b: 4 CPU, available now: 4 CPU",
     ]
 
 
-def test_a_pool_has_workers_everywhere() -> None:
+def test_every_node_of_a_pool_has_workers() -> None:
     assert ResourcePool([2, 3]).world_size == 5
     assert ResourcePool([2, 3]).store == [2, 3]
     with pytest.raises(ResourceError, match=r"got \[2, 0\]"):

@@ -13,7 +13,7 @@ MAPPING = {Role.Actor: "training", Role.Critic: "training", Role.Rollout: "gener
 def test_roles_have_short_names() -> None:
     assert str(Role.RefPolicy) == "ref"
     assert Role.from_string("RM") is Role.RewardModel
-    with pytest.raises(ConfigError, match="no role is called 'judge'") as caught:
+    with pytest.raises(ConfigError, match="no role is named 'judge'") as caught:
         Role.from_string("judge")
     assert "actor_rollout" in caught.value.remedy
 
@@ -32,7 +32,7 @@ def test_a_role_has_a_pool_that_is_specified() -> None:
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 class TestOnACluster:
-    def test_roles_of_one_pool_share_its_seats(self) -> None:
+    def test_roles_of_one_pool_share_its_bundles(self) -> None:
         manager = ResourcePoolManager({"training": [1, 2], "generation": [2]}, MAPPING)
         manager.create_resource_pool()
         training = manager.get_resource_pool(Role.Actor)
@@ -45,21 +45,21 @@ class TestOnACluster:
         with pytest.raises(ResourceError) as caught:
             manager.create_resource_pool()
         lines = str(caught.value).splitlines()
-        assert lines[0].startswith("the cluster cannot hold the 2 pools together: no room for place 2")
-        assert lines[1] == "asked for: 9 CPU"
+        assert lines[0].startswith("the cluster cannot hold the 2 pools together: placement group 2 does not fit")
+        assert lines[1] == "requested: 9 CPU"
         assert lines[2].startswith("in total:  8 CPU")
         assert lines[3].startswith("node ")
         assert lines[-2:] == [
-            "pool training: [2, 1] seats of 2 CPU, for 2 groups",
-            "pool generation: [3] seats of 1 CPU",
+            "pool training: [2, 1] bundles of 2 CPU, for 2 groups",
+            "pool generation: [3] bundles of 1 CPU",
         ]
-        with pytest.raises(ResourceError, match="not made yet"):
+        with pytest.raises(ResourceError, match="not created yet"):
             manager.get_resource_pool(Role.Actor)
 
-    def test_a_seat_no_node_has_is_refused(self) -> None:
+    def test_a_bundle_that_fits_no_node_is_refused(self) -> None:
         manager = ResourcePoolManager({"training": [1]}, {Role.Actor: "training"}, use_gpu=True)
-        with pytest.raises(ResourceError, match=r"pool training: \[1\] seats of 1 CPU, 1 GPU"):
+        with pytest.raises(ResourceError, match=r"pool training: \[1\] bundles of 1 CPU, 1 GPU"):
             manager.create_resource_pool()
         manager = ResourcePoolManager({"a": [1]}, {"mine": "a"}, resources_per_worker={"TPU": 1})
-        with pytest.raises(ResourceError, match="asked for: 1 CPU, 1 TPU"):
+        with pytest.raises(ResourceError, match="requested: 1 CPU, 1 TPU"):
             manager.create_resource_pool()

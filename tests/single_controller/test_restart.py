@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import DispatchError, EngineError, WorkerDiedError, WorkerError
-from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Restart, Retry, Worker, WorkerGroup, register
+from asyncrl.errors import DispatchError, EngineError, WorkerDiedError
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Restart, Worker, WorkerGroup, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 
 TIMEOUT_S = 60.0
@@ -211,28 +211,15 @@ def test_a_call_is_sent_again_when_the_new_process_is_there_and_not_before(make:
     assert (tmp_path / "first.slow on both.1").stat().st_size == 2
 
 
-def test_failures_of_the_infrastructure_are_retried_and_no_others(make: MakeGroup) -> None:
-    group = make(name="first")
+def test_other_failures_are_not_repeated(make: MakeGroup, tmp_path: Path) -> None:
+    group = make(name="first", restart=Restart(scope="worker"))
     with pytest.raises(EngineError, match="for now"):
         group.flaky(1, EngineError).result(TIMEOUT_S)
-    # The second time it works; the third call fails again but is repeated.
-    quick = Retry(times=2, backoff_s=0.001)
-    assert group.flaky.options(retries=quick)(3, EngineError).result(TIMEOUT_S)[1] == 4
-    with pytest.raises(EngineError):
-        group.flaky.options(retries=quick)(100, EngineError).result(TIMEOUT_S)
-    with pytest.raises(WorkerError, match="KeyError"):
-        group.flaky.options(retries=quick)(1, KeyError).result(TIMEOUT_S)
-    with pytest.raises(DispatchError, match="not registered idempotent"):
-        group.about.options(retries=1)
+    assert (tmp_path / "first.EngineError.1").stat().st_size == 1
 
 
 def test_pauses_are_numbers_that_do_not_overflow() -> None:
-    for policy in (Retry, Restart):
-        with pytest.raises(DispatchError, match="backoff_s"):
-            policy(backoff_s=math.nan)
-    with pytest.raises(DispatchError, match="max_backoff_s"):
-        Retry(max_backoff_s=math.nan)
-    assert Retry(times=5000, backoff_s=0.0).pause_s(1024) == 0.0
-    assert Retry(times=5000, backoff_s=1.0, max_backoff_s=60.0).pause_s(4999) == 60.0
+    with pytest.raises(DispatchError, match="backoff_s"):
+        Restart(backoff_s=math.nan)
     assert Restart(max_restarts=5000, backoff_s=0.0).pause_s(4999) == 0.0
     assert Restart(backoff_s=0.5).pause_s(2) == 2.0

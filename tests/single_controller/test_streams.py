@@ -18,7 +18,7 @@ from asyncrl.errors import CheckpointError, DispatchError, WorkerDiedError, Work
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Execute, Worker, WorkerGroup, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.single_controller.restart import Restart
-from asyncrl.single_controller.streams import AHEAD, Stream, StreamItem
+from asyncrl.single_controller.streams import PREFETCH, Stream, StreamItem
 
 TIMEOUT_S = 30.0
 
@@ -128,6 +128,28 @@ def test_a_plain_generator_gets_its_rows_and_is_iterated_in_a_thread(group: Work
     assert len(group.progress().result(TIMEOUT_S)) == 2
 
 
+class FailsTwice(Worker):
+    """Rank 0 fails while rank 1 is paused, and the cleanup of rank 1 fails too."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def numbers(self) -> AsyncGenerator[int, None]:
+        try:
+            if self.rank == 0:
+                raise ValueError("the first error")
+            while True:
+                yield 1
+        finally:
+            if self.rank == 1:
+                raise KeyError("the second error")
+
+
+async def test_an_error_while_a_stream_is_closed_does_not_hide_the_first() -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(FailsTwice), world_size=2, loop="current") as group:
+        numbers = group.numbers()
+        with pytest.raises(WorkerError, match="ValueError on rank 0: the first error"):
+            [item async for item in numbers]
+
+
 async def test_one_rank_gives_plain_values(group: WorkerGroup) -> None:
     async with group.losses() as losses:
         assert [loss async for loss in losses] == [1.0, 0.5]
@@ -181,13 +203,13 @@ async def test_a_generator_stands_still_until_its_items_are_taken_and_is_closed_
     async with fresh.count(10_000) as stream:
         first = await anext(stream)
         assert first.value in (0, 1)
-        assert max(await fresh.progress()) <= 3 * AHEAD
+        assert max(await fresh.progress()) <= 3 * PREFETCH
     left = time.monotonic()
     done = await fresh.after_closing()
     assert time.monotonic() - left < TIMEOUT_S / 3
     for made, closings in done:
         assert closings == 1
-        assert made <= 4 * AHEAD
+        assert made <= 4 * PREFETCH
     assert len(await fresh.progress()) == 2
 
 
@@ -218,9 +240,9 @@ def test_a_stream_whose_loop_has_ended_does_not_hang() -> None:
 
     loop = asyncio.new_event_loop()
     group, stream = loop.run_until_complete(unfinished())
-    with pytest.raises(RuntimeError, match="is not running any more"):
+    with pytest.raises(RuntimeError, match="its event loop has ended"):
         next(stream)
-    with pytest.raises(RuntimeError, match="is not running any more"):
+    with pytest.raises(RuntimeError, match="its event loop has ended"):
         asyncio.run(anext(stream))
     loop.run_until_complete(group.aclose())
     loop.close()
@@ -241,12 +263,14 @@ async def test_the_streams_of_a_killed_worker_fail_as_its_calls_do(method: str) 
 
 async def test_what_came_before_a_death_is_given_first() -> None:
     async with LocalWorkerGroup(ClassWithInitArgs(Source), loop="current") as group:
-        stream = group.count(AHEAD + 1)
+        stream = group.count(PREFETCH + 1)
         assert (await anext(stream)).value == 0
         await group.progress()
         group.kill(0)
         await asyncio.sleep(0)
-        assert [(await anext(stream)).value for _ in range(AHEAD)] == [10 * number for number in range(1, AHEAD + 1)]
+        assert [(await anext(stream)).value for _ in range(PREFETCH)] == [
+            10 * number for number in range(1, PREFETCH + 1)
+        ]
         with pytest.raises(WorkerDiedError):
             await asyncio.wait_for(anext(stream), 5.0)
 
@@ -297,3 +321,22 @@ class Echo(Source):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def echo(self, batch: DataProto) -> DataProto:
         return batch
+
+
+async def test_a_stream_that_one_rank_cannot_open_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(Source), world_size=2, loop="current") as group:
+        open_stream = group._open_stream
+
+        def fails(rank: int, call: Any, sequence: int) -> Any:
+            if rank == 1:
+                group._skip(rank, sequence)
+                raise DispatchError("an argument cannot be pickled")
+            return open_stream(rank, call, sequence)
+
+        monkeypatch.setattr(group, "_open_stream", fails)
+        with pytest.raises(DispatchError, match="cannot be pickled"):
+            async for _ in group.count(3):
+                pass
+        assert not group._streams
+        monkeypatch.undo()
+        assert len([item async for item in group.count(3)]) == 6, "the workers do not wait for the call before"

@@ -1,6 +1,6 @@
 """A program as one writes it for verl's single controller: only its imports are ours.
 
-It takes everything from ``asyncrl.verl``, calls and waits as verl does, and is checked with numbers worked by hand.
+It takes everything from ``asyncrl.compat.verl``, calls and waits as verl does, and is checked with hand-worked numbers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from asyncrl.errors import ResourceError
-from asyncrl.single_controller.local import LocalWorkerGroup
-from asyncrl.verl import (
+from asyncrl.compat.verl import (
     ClassWithInitArgs,
     DataProto,
     DataProtoFuture,
@@ -43,6 +41,8 @@ from asyncrl.verl import (
     unpad_dataproto,
     update_dispatch_mode,
 )
+from asyncrl.errors import ResourceError
+from asyncrl.single_controller.local import LocalWorkerGroup
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster", "by_value")]
 
@@ -236,7 +236,7 @@ def test_calls_in_every_way() -> None:
     assert group.execute_with_func_generator(count_columns, batch).batch["width"].tolist() == [5] * 8
     group.start_worker_aliveness_check()
 
-    # Parts of the pool share its seats.
+    # Parts of the pool share its bundles.
     parts = [RayWorkerGroup(part, made) for part in split_resource_pool(pool, split_size=1)]
     assert [part.world_size for part in parts] == [1, 1]
     assert [part.all_to_all(7) for part in parts] == [[7], [7]]
@@ -279,7 +279,7 @@ def test_fused_roles() -> None:
     group.fuse(classes.keys())
     assert group.critic.compute_values(DataProto.from_dict({"responses": torch.ones(2, 2)})).batch["values"].sum() == 2
     assert group.actor.all_to_all(1) == [1]
-    with pytest.raises(ResourceError, match=r"make .* detached too"):
+    with pytest.raises(ResourceError, match=r"needs detached=True"):
         RayWorkerGroup(pool, classes["actor"], name_prefix="actor", detached=True)
     with pytest.raises(ResourceError, match="not supported"):
         RayWorkerGroup(pool, classes["actor"], unheard_of=1)

@@ -21,14 +21,7 @@ from hypothesis import strategies as st
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.plan import Header
-from asyncrl.errors import (
-    CheckpointError,
-    DeadlineError,
-    DispatchError,
-    InfrastructureError,
-    SchemaError,
-    WorkerError,
-)
+from asyncrl.errors import CheckpointError, DeadlineError, DispatchError, InfrastructureError, SchemaError, WorkerError
 from asyncrl.single_controller import Dispatch, Execute, Worker, WorkerGroup, register
 
 TIMEOUT_S = 30.0
@@ -286,7 +279,7 @@ def test_fewer_rows_than_ranks(group: WorkerGroup) -> None:
 
 
 def test_padding_that_cannot_be_taken_off_is_an_error(group: WorkerGroup) -> None:
-    with pytest.raises(DispatchError, match="given 2 rows of which 1 were padding, and returned 1"):
+    with pytest.raises(DispatchError, match="got 2 rows of which 1 were padding, and returned 1"):
         group.first_row(batch(3)).result(TIMEOUT_S)
     assert column(group.unpadded(batch(3)).result(TIMEOUT_S)) == [0, 2]
 
@@ -382,8 +375,8 @@ def test_a_header_tells_rows_columns_and_meta_info(group: WorkerGroup) -> None:
 
 
 def test_a_future_goes_from_group_to_group(group: WorkerGroup, other: WorkerGroup) -> None:
-    doubled = group.double(batch(5))
-    both = DataProtoFuture.concat([doubled.slice(3, 5), doubled.slice(0, 2), batch(1, start=50)])
+    backoff = group.double(batch(5))
+    both = DataProtoFuture.concat([backoff.slice(3, 5), backoff.slice(0, 2), batch(1, start=50)])
     assert column(other.double(both.select(meta_info_keys=[]), times=10).result(TIMEOUT_S)) == [60, 80, 0, 20, 500]
 
 
@@ -511,7 +504,7 @@ def test_result_on_the_controller_loop_says_what_to_do(group: WorkerGroup) -> No
 
 def test_a_result_that_takes_too_long_leaves_the_call_going(group: WorkerGroup) -> None:
     future = group.wait_for("slow")
-    with pytest.raises(DeadlineError, match="it goes on") as caught:
+    with pytest.raises(DeadlineError, match="the call continues") as caught:
         future.result(timeout=0.01)
     assert caught.value.waiting_for == "bench.wait_for"
     group.open("slow").result(TIMEOUT_S)
@@ -658,9 +651,9 @@ def test_a_failure_that_nobody_looks_at_is_logged_once(group: WorkerGroup, caplo
         # The controller loop lets go of the finished task a moment later.
         group.ranks().result(TIMEOUT_S)
         gc.collect()
-    lines = [record.getMessage() for record in caplog.records if "nobody looked" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "never retrieved" in record.getMessage()]
     assert len(lines) == 1
-    assert lines[0].startswith("bench.fail_batch failed and nobody looked: WorkerError")
+    assert lines[0].startswith("bench.fail_batch failed, its error was never retrieved: WorkerError")
 
 
 class Unborn(Worker):
@@ -706,7 +699,7 @@ async def test_shutting_down_closes_workers_and_ends_calls(
     async with group:
         call = group.forever()
     assert (tmp_path / "rank0").read_text() == "closed"
-    with pytest.raises(InfrastructureError, match=r"closing was shut down while closing\.forever was going on"):
+    with pytest.raises(InfrastructureError, match=r"closing was shut down before closing\.forever finished"):
         await call
     with pytest.raises(InfrastructureError, match="closing is closed"):
         group.forever()

@@ -6,7 +6,7 @@ from asyncrl.telemetry import open_log
 
 
 def test_our_records_from_info_up_and_others_from_warning_up(tmp_path):
-    ours, theirs = logging.getLogger("asyncrl.pipeline.x"), logging.getLogger("somebody.else")
+    ours, theirs = logging.getLogger("asyncrl.trainer.x"), logging.getLogger("somebody.else")
     path = tmp_path / "driver.log"
     with open_log(path):
         ours.debug("too fine")
@@ -19,7 +19,7 @@ def test_our_records_from_info_up_and_others_from_warning_up(tmp_path):
             ours.exception("it broke")
     ours.info("afterwards")
     text = path.read_text()
-    assert "INFO    asyncrl.pipeline.x: step 3\n" in text
+    assert "INFO    asyncrl.trainer.x: step 3\n" in text
     assert "WARNING somebody.else: careful\n" in text
     assert "KeyError: 'x'" in text
     for absent in ("too fine", "chatter", "afterwards"):

@@ -4,7 +4,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.telemetry import Occupancy, overlap_share
+from asyncrl.telemetry import Occupancy
+
+
+def overlap_share(spans, stages=None):
+    """The share of the time in which two or more stages of finished spans ``(stage, start_s, end_s)`` were busy."""
+    # At one moment begins come before ends, so that spans that touch count as one stretch of their stage.
+    edges = sorted(
+        edge for stage, start_s, end_s in spans for edge in ((float(start_s), 0, stage), (float(end_s), 1, stage))
+    )
+    occupancy = Occupancy()
+    for at_s, kind, stage in edges:
+        (occupancy.end if kind else occupancy.begin)(stage, at_s)
+    return occupancy.overlap_share(stages, now_s=edges[-1][0] if edges else 0.0)
 
 
 @pytest.mark.parametrize(

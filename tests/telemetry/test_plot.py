@@ -26,11 +26,12 @@ def run(tmp_path):
                     clock.now_s += 0.5
                 with timeline.span("train", f"step {step}"):
                     clock.now_s += 1.0
-            timeline.counter("groups", ready=step % 3, pending=4)
-            run.log_metrics({"reward_mean": step / 10}, step=step, version=step)
+            queue = {"groups_ready": step % 3, "groups_pending": 4}
+            staleness = {"staleness/0": 3.0, "staleness/1": 1.0}
+            run.log_metrics({"reward_mean": step / 10, **queue, **staleness}, step=step, version=step)
         run.log_metrics({"eval/success": 0.75}, step=8, version=8)
         timeline.save(run.timeline_path)
-        run.write_summary({"steps": 8, "max_staleness": 1, "staleness": {"histogram": {"0": 3, "1": 1}}})
+        run.write_summary({"steps": 8, "max_staleness": 1})
     return run.path
 
 

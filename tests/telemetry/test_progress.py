@@ -5,13 +5,7 @@ import re
 
 import pytest
 
-from asyncrl.telemetry.progress import (
-    PlainProgress,
-    RichProgress,
-    SilentProgress,
-    format_value,
-    make_progress,
-)
+from asyncrl.telemetry.progress import PlainProgress, RichProgress, SilentProgress, format_value, make_progress
 
 
 class Terminal(io.StringIO):

@@ -1,8 +1,6 @@
 """The last words of a run."""
 
-import io
-
-from asyncrl.telemetry import print_report, report_text
+from asyncrl.telemetry import report_text
 
 SUMMARY = {
     "success_before": 0.125,
@@ -58,15 +56,3 @@ def test_what_is_not_known_is_not_invented():
     assert report_text({}) == ""
     assert "held-out success  unknown -> 0.500" in report_text({"success_before": None, "success_after": 0.5})
     assert "held-out" not in report_text({"success_before": None, "success_after": None, "steps": 1})
-
-
-def test_a_terminal_gets_a_table():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    plain, terminal = io.StringIO(), Terminal()
-    print_report(SUMMARY, file=plain)
-    print_report(SUMMARY, file=terminal)
-    assert plain.getvalue() == report_text(SUMMARY) + "\n"
-    assert "0.125 -> 0.750" in terminal.getvalue()

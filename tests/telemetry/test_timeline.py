@@ -58,7 +58,7 @@ async def test_tasks_side_by_side(timeline, clock):
     gate = asyncio.Event()
 
     async def work(stage):
-        async with timeline.span(stage, "work"):
+        with timeline.span(stage, "work"):
             await gate.wait()
 
     async with asyncio.TaskGroup() as tasks:
@@ -74,14 +74,6 @@ def test_a_failure_closes_its_span_and_is_named(timeline):
     with pytest.raises(KeyError), timeline.span("train", "step"):
         raise KeyError("x")
     assert timeline.events[0].args == {"error": "KeyError"}
-
-
-def test_a_span_is_entered_once(timeline):
-    span = timeline.span("a", "b")
-    with span:
-        pass
-    with pytest.raises(RuntimeError, match="entered before"), span:
-        pass
 
 
 def test_threads_lose_nothing():
@@ -107,7 +99,6 @@ def test_memory_is_bounded_and_sums_stay_exact(clock):
         with timeline.span("a", str(number)):
             clock.now_s += 1
     assert [event.name for event in timeline.events] == [str(number) for number in range(90, 100)]
-    assert timeline.dropped_events == 90
     assert timeline.busy_s("a") == 100
 
 
@@ -117,7 +108,6 @@ def test_the_saved_trace(timeline, clock, tmp_path):
     with timeline.wait("train", "rollouts"):
         clock.now_s += 0.25
     timeline.counter("groups", ready=3, broken=float("nan"))
-    timeline.instant("train", "published", version=2)
     timeline.save(tmp_path / "timeline.json")
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
@@ -131,9 +121,6 @@ def test_the_saved_trace(timeline, clock, tmp_path):
     ]
     counter = next(event for event in trace["traceEvents"] if event["ph"] == "C")
     assert (counter["name"], counter["ts"], counter["args"]) == ("groups", 1_750_000, {"ready": 3, "broken": None})
-    instant = next(event for event in trace["traceEvents"] if event["ph"] == "i")
-    assert (rows[instant["tid"]], instant["args"]) == ("train", {"version": 2})
-    assert trace["otherData"] == {"dropped_events": 0}
 
 
 def test_lanes_hold_what_follows_or_encloses():

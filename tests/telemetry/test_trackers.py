@@ -150,7 +150,7 @@ def test_no_trackers_no_thread():
 def test_a_missing_package_is_told_with_its_fix(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError) as caught:
-        open_trackers(["asyncrl.telemetry.wandb_tracker:WandbTracker"], tmp_path, name="x", config={})
+        open_trackers(["asyncrl.telemetry.trackers:WandbTracker"], tmp_path, name="x", config={})
     assert "pip install 'wandb" in caught.value.remedy
     assert caught.value.path == "telemetry.trackers"
 
@@ -180,7 +180,7 @@ def test_tensorboard_really(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracked("asyncrl.telemetry.tensorboard_tracker:TensorBoardTracker", tmp_path / "mine-1")
+    tracked("asyncrl.telemetry.trackers:TensorBoardTracker", tmp_path / "mine-1")
     events = EventAccumulator(str(tmp_path / "mine-1" / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
@@ -193,7 +193,7 @@ def test_wandb_really_without_a_network(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    tracked("asyncrl.telemetry.wandb_tracker:WandbTracker", tmp_path / "mine-1")
+    tracked("asyncrl.telemetry.trackers:WandbTracker", tmp_path / "mine-1")
     (kept,) = (tmp_path / "mine-1" / "wandb").glob("offline-run-*/*.wandb")
     content = kept.read_bytes()
     for text in (b"eval/success", b"trainer/step", b"trajectory"):
@@ -211,7 +211,7 @@ def test_trackio_really(tmp_path, monkeypatch, capsys):
         for name in ("TRACKIO_DIR", "MEDIA_DIR"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, tmp_path / "kept")
-    tracked("asyncrl.telemetry.trackio_tracker:TrackioTracker", tmp_path / "mine-1")
+    tracked("asyncrl.telemetry.trackers:TrackioTracker", tmp_path / "mine-1")
     assert capsys.readouterr().out == ""
     (file,) = (tmp_path / "kept").glob("*.db")
     with sqlite3.connect(file) as database:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.telemetry.trajectory_text import trajectory_text
+from asyncrl.telemetry.report import trajectory_text
 
 RECORD = {
     "step": 3,
-    "slot": 7,
+    "group_id": 7,
     "task": {"ground_truth": "4"},
     "text": "<|user|>2+2\n<|assistant|>4<|end|>\n",
     "reward": 1.0,
@@ -24,7 +24,7 @@ RECORD = {
 
 def test_a_line_about_it_and_the_conversation_as_it_went():
     assert trajectory_text(RECORD).split("\n") == [
-        "step 3, slot 7: reward 1 (math 1, format 0.5), done, weight version 1 to 2",
+        "step 3, group_id 7: reward 1 (math 1, format 0.5), done, weight version 1 to 2",
         "expected: 4",
         "<|user|>2+2",
         "<|assistant|>4<|end|>",

@@ -1,4 +1,4 @@
-"""Functions as rewards: what they are given, what becomes of their failures, and that nothing stays behind."""
+"""Functions as rewards: their arguments, their failures, and the end of their processes."""
 
 import asyncio
 import os
@@ -21,8 +21,8 @@ from blockbuster import blockbuster_ctx
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError, SchemaError
 from asyncrl.interfaces import RewardModel
-from asyncrl.rewards.scoring_process import ScoringProcess
-from engines.reward.function_reward import FunctionReward
+from asyncrl.rewards.scoring import ScoringProcess
+from engines.reward.function import FunctionReward
 
 Module = Callable[[str], str]
 
@@ -57,7 +57,7 @@ def batch(answers: list[str], **columns: Any) -> DataProto:
         tensors={
             "input_ids": [torch.tensor(row) for row in rows],
             "weight_versions": [torch.tensor(row, dtype=torch.int32) for row in versions],
-            "slot": torch.full((len(rows),), 40),
+            "group_id": torch.full((len(rows),), 40),
             "row": torch.arange(len(rows)),
         },
         non_tensors={"task": [{"answer": answer.upper()} for answer in answers], **columns},
@@ -73,7 +73,7 @@ async def scores(reward: FunctionReward, rows: DataProto) -> list[float]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a thread of ``pid`` runs; a zombie nobody has reaped yet does not."""
+    """Whether a thread of ``pid`` runs; an unreaped zombie does not."""
     try:
         states = [
             (thread / "stat").read_text().rpartition(")")[2].split()[0]
@@ -92,7 +92,7 @@ async def gone(pid: int) -> bool:
     return not alive(pid)
 
 
-async def test_a_function_gets_what_it_names(module: Module) -> None:
+async def test_parameter_names_select_the_arguments(module: Module) -> None:
     name = module(
         """
         def reward(token_ids, task, level=0):
@@ -106,7 +106,7 @@ async def test_a_function_gets_what_it_names(module: Module) -> None:
         assert await scores(reward, batch(["ab", "c"], level=[1, 2])) == [1199.5, 2103.0]
 
 
-async def test_other_columns_come_by_keyword_if_the_function_takes_any(module: Module) -> None:
+async def test_a_function_with_keywords_receives_all_columns(module: Module) -> None:
     name = module(
         """
         def reward(**columns):
@@ -182,8 +182,8 @@ NO_NUMBER = [
     ("return None", "returned None of type NoneType"),
     ("return '1.0'", "returned '1.0' of type str"),
     ("return [1.0]", r"returned \[1.0\] of type list"),
-    ("return float('nan')", "returned nan, which is no finite float32"),
-    ("return -1e300", "returned -1e\\+300, which is no finite float32"),
+    ("return float('nan')", "returned nan, which is not a finite float32"),
+    ("return -1e300", "returned -1e\\+300, which is not a finite float32"),
 ]
 END_OF_PROCESS = [
     ("raise SystemExit(3)", "raised\n.*SystemExit: 3"),
@@ -211,7 +211,9 @@ async def test_a_failure_is_an_error_that_names_row_and_function(
         """
     )
     async with rewarding(function=f"{name}:reward") as reward:
-        with pytest.raises(RewardError, match=rf"(?s)row 1 \(slot 40, row 1 of its group\): {name}:reward {message}"):
+        with pytest.raises(
+            RewardError, match=rf"(?s)row 1 \(group_id 40, row 1 of its group\): {name}:reward {message}"
+        ):
             await reward.score(batch(["a", "x", "b"]))
         assert await scores(reward, batch(["a", "b"])) == [1.0, 1.0]  # the next batch is none the worse
 
@@ -274,7 +276,6 @@ async def test_the_event_loop_is_never_blocked(module: Module) -> None:
 
 
 def test_uvloop_drives_it_too(module: Module) -> None:
-    import uvloop
 
     name = module(
         """
@@ -317,7 +318,7 @@ async def test_cancelling_ends_the_call_and_its_process(module: Module, tmp_path
         assert await gone(pid)
 
 
-async def test_closing_ends_what_runs_and_leaves_no_process(module: Module, tmp_path: Path) -> None:
+async def test_close_ends_running_calls_and_processes(module: Module, tmp_path: Path) -> None:
     fifo = tmp_path / "started"
     os.mkfifo(fifo)
     name = module(
@@ -337,16 +338,18 @@ async def test_closing_ends_what_runs_and_leaves_no_process(module: Module, tmp_
         await scoring
     assert not alive(pid)
     await reward.close()
-    with pytest.raises(RewardError, match="after it was closed"):
+    with pytest.raises(RewardError, match="after close"):
         await reward.score(batch(["a"]))
 
 
-async def test_a_process_that_dies_between_two_calls_is_replaced(module: Module) -> None:
+async def test_a_process_that_dies_between_two_calls_is_replaced(
+    module: Module, caplog: pytest.LogCaptureFixture
+) -> None:
     name = module(
         """
         import os
         def reward(token_ids):
-            return os.getpid()
+            return os.getppid()  # of the process that waits for this one
         """
     )
     async with rewarding(function=f"{name}:reward") as reward:
@@ -355,6 +358,7 @@ async def test_a_process_that_dies_between_two_calls_is_replaced(module: Module)
         assert await gone(int(first))
         (second,) = await scores(reward, batch(["a"]))
         assert second != first
+    assert f"scoring process {first:.0f} of {name}:reward died between two calls (by SIGKILL)" in caplog.text
 
 
 @asynccontextmanager
@@ -372,14 +376,14 @@ async def listening(fifo: Path) -> AsyncIterator[asyncio.StreamReader]:
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_the_death_of_an_idle_process_is_told_when_it_happens(
+def test_the_death_of_an_idle_process_is_logged_when_it_happens(
     module: Module, caplog: pytest.LogCaptureFixture, loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     name = module(
         """
         import os
         def reward(token_ids):
-            return os.getpid()
+            return os.getppid()  # of the process that waits for this one
         """
     )
 
@@ -389,7 +393,7 @@ def test_the_death_of_an_idle_process_is_told_when_it_happens(
                 (idle,) = await scores(reward, batch(["a"]))
                 os.kill(int(idle), signal.SIGKILL)
                 async with asyncio.timeout(10):
-                    while f"scoring process {idle:.0f} of {name}:reward has died between two calls" not in caplog.text:
+                    while f"scoring process {idle:.0f} of {name}:reward died between two calls" not in caplog.text:
                         await asyncio.sleep(0.01)
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -397,48 +401,115 @@ def test_the_death_of_an_idle_process_is_told_when_it_happens(
 
 
 def one_that_waits_to_be_killed(fifo: Path, armed: Path) -> str:
-    """A function that, as long as there is a file ``armed``, tells its process through ``fifo`` and does not return."""
+    """A function that, as long as there is a file ``armed``, writes its parent's id to ``fifo`` and does not return."""
     return f"""
         import os, pathlib, time
         def reward(token_ids):
             if pathlib.Path({str(armed)!r}).exists():
                 with open({str(fifo)!r}, "w") as file:
-                    file.write(f"{{os.getpid()}}\\n")
+                    file.write(f"{{os.getppid()}}\\n")
                 time.sleep(600)
             return 2.0
         """
 
 
-async def test_a_call_whose_process_is_killed_is_made_again(
+async def test_a_call_whose_process_is_killed_is_repeated(
     module: Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fifo, armed = tmp_path / "started", tmp_path / "armed"
     armed.touch()
     name = module(one_that_waits_to_be_killed(fifo, armed))
-    async with listening(fifo) as told, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+    async with listening(fifo) as started, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
         scoring = asyncio.ensure_future(scores(reward, batch(["a", "b"])))
-        killed = [int(await told.readline())]
+        killed = [int(await started.readline())]
         os.kill(killed[0], signal.SIGKILL)
-        killed.append(int(await told.readline()))
+        killed.append(int(await started.readline()))
         armed.unlink()
         os.kill(killed[1], signal.SIGKILL)
         assert await scoring == [2.0, 2.0]
     assert len(set(killed)) == 2
     for number, pid in enumerate(killed, 1):
-        died = f"scoring process {pid} of {name}:reward has died in the middle of a call (by SIGKILL; death {number})"
+        died = f"scoring process {pid} of {name}:reward died during a call (by SIGKILL; death {number})"
         assert died in caplog.text
 
 
-async def test_the_third_process_killed_under_one_call_is_the_functions_doing(module: Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["deadline", "answer"])
+async def test_a_daemon_of_a_function_ends_with_its_process(module: Module, tmp_path: Path, how: str) -> None:
+    name = module(
+        f"""
+        import os, pathlib, time
+        def reward(token_ids):
+            reading, writing = os.pipe()
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.write(writing, str(os.getpid()).encode())
+                    time.sleep(600)
+                os._exit(0)
+            pathlib.Path({str(tmp_path / "pid")!r}).write_bytes(os.read(reading, 20))
+            if {how == "deadline"}:
+                time.sleep(600)
+            return 1.0
+        """
+    )
+    async with rewarding(function=f"{name}:reward", deadline_s=1.0) as reward:
+        if how == "deadline":
+            with pytest.raises(RewardError, match="took longer"):
+                await reward.score(batch(["a"]))
+        else:
+            assert await scores(reward, batch(["a"])) == [1.0]
+    assert await gone(int((tmp_path / "pid").read_text()))
+
+
+FORGED = [
+    b'{"value": 99.0}',
+    b'{"value": 99.0, "to": ""}',
+    b'{"ready": true}',
+    b'{"error": 7}',
+    b'{"value": "1"}',
+    b'{"value": {"score": null}}',
+    b"[]",
+    b"null",
+    b"not json",
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b"",
+]
+
+
+@pytest.mark.parametrize("forged", [*FORGED, None], ids=range(len(FORGED) + 1))
+async def test_what_a_function_writes_to_its_socket_is_no_reward(module: Module, forged: bytes | None) -> None:
+    frame = b"\xff\xff\xff\xff" if forged is None else len(forged).to_bytes(4, "big") + forged
+    name = module(
+        f"""
+        import os, stat, time
+        def reward(token_ids):
+            if token_ids[0] == ord("x"):
+                for handle in map(int, os.listdir("/proc/self/fd")):
+                    try:
+                        if stat.S_ISSOCK(os.fstat(handle).st_mode):
+                            os.write(handle, {frame!r})
+                    except OSError:
+                        pass
+            return 1.0
+        """
+    )
+    async with rewarding(function=f"{name}:reward", deadline_s=5.0) as reward:
+        with pytest.raises(RewardError, match="wrote to the socket of its replies"):
+            await reward.score(batch(["x"]))
+        assert await scores(reward, batch(["a", "b"])) == [1.0, 1.0]
+
+
+async def test_a_call_fails_when_its_third_process_is_killed(module: Module, tmp_path: Path) -> None:
     fifo, armed = tmp_path / "started", tmp_path / "armed"
     armed.touch()
     name = module(one_that_waits_to_be_killed(fifo, armed))
-    async with listening(fifo) as told, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+    async with listening(fifo) as started, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
         scoring = asyncio.ensure_future(reward.score(batch(["a"])))
         for _ in range(3):
-            os.kill(int(await told.readline()), signal.SIGKILL)
+            os.kill(int(await started.readline()), signal.SIGKILL)
         with pytest.raises(
-            RewardError, match=r"by SIGKILL: 3 have died .* \(by SIGKILL, by SIGKILL, by SIGKILL\)"
+            RewardError, match=r"by SIGKILL: 3 processes died .* \(by SIGKILL, by SIGKILL, by SIGKILL\)"
         ) as caught:
             await scoring
         assert caught.value.how == "died"
@@ -449,7 +520,7 @@ async def test_the_third_process_killed_under_one_call_is_the_functions_doing(mo
 @pytest.mark.parametrize(
     ("body", "times"), [("os.kill(os.getpid(), 11)", 3), ("os._exit(7)", 1)], ids=["segfault", "exit"]
 )
-async def test_a_function_that_ends_its_process_is_not_asked_for_ever(
+async def test_a_function_that_ends_its_process_is_not_retried_forever(
     module: Module, tmp_path: Path, body: str, times: int
 ) -> None:
     asked = tmp_path / "asked"
@@ -482,10 +553,10 @@ async def test_a_process_that_is_killed_while_it_imports_is_replaced(module: Mod
             return 2.0
         """
     )
-    async with listening(fifo) as told, rewarding(function=f"{name}:reward") as reward:
+    async with listening(fifo) as started, rewarding(function=f"{name}:reward") as reward:
         armed.touch()
         scoring = asyncio.ensure_future(scores(reward, batch(["a"])))
-        pid = int(await told.readline())
+        pid = int(await started.readline())
         armed.unlink()
         os.kill(pid, signal.SIGKILL)
         assert await scoring == [2.0]
@@ -507,9 +578,9 @@ async def test_a_child_that_outlives_a_killed_process_does_not_hide_its_death(mo
             time.sleep(600)
         """
     )
-    async with listening(fifo) as told, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+    async with listening(fifo) as started, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
         scoring = asyncio.ensure_future(scores(reward, batch(["a"])))
-        pid, child = map(int, (await told.readline()).split())
+        pid, child = map(int, (await started.readline()).split())
         armed.unlink()
         os.kill(pid, signal.SIGKILL)
         assert await scoring == [2.0]
@@ -559,7 +630,7 @@ async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_pat
         f"""
         import asyncio, sys
         sys.path.insert(0, {str(tmp_path)!r})
-        from asyncrl.rewards.scoring_process import ScoringProcess
+        from asyncrl.rewards.scoring import ScoringProcess
         asyncio.run(ScoringProcess("{name}:reward", start_deadline_s=60).call({{"task": 1}}, deadline_s=600))
         """
     )
@@ -623,7 +694,7 @@ async def test_an_async_function_is_cancelled_at_its_deadline(module: Module) ->
 async def test_a_required_column_that_is_missing_is_named(module: Module) -> None:
     name = module("def reward(ground_truth, token_ids): return 1.0")
     async with rewarding(function=f"{name}:reward") as reward:
-        with pytest.raises(SchemaError, match=r"requires ground_truth, which the batch has not: .* are task"):
+        with pytest.raises(SchemaError, match=r"requires ground_truth, which the batch lacks: .* are task"):
             await reward.score(batch(["a"]))
 
 
@@ -633,7 +704,7 @@ async def test_no_rows_need_no_process(module: Module) -> None:
         assert await scores(reward, batch(["a"]).select_idxs([])) == []
 
 
-async def test_a_module_that_cannot_be_imported_there_is_told(module: Module) -> None:
+async def test_a_module_that_fails_to_import_in_the_process_raises(module: Module) -> None:
     name = module(
         """
         import sys
@@ -662,7 +733,7 @@ def test_wrong_arguments_are_refused_at_once(module: Module) -> None:
         ({"function": "no_such_module_here:reward"}, "no_such_module_here"),
         ({"function": f"{name}:god"}, "did you mean good"),
         ({"function": f"{name}:number"}, "is a int, not a function"),
-        ({"function": f"{name}:texts"}, "wants the text 'completion'"),
+        ({"function": f"{name}:texts"}, "takes the text 'completion'"),
         ({"function": f"{name}:positional"}, "positional-only"),
         ({"function": f"{name}:good", "processes": 0}, "processes is 0"),
         ({"function": f"{name}:good", "deadline_s": 0}, "deadline_s is 0"),

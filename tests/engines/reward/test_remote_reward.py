@@ -1,4 +1,4 @@
-"""Rewards over HTTP: what is asked, what is sent again, and what is an error."""
+"""Rewards over HTTP: requests, retries and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp import web
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.interfaces import RewardModel
-from engines.reward.remote_reward import RemoteReward
+from engines.reward.remote import RemoteReward
 
 Answer = Callable[[list[dict[str, Any]]], Awaitable[web.Response]]
 
@@ -53,7 +53,7 @@ async def right(rows: list[dict[str, Any]]) -> web.Response:
     return web.json_response({"rewards": [row["task"]["answer"] / 2 for row in rows]})
 
 
-async def test_rows_are_asked_about_in_parts_and_answered_in_their_order() -> None:
+async def test_rows_are_sent_in_parts_and_scored_in_their_order() -> None:
     sizes: list[int] = []
 
     async def answer(rows: list[dict[str, Any]]) -> web.Response:
@@ -65,11 +65,11 @@ async def test_rows_are_asked_about_in_parts_and_answered_in_their_order() -> No
         part: RewardModel = reward
         assert (await part.score(batch(7))).batch["rewards"].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
     assert sorted(sizes) == [1, 3, 3]
-    with pytest.raises(RewardError, match="after it was closed"):
+    with pytest.raises(RewardError, match="after close"):
         await reward.score(batch(1))
 
 
-async def test_a_server_that_stumbles_is_asked_again() -> None:
+async def test_transient_failures_are_retried() -> None:
     times = 0
 
     async def answer(rows: list[dict[str, Any]]) -> web.Response:
@@ -82,28 +82,28 @@ async def test_a_server_that_stumbles_is_asked_again() -> None:
     assert times == 3
 
 
-async def test_objects_of_arrays_are_sent_as_what_they_are() -> None:
+async def test_numpy_objects_are_sent_as_json() -> None:
     async def answer(rows: list[dict[str, Any]]) -> web.Response:
         assert [row["info"] for row in rows] == [{"count": 3, "scores": [0.5, 1.5]}]
         return web.json_response({"rewards": [2.0]})
 
     async with asking(answer) as reward:
-        told = {"count": np.int64(3), "scores": np.array([0.5, 1.5])}
-        rows = DataProto.from_dict(tensors={"rewards": torch.zeros(1)}, non_tensors={"info": [told]})
+        message = {"count": np.int64(3), "scores": np.array([0.5, 1.5])}
+        rows = DataProto.from_dict(tensors={"rewards": torch.zeros(1)}, non_tensors={"info": [message]})
         assert (await reward.score(rows)).batch["rewards"].tolist() == [2.0]
 
 
-async def test_one_that_never_gets_up_is_an_error_and_no_number() -> None:
+async def test_a_server_that_keeps_failing_raises() -> None:
     async def answer(rows: list[dict[str, Any]]) -> web.Response:
         return web.Response(status=500, text="out of memory")
 
     async with asking(answer, deadline_s=0.25) as reward:
-        with pytest.raises(RewardError, match=r"no answer within 0\.25 s; last: status 500: out of memory") as caught:
+        with pytest.raises(RewardError, match=r"no answer within 0\.25 s; last attempt: status 500") as caught:
             await reward.score(batch(1))
     assert caught.value.how == "deadline"
 
 
-async def test_one_that_hangs_passes_its_deadline() -> None:
+async def test_a_server_that_hangs_raises_at_the_deadline() -> None:
     async def answer(rows: list[dict[str, Any]]) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError
@@ -116,16 +116,16 @@ async def test_one_that_hangs_passes_its_deadline() -> None:
 @pytest.mark.parametrize(
     ("response", "what"),
     [
-        (web.Response, "answered what is no JSON"),
+        (web.Response, "must answer JSON"),
         (lambda: web.json_response({"rewards": [1.0]}), "of 2 numbers"),
         (lambda: web.json_response([1.0, 2.0]), "of 2 numbers"),
         (lambda: web.json_response({"rewards": [1.0, "2"]}), "gave row 1 the reward '2'"),
         (lambda: web.json_response({"rewards": [True, 1.0]}), "gave row 0 the reward True"),
-        (lambda: web.Response(text='{"rewards": [1.0, NaN]}'), "which is no finite number"),
+        (lambda: web.Response(text='{"rewards": [1.0, NaN]}'), "not a finite number"),
         (lambda: web.Response(status=404, text="where?"), "refused a request with status 404: where"),
     ],
 )
-async def test_an_answer_that_is_none_is_an_error_at_once(response: Callable[[], web.Response], what: str) -> None:
+async def test_an_invalid_answer_raises_at_once(response: Callable[[], web.Response], what: str) -> None:
     times = 0
 
     async def answer(rows: list[dict[str, Any]]) -> web.Response:
@@ -139,9 +139,9 @@ async def test_an_answer_that_is_none_is_an_error_at_once(response: Callable[[],
     assert times == 1
 
 
-async def test_nobody_there_is_told() -> None:
+async def test_an_unreachable_server_raises_at_the_deadline() -> None:
     reward = RemoteReward(url="http://127.0.0.1:9/", deadline_s=0.15)
-    with pytest.raises(RewardError, match=r"no answer within 0\.15 s; last: ClientConnectorError"):
+    with pytest.raises(RewardError, match=r"no answer within 0\.15 s; last attempt: ClientConnectorError"):
         await reward.score(batch(1))
     await reward.close()
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from asyncrl.interfaces import Generation, GenerationRequest, SamplingParams
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.logits import LogitRules
+from engines.rollout.transformers.engine import TransformersEngine
 
 VOCABULARY = 67
 CONTEXT = 256
@@ -96,6 +97,36 @@ def log_prob_of(logits: Sequence[float], token: int, sampling: SamplingParams) -
     return weights[token] - top - math.log(math.fsum(math.exp(value - top) for value in weights.values()))
 
 
+def changed_logits(logits: Sequence[float], prompt: list[int], sampled: list[int], how: LogitRules) -> list[float]:
+    """Plain Python, a token at a time: what a request makes of the logits of the token after ``sampled``."""
+    sampling, values = how.sampling, list(logits)
+    for token in range(len(values)):
+        value = values[token] + dict(sampling.logit_bias).get(token, 0.0)
+        if token in prompt + sampled:
+            value = value / sampling.repetition_penalty if value > 0 else value * sampling.repetition_penalty
+        value -= sampling.frequency_penalty * sampled.count(token) + sampling.presence_penalty * (token in sampled)
+        if sampling.allowed_token_ids and token not in sampling.allowed_token_ids:
+            value = -math.inf
+        for word in how.bad_words:
+            begun = sampled[len(sampled) - len(word) + 1 :] if len(word) <= len(sampled) + 1 else None
+            if word[-1] == token and begun == word[:-1]:
+                value = -math.inf
+        if token in how.end_token_ids and len(sampled) < sampling.min_tokens:
+            value = -math.inf
+        values[token] = value
+    if sampling.min_p and sampling.temperature and max(values) > -math.inf:
+        weights = [math.exp((value - max(values)) / sampling.temperature) for value in values]
+        values = [
+            value if weight >= sampling.min_p else -math.inf for value, weight in zip(values, weights, strict=True)
+        ]
+    return values
+
+
+@pytest.fixture(scope="session")
+def plain_logits() -> Callable[..., list[float]]:
+    return changed_logits
+
+
 @pytest.fixture(scope="session")
 def plain_log_probs() -> Callable[..., list[float]]:
     """Log-probs of a generation by one forward pass over prompt and tokens, without any cache."""
@@ -147,6 +178,7 @@ def collect() -> Callable[..., Any]:
         log_probs: list[float] = []
         versions: list[int] = []
         reason = None
+        scored: tuple[Any, Any] = ((), ())
         async for chunk in engine.generate(request):
             assert reason is None, "a chunk came after the last one"
             assert len(chunk.token_ids) == len(chunk.log_probs) == len(chunk.weight_versions)
@@ -154,12 +186,17 @@ def collect() -> Callable[..., Any]:
             log_probs += chunk.log_probs
             versions += chunk.weight_versions
             reason = chunk.finish_reason
+            if chunk.prompt_log_probs:
+                assert not scored[0], "prompts are scored once"
+                scored = chunk.prompt_log_probs, chunk.prompt_top_log_probs
         assert reason is not None
         return Generation(
             token_ids=tuple(tokens),
             log_probs=tuple(log_probs),
             weight_versions=tuple(versions),
             finish_reason=reason,
+            prompt_log_probs=scored[0],
+            prompt_top_log_probs=scored[1],
         )
 
     return run

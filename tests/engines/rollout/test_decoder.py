@@ -1,16 +1,19 @@
-"""The forward pass over slots: which models are served, and which are refused by name."""
+"""The forward pass over a paged cache: which models are served, and which are refused."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.errors import ConfigError, EngineError
-from engines.rollout.embedded.decoder import Decoder
-from engines.rollout.embedded.slot_cache import CacheGeometry, SlotCache
+from engines.rollout.transformers.decoder import Decoder
+from engines.rollout.transformers.kv_cache import KVCache, Pass
 
 ModelOf = Callable[..., Any]
 
@@ -22,7 +25,6 @@ def test_families_that_are_served(model_of: ModelOf, kind: str, dtype: torch.dty
     assert decoder.max_model_tokens == 256
     with torch.inference_mode():
         decoder.check()
-    assert decoder.cache.slots == 0, "the check leaves nothing behind"
 
 
 def test_a_recurrent_model_is_refused() -> None:
@@ -48,7 +50,7 @@ def test_some_layers_with_a_window(model_of: ModelOf) -> None:
         Decoder(model, max_model_tokens=None)
 
 
-def test_a_model_that_does_not_use_the_cache_as_told_is_caught(model_of: ModelOf) -> None:
+def test_a_model_that_does_not_use_the_cache_is_refused(model_of: ModelOf) -> None:
     model = model_of("llama", seed=0)
     rotary = model.model.rotary_emb
     ordinary = rotary.forward
@@ -65,47 +67,70 @@ def test_a_context_the_model_does_not_have(model_of: ModelOf, tokens: int) -> No
         Decoder(model_of("llama", seed=0), max_model_tokens=tokens)
 
 
-def geometry(max_tokens: int) -> CacheGeometry:
-    return CacheGeometry(
-        layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"), max_tokens=max_tokens
+@pytest.fixture
+def cache() -> KVCache:
+    return KVCache(
+        layers=1,
+        kv_heads=64,
+        head_dim=64,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_tokens=64,
+        max_rows=7,
+        memory_bytes=None,
     )
 
 
-def write(cache: SlotCache, slot: int, values: list[float]) -> None:
-    index = slot * cache.capacity + torch.arange(len(values))
-    cache.read_slots(slice(slot, slot + 1), index=index, tokens=len(values))
-    states = torch.tensor(values).view(1, 1, -1, 1)
-    keys, _ = cache.update(states, -states, 0)
-    assert keys.flatten().tolist() == values
+def test_a_cache_holds_what_rows_can_fill_at_most(cache: KVCache) -> None:
+    assert cache.block_bytes == 2 * 16 * 64 * 64 * 4
+    assert cache.capacity_tokens == 8 * 64  # one row more: the health probe
 
 
-def read(cache: SlotCache, slot: int, tokens: int) -> list[float]:
-    cache.read_slots(slice(slot, slot + 1), index=torch.empty(0, dtype=torch.int64), tokens=tokens)
-    nothing = torch.empty(1, 1, 0, 1)
-    keys, values = cache.update(nothing, nothing, 0)
-    assert torch.equal(keys, -values)
-    result: list[float] = keys.flatten().tolist()
-    return result
+def test_a_cache_that_does_not_hold_one_row_is_refused(model_of: ModelOf) -> None:
+    with pytest.raises(ConfigError, match="does not hold one request of 256 tokens; at least 69632, or"):
+        Decoder(model_of("llama", seed=0), max_model_tokens=None, kv_cache_bytes=69631)
+    assert Decoder(model_of("llama", seed=0), max_model_tokens=None, kv_cache_bytes=69632).cache.blocks == 17
 
 
-def test_slots_grow_on_demand_and_keep_what_they_hold() -> None:
-    cache = SlotCache(geometry(1000))
-    assert (cache.slots, cache.capacity) == (0, 0)
-    cache.reserve(slots=2, tokens=3)
-    assert (cache.slots, cache.capacity) == (8, 64)
-    write(cache, 1, [1.0, 2.0, 3.0])
-    cache.reserve(slots=9, tokens=65)
-    assert (cache.slots, cache.capacity) == (16, 128)
-    assert read(cache, 1, 3) == [1.0, 2.0, 3.0]
-    cache.reserve(slots=1, tokens=900)
-    assert cache.capacity == 1000
-    assert read(cache, 1, 3) == [1.0, 2.0, 3.0]
+@pytest.mark.parametrize("context", [16, 17, 40, 64, 100])
+def test_the_least_cache_suffices_for_the_check(model_of: Callable[..., Any], context: int) -> None:
+    with pytest.raises(ConfigError, match="at least") as refused:
+        Decoder(model_of("llama", seed=0), max_model_tokens=context, kv_cache_bytes=1)
+    least = int(refused.value.remedy.split()[-1])
+    Decoder(model_of("llama", seed=0), max_model_tokens=context, kv_cache_bytes=least).check()
 
 
-def test_moves_happen_all_at_once() -> None:
-    cache = SlotCache(geometry(64))
-    cache.reserve(slots=3, tokens=2)
-    for slot in range(3):
-        write(cache, slot, [10.0 + slot, 20.0 + slot])
-    cache.move([0, 1, 2], [1, 2, 0], tokens=2)
-    assert [read(cache, slot, 2) for slot in range(3)] == [[12.0, 22.0], [10.0, 20.0], [11.0, 21.0]]
+def held_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_blocks_take_memory_when_written_and_return_it_when_freed(cache: KVCache) -> None:
+    before = held_bytes()
+    blocks = list(range(1, 33))
+    cache.current = Pass(cache.places(torch.tensor(blocks).repeat_interleave(16), torch.arange(512)), ())
+    states = torch.ones(1, 64, 512, 64)
+    ours = held_bytes()
+    cache.update(states, states, 0)
+    assert 15 << 20 <= held_bytes() - ours <= 34 << 20  # 16 MiB; and what torch keeps of the copies
+    cache.give_back(blocks[:16])
+    cache.give_back(blocks[:15:-1])
+    assert held_bytes() - before <= 27 << 20
+    stored = cache._storage.view(cache.blocks, -1)
+    assert not stored[blocks].any(), "what is freed is zero"
+
+
+def test_rows_of_like_length_are_read_together(cache: KVCache) -> None:
+    def tables(*lengths: int) -> list[list[int]]:
+        return [[1] * length for length in lengths]
+
+    def shapes(*lengths: int) -> list[tuple[int, ...]]:
+        parts = cache.decode_parts(tables(*lengths))
+        assert [part.begin for part in parts] == [0, *(part.end for part in parts)][:-1]
+        return [tuple(part.table.shape) for part in parts if part.table is not None]
+
+    assert shapes() == []
+    assert shapes(1, 1, 1) == [(3, 1)]
+    assert shapes(10, 11, 12, 190, 200) == [(3, 12), (2, 200)]
+    assert shapes(1, 2, 3, 4, 5, 6, 7) == [(1, 1), (2, 3), (3, 6), (1, 7)]
+    assert shapes(600, 600) == [(1, 600), (1, 600)], "what is gathered at once is bounded"

@@ -13,9 +13,9 @@ import pytest
 
 from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import Generation, GenerationRequest
-from asyncrl.serve.grammar import json_grammar
-from engines.rollout.remote_engine import RemoteEngine
-from engines.rollout.transformers_engine import TransformersEngine
+from asyncrl.serve.chat import json_grammar
+from engines.rollout.remote.engine import RemoteEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.training.scratch import make_scratch_model
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +59,7 @@ async def test_a_grammar_is_followed(
     )
     local = TransformersEngine(folder, device="cpu", threads=1)
     await local.start()
-    path = {"vllm": "engines.rollout.vllm_engine:VLLMEngine", "sglang": "engines.rollout.sglang_engine:SGLangEngine"}
+    path = {"vllm": "engines.rollout.vllm.engine:VLLMEngine", "sglang": "engines.rollout.sglang.engine:SGLangEngine"}
     hosted = RemoteEngine(folder, engine=path[name], python=python, dtype="float32", threads=1, options=options)
     await hosted.start()
     try:
@@ -70,7 +70,7 @@ async def test_a_grammar_is_followed(
         assert got.token_ids == expected.token_ids
         assert got.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
 
-        # Begun elsewhere: SGLang goes on in the middle of the grammar, vLLM says that it cannot.
+        # Begun elsewhere: SGLang goes on in the middle of the grammar, vLLM refuses.
         begun = replace(
             asked,
             request_id="begun",
@@ -80,7 +80,7 @@ async def test_a_grammar_is_followed(
         if name == "sglang":
             assert (await collect(hosted, begun)).token_ids == expected.token_ids[6:]
         else:
-            with pytest.raises(InvalidDataError, match="in the middle of one"):
+            with pytest.raises(InvalidDataError, match="begun with grammar by"):
                 await collect(hosted, begun)
             likeliest = request_of("top", [20, 21], 4, temperature=0.7, top_k=5, top_log_probs=3, seed=1)
             sampled = 0

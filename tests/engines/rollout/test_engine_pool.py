@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.interfaces import Generation, GenerationRequest, WeightTransport
-from asyncrl.rollout.pool_options import PoolOptions
-from asyncrl.rollout.replica import Supervision
-from asyncrl.rollout.replica_health import HealthPolicy
+from asyncrl.interfaces import Generation, GenerationRequest
+from asyncrl.rollout.health import HealthPolicy
+from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.testing import EmptyTransport
-from asyncrl.weights.transport import TransportSpec
-from engines.rollout.remote_engine import RemoteEngine
-from engines.rollout.transformers_engine import TransformersEngine
+from asyncrl.weights import TransportSpec, WeightTransport
+from engines.rollout.remote.engine import RemoteEngine
+from engines.rollout.transformers.engine import TransformersEngine
 from engines.weights.shared_memory import SharedMemoryTransport
 
 Collect = Callable[..., Any]
@@ -50,7 +49,7 @@ def pid_of(pool: ReplicaPool, name: str) -> int | None:
 
 @dataclass
 class Fire:
-    """Clients, swaps and kills; what was sampled tells on its own whether it is what it says."""
+    """Clients, swaps and kills; wrong labels show by the tokens themselves."""
 
     request_of: RequestOf
     collect: Collect
@@ -66,8 +65,8 @@ class Fire:
             turn += 1
             limit = self.dice.randint(1, 80)
             got = await self.collect(pool, self.request_of(f"{name}.{turn}", [1] * self.dice.randint(1, 20), limit))
-            told = tuple(version % self.vocabulary for version in got.weight_versions)
-            assert got.token_ids == told, "every token is the version that made it"
+            expected = tuple(version % self.vocabulary for version in got.weight_versions)
+            assert got.token_ids == expected, "every token is the version that made it"
             assert list(got.weight_versions) == sorted(got.weight_versions)
             assert len(got.token_ids) == limit
             self.done.append(got)
@@ -101,7 +100,9 @@ async def test_processes_are_killed_while_weights_change_and_every_token_is_righ
 ) -> None:
     spec = TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="none")
     fire = Fire(request_of, collect, random.Random(5))
-    async with pool_of(3, engine="asyncrl.testing:TelltaleEngine", options={"token_s": 0.001}, transport=spec) as pool:
+    async with pool_of(
+        3, engine="asyncrl.testing:VersionEchoEngine", options={"token_s": 0.001}, transport=spec
+    ) as pool:
         publish = lambda version: pool.publish(EmptyTransport().publish((), version=version))  # noqa: E731
         await fire.burn(pool, publish, clients=12, swaps=60, kill_every_s=0.6)
         statistics = pool.statistics()
@@ -117,7 +118,7 @@ async def test_processes_are_killed_while_weights_change_and_every_token_is_righ
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_killed_model_goes_on_with_the_very_tokens_it_would_have_said(
+async def test_a_killed_replicas_requests_go_on_with_the_same_tokens(
     folder_of: FolderOf, request_of: RequestOf, collect: Collect
 ) -> None:
     folder = str(folder_of())

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -16,12 +17,13 @@ import torch
 
 from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import Generation, GenerationRequest, SamplingParams, Tool
-from asyncrl.serve.grammar import calls_grammar, json_grammar
-from engines.rollout.embedded.sampling import Sampler
-from engines.rollout.engine_protocol import Chunk, EngineMessage
-from engines.rollout.sglang_adapter.intake import RowIntake
-from engines.rollout.transformers_engine import TransformersEngine
-from engines.rollout.vllm_adapter.request import check_request
+from asyncrl.serve.chat import calls_grammar, json_grammar
+from engines.rollout.remote.protocol import Chunk, EngineMessage
+from engines.rollout.request import ModelTokens
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.rollout.transformers.engine import TransformersEngine
+from engines.rollout.transformers.sampling import Sampler
+from engines.rollout.vllm.engine import VLLMEngine
 from engines.training.scratch import make_scratch_model
 
 SCHEMA = {
@@ -68,7 +70,8 @@ async def run(engine: TransformersEngine, request: GenerationRequest) -> Generat
 
 
 def text_of(engine: TransformersEngine, tokens: tuple[int, ...]) -> str:
-    return str(engine._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    assert engine._model_tokens is not None
+    return str(engine._model_tokens.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 2.0, "top_k": 7}, {"top_p": 0.3}])
@@ -93,12 +96,13 @@ async def test_calls_of_tools(engine: TransformersEngine) -> None:
 
 
 async def test_log_probs_are_of_what_the_grammar_left(engine: TransformersEngine, folder: Path) -> None:
-    """Each position again by hand: every token of the vocabulary is tried, and the rest is a softmax."""
+    """Compute each position again: try every token of the vocabulary, and take the softmax of the allowed ones."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     words = ["red", "reddish", "green"]
-    stops = sorted(engine._stop_token_ids)
+    assert engine._model_tokens is not None
+    stops = sorted(engine._model_tokens.stop_token_ids)
     spelling = [text_of(engine, (token,)) for token in range(model.config.vocab_size)]
     for seed in range(5):
         request = asked('start: "red" | "reddish" | "green"', seed=seed, top_log_probs=3, temperature=1.5)
@@ -151,7 +155,7 @@ async def test_rows_with_and_without_a_grammar_side_by_side(engine: Transformers
         ("this is no grammar", "cannot be followed"),
     ],
 )
-async def test_grammars_that_are_none_are_refused(engine: TransformersEngine, grammar: str, why: str) -> None:
+async def test_invalid_grammars_are_refused(engine: TransformersEngine, grammar: str, why: str) -> None:
     with pytest.raises(InvalidDataError, match=why):
         await run(engine, asked(grammar))
     assert engine.statistics().running == engine.statistics().waiting == 0
@@ -165,7 +169,7 @@ async def test_without_a_tokenizer_there_are_no_grammars(folder_of: Callable[...
     await engine.close()
 
 
-def test_the_likeliest_tokens_are_told_to_who_asks() -> None:
+def test_the_likeliest_tokens_are_returned_where_asked_for() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.2, 0.5, 0.3]]).log()
     params = [
         SamplingParams(max_new_tokens=1, top_log_probs=2),
@@ -182,26 +186,27 @@ def test_the_likeliest_tokens_are_told_to_who_asks() -> None:
     assert [math.exp(value) for _, value in third] == pytest.approx([0.625, 0.375])  # of the two that top-k left
 
 
-def test_engines_say_what_they_do_not_serve() -> None:
+async def test_what_engines_refuse_before_their_vendor_sees_it() -> None:
     def wishing(**wish: Any) -> GenerationRequest:
         return replace(asked(""), sampling=SamplingParams(max_new_tokens=1, **wish))
 
-    intake = RowIntake(model_path="", vocabulary=100, context_tokens=100, tokenizer=None, stop_token_ids=frozenset())
+    bare = ModelTokens("model", None, vocabulary=100, max_model_tokens=100)
     for wish, why in (
-        ({"grammar": "start: /a/"}, "a grammar, but .* no tokenizer"),
-        ({"stop": ("a",)}, "stop strings"),
+        ({"grammar": "start: /a/"}, "a grammar, but model has no tokenizer"),
+        ({"stop": ("a",)}, "stop strings, but model has no tokenizer"),
     ):
         with pytest.raises(InvalidDataError, match=why):
-            check_request(wishing(**wish), vocabulary=100, max_model_tokens=100, tokenizer=False)
-        with pytest.raises(InvalidDataError, match=why):
-            intake.row_of(wishing(**wish), held=(), seed=0)
-    with pytest.raises(InvalidDataError, match="the sglang engine does not tell"):
-        intake.row_of(wishing(top_log_probs=2), held=(), seed=0)
+            bare.check(wishing(**wish), held=())
+    with pytest.raises(InvalidDataError, match="the sglang engine does not return"):
+        SGLangEngine("model")._check(wishing(top_log_probs=2, top_p=0.5), bare)
+    vllm = VLLMEngine("model")
+    texts: Any = SimpleNamespace(tokens=SimpleNamespace(check=lambda request, held: None))
+    vllm._started = texts
     begun = replace(wishing(grammar="start: /a/"), continued_tokens=1)
-    with pytest.raises(InvalidDataError, match="in the middle of one"):
-        check_request(begun, vocabulary=100, max_model_tokens=100, tokenizer=True)
+    with pytest.raises(InvalidDataError, match="begun with grammar by"):
+        await anext(vllm.generate(begun))
 
 
-def test_they_pass_between_processes() -> None:
+def test_the_likeliest_tokens_pass_between_processes() -> None:
     chunk = Chunk(1, (7,), (-0.5,), (3,), "stop", None, (((7, -0.5), (8, -1.5)),))
     assert msgspec.msgpack.Decoder(EngineMessage).decode(msgspec.msgpack.encode(chunk)) == chunk

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.interfaces import LEAST_TEMPERATURE, SamplingParams
-from engines.rollout.embedded.sampling import Sampled, Sampler, uniforms
+from engines.rollout.transformers.sampling import Sampled, Sampler, uniforms
 
 
 def params(**options: Any) -> SamplingParams:

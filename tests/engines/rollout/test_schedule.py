@@ -1,4 +1,4 @@
-"""The schedule: who joins, who leaves, who sits where."""
+"""The schedule: which rows join and leave, and which blocks they have."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.interfaces import SamplingParams
-from engines.rollout.embedded.row import Row
-from engines.rollout.embedded.schedule import Chunk, Move, Schedule, in_batches
+from engines.rollout.request import Row
+from engines.rollout.transformers.schedule import Schedule
+
+BLOCK_TOKENS = 4
 
 
 def row(name: str, prompt: int, *, tokens: int = 8, probe: bool = False) -> Row:
@@ -24,8 +26,14 @@ def row(name: str, prompt: int, *, tokens: int = 8, probe: bool = False) -> Row:
     )
 
 
-def schedule(*, running: int = 4, budget: int = 100) -> Schedule:
-    return Schedule(max_running_requests=running, prefill_tokens_per_step=budget)
+def schedule(*, running: int = 4, budget: int = 100, blocks: int = 100) -> Schedule:
+    return Schedule(
+        max_running_requests=running,
+        prefill_tokens_per_step=budget,
+        blocks=range(blocks),
+        block_tokens=BLOCK_TOKENS,
+        on_free=lambda _: None,
+    )
 
 
 def names(rows: Sequence[Row]) -> str:
@@ -33,46 +41,52 @@ def names(rows: Sequence[Row]) -> str:
 
 
 class Driver:
-    """Carries the plans out on a pretend cache: slot -> the tokens' owner, position by position."""
+    """Carries out the plans on a fake cache: (block, offset) -> the row and position that it holds."""
 
     def __init__(self, plan: Schedule, *, budget: int) -> None:
         self.plan = plan
         self.budget = budget
-        self.cache: dict[int, list[Row]] = {}
+        self.cache: dict[tuple[int, int], tuple[Row, int]] = {}
 
     def step(self) -> None:
         plan = self.plan
-        paused = plan.asleep or plan.state == "paused"
+        paused = plan.asleep or plan.paused
+        before = min((r for r in plan.running if not r.probe), key=lambda r: r.order, default=None)
+        had = before.cached if before else 0
         step = plan.next()
-        before = {slot: list(held) for slot, held in self.cache.items()}
-        for move in step.moves:
-            self.cache[move.target] = before.get(move.source, [])
-        chunks = [chunk for batch in step.prefills for chunk in batch]
+        if before is not None and not any(r.probe for r in plan.running):
+            assert before.cached == had, "the oldest row is not preempted"
+        for at in [(block, offset) for block in step.taken for offset in range(BLOCK_TOKENS)]:
+            self.cache.pop(at, None)
+        owned = [block for r in plan.running for block in r.blocks]
+        assert len(owned) == len(set(owned)), "a block belongs to one row"
+        assert not any(r.blocks for r in plan.rows if r not in plan.running)
+        chunks = step.prefills
         assert sum(chunk.tokens for chunk in chunks) <= self.budget
         assert len({chunk.row for chunk in chunks} | set(step.ready)) == len(chunks) + len(step.ready)
-        assert [r.slot for r in step.ready] == list(range(len(step.ready)))
-        # Nobody is moved while paused: a row that left meanwhile leaves its slot empty until the next plan.
-        assert not chunks if paused else sorted(r.slot for r in plan.running) == list(range(len(plan.running)))
-        gets_token: list[Row] = []
+        assert {chunk.row for chunk in chunks} | set(step.ready) <= set(plan.running)
+        assert [r.cached for r in step.ready] == sorted(r.cached for r in step.ready)
+        assert not (paused and (chunks or step.ready))
+        gets_token = step.rows
         for chunk in chunks:
             assert 0 < chunk.tokens <= chunk.row.pending
-            if chunk.completes:
-                gets_token.append(chunk.row)
             self.read(chunk.row, chunk.tokens)
         for r in step.ready:
             assert r.pending == 1
             self.read(r, 1)
-        gets_token += step.ready
         for r in gets_token:
             r.append(1, -1.0, 0)
             if r.ended:
                 plan.leave(r)
 
     def read(self, r: Row, tokens: int) -> None:
-        held = self.cache.setdefault(r.slot, [])
-        held[r.cached :] = [r] * tokens
-        assert held == [r] * (r.cached + tokens), "the slot holds another row's keys and values"
-        self.plan.read(r, tokens)
+        places = [(r.blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for at in range(r.cached + tokens)]
+        for at, place in enumerate(places):
+            if at < r.cached:
+                assert self.cache[place] == (r, at), "the block holds other keys and values"
+            else:
+                self.cache[place] = (r, at)
+        r.cached += tokens
 
 
 def test_rows_join_in_order_and_the_rest_wait() -> None:
@@ -81,8 +95,8 @@ def test_rows_join_in_order_and_the_rest_wait() -> None:
         plan.submit(row(name, 3))
     step = plan.next()
     assert names(plan.running) == "ab"
-    assert plan.waiting == 1
-    assert [[(c.row.request_id, c.tokens) for c in batch] for batch in step.prefills] == [[("a", 3), ("b", 3)]]
+    assert len(plan.rows) - len(plan.running) == 1
+    assert [(c.row.request_id, c.tokens) for c in step.prefills] == [("a", 3), ("b", 3)]
     assert not step.ready
 
 
@@ -90,7 +104,7 @@ def test_a_prompt_of_one_token_needs_no_prefill() -> None:
     plan = schedule()
     plan.submit(row("a", 1))
     step = plan.next()
-    assert step.prefills == ()
+    assert not step.prefills
     assert names(step.ready) == "a"
 
 
@@ -101,31 +115,17 @@ def test_a_long_prompt_is_read_in_chunks_while_others_decode() -> None:
     for expected in (4, 4, 2):
         step = plan.next()
         assert names(step.ready) == "a"
-        ((chunk,),) = step.prefills
+        (chunk,) = step.prefills
         assert (chunk.row.request_id, chunk.tokens) == ("b", expected)
         assert chunk.completes == (expected == 2)
-        plan.read(chunk.row, chunk.tokens)
-        plan.read(step.ready[0], 1)
+        chunk.row.cached += chunk.tokens
+        step.ready[0].cached += 1
         step.ready[0].append(1, 0.0, 0)
     chunk.row.append(1, 0.0, 0)
     assert names(plan.next().ready) == "ab"
 
 
-def test_the_last_row_takes_the_place_of_one_that_left() -> None:
-    plan = schedule()
-    driver = Driver(plan, budget=100)
-    a, b, c = row("a", 2), row("b", 2), row("c", 2)
-    for r in (a, b, c):
-        plan.submit(r)
-    driver.step()
-    driver.step()
-    plan.leave(a)
-    step = plan.next()
-    assert names(step.ready) == "cb"
-    assert step.moves == (Move(source=2, target=0),)
-
-
-def test_a_row_whose_cache_is_void_makes_way_for_ready_ones() -> None:
+def test_a_row_whose_cache_is_discarded_is_read_again() -> None:
     plan = schedule(budget=3)
     driver = Driver(plan, budget=3)
     a, b = row("a", 1), row("b", 1)
@@ -136,10 +136,44 @@ def test_a_row_whose_cache_is_void_makes_way_for_ready_ones() -> None:
     plan.reread(a)
     step = plan.next()
     assert names(step.ready) == "b"
-    assert b.slot == 0
-    assert step.moves == (Move(source=1, target=0),)
-    ((chunk,),) = step.prefills
+    (chunk,) = step.prefills
     assert (chunk.row, chunk.tokens) == (a, 3)
+
+
+def test_the_last_row_gives_way_when_no_block_is_free() -> None:
+    plan = schedule(blocks=4)
+    driver = Driver(plan, budget=100)
+    a, b, c = row("a", 4, tokens=12), row("b", 4, tokens=12), row("c", 4, tokens=1)
+    for r in (a, b, c):
+        plan.submit(r)
+    driver.step()
+    assert names(plan.running) == "ab", "c ended"
+    while plan.preemptions == 0:
+        driver.step()
+    assert names(plan.running) == "a"
+    assert (b.cached, b.blocks) == (0, [])
+    late = row("d", 1)
+    plan.submit(late)
+    driver.step()
+    assert names(plan.running) == "a", "none overtakes b"
+    while plan.has_work:
+        driver.step()
+    assert [r.finish_reason for r in (a, b, c, late)] == ["length"] * 4
+
+
+def test_a_probe_has_the_room_of_a_row() -> None:
+    plan = schedule(blocks=5, running=2)
+    driver = Driver(plan, budget=100)
+    a, b = row("a", 8), row("b", 8)
+    plan.submit(a)
+    plan.submit(b)
+    driver.step()
+    plan.submit(row("p", 1, tokens=1, probe=True))
+    plan.submit(row("q", 1, tokens=1, probe=True))
+    driver.step()
+    assert names(plan.running) == "a"
+    while plan.has_work:
+        driver.step()
 
 
 def test_a_probe_goes_first_and_on_top() -> None:
@@ -148,57 +182,20 @@ def test_a_probe_goes_first_and_on_top() -> None:
     plan.next()
     plan.submit(row("b", 1))
     plan.submit(row("p", 1, probe=True))
-    assert names(plan.next().ready) == "ap"
-    assert plan.waiting == 1
+    assert sorted(names(plan.next().ready)) == ["a", "p"]
+    assert len(plan.rows) - len(plan.running) == 1
 
 
-def test_keep_plans_nothing_and_forgets_nothing() -> None:
+def test_a_pause_keeps_rows_and_plans_nothing() -> None:
     plan = schedule()
     plan.submit(row("a", 1))
     plan.next()
-    plan.pause("keep")
+    plan.pause()
     plan.submit(row("b", 1))
     assert not plan.has_work
     assert plan.next().ready == ()
     plan.resume()
     assert names(plan.next().ready) == "ab"
-
-
-def test_drain_serves_what_was_there_and_holds_the_new() -> None:
-    plan = schedule(running=1)
-    a, b, c = (row(name, 1) for name in "abc")
-    plan.submit(a)
-    plan.submit(b)
-    plan.pause("drain")
-    plan.submit(c)
-    assert names(plan.next().ready) == "a"
-    plan.leave(a)
-    assert plan.state == "draining"
-    assert names(plan.next().ready) == "b"
-    plan.leave(b)
-    assert plan.state == "paused"
-    assert not plan.has_work
-    plan.resume()
-    assert names(plan.next().ready) == "c"
-
-
-def test_drain_of_nothing_is_a_pause() -> None:
-    plan = schedule()
-    plan.pause("drain")
-    assert plan.state == "paused"
-
-
-def test_batches_are_sorted_and_waste_little() -> None:
-    chunks = [Chunk(row(str(n), n), n) for n in (200, 10, 12, 190, 11)]
-    batches = in_batches(chunks)
-    assert [[chunk.tokens for chunk in batch] for batch in batches] == [[10, 11, 12], [190, 200]]
-
-
-def test_a_chunk_that_goes_on_stands_alone() -> None:
-    going_on = row("a", 9)
-    going_on.cached = 4
-    chunks = [Chunk(going_on, 5), Chunk(row("b", 5), 5)]
-    assert [[chunk.row.request_id for chunk in batch] for batch in in_batches(chunks)] == [["a"], ["b"]]
 
 
 EVENTS = st.lists(
@@ -207,8 +204,7 @@ EVENTS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
         st.tuples(st.just("abort"), st.integers(0, 9), st.just(0)),
         st.tuples(st.just("reread"), st.integers(0, 9), st.just(0)),
-        st.tuples(st.just("drain"), st.just(0), st.just(0)),
-        st.tuples(st.just("keep"), st.just(0), st.just(0)),
+        st.tuples(st.just("pause"), st.just(0), st.just(0)),
         st.tuples(st.just("resume"), st.just(0), st.just(0)),
         st.tuples(st.just("probe"), st.just(0), st.just(0)),
         st.tuples(st.just("sleep"), st.just(0), st.just(0)),
@@ -219,9 +215,11 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(events=EVENTS, running=st.integers(1, 4), budget=st.integers(1, 12))
-def test_slots_hold_their_rows_and_everyone_ends(events: list[tuple[str, int, int]], running: int, budget: int) -> None:
-    plan = schedule(running=running, budget=budget)
+@given(events=EVENTS, running=st.integers(1, 4), budget=st.integers(1, 12), blocks=st.integers(4, 16))
+def test_blocks_hold_their_rows_and_every_row_ends(
+    events: list[tuple[str, int, int]], running: int, budget: int, blocks: int
+) -> None:
+    plan = schedule(running=running, budget=budget, blocks=blocks)
     driver = Driver(plan, budget=budget)
     rows: list[Row] = []
     aborted: set[Row] = set()
@@ -232,8 +230,8 @@ def test_slots_hold_their_rows_and_everyone_ends(events: list[tuple[str, int, in
         elif kind == "step":
             for _ in range(number):
                 driver.step()
-        elif kind in ("keep", "drain"):
-            plan.pause(kind)  # type: ignore[arg-type]
+        elif kind == "pause":
+            plan.pause()
         elif kind == "resume":
             plan.resume()
         elif kind == "sleep":
@@ -243,7 +241,7 @@ def test_slots_hold_their_rows_and_everyone_ends(events: list[tuple[str, int, in
             plan.wake()
         elif rows:
             victim = rows[number % len(rows)]
-            if kind == "reread" and victim.slot >= 0:
+            if kind == "reread" and victim in plan.running:
                 plan.reread(victim)
             elif kind == "abort" and not victim.ended:
                 victim.finish_reason = "abort"

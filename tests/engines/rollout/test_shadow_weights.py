@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightMismatchError, WeightVersionError
-from engines.rollout.embedded.shadow_weights import ShadowWeights
+from engines.rollout.transformers.weights import ShadowWeights
 
 ModelOf = Callable[..., Any]
 
@@ -23,7 +24,7 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 class Lender:
-    """Lends tensors, and knows whether they are back."""
+    """Lends tensors, and records whether they were given back."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -39,14 +40,36 @@ class Lender:
 def adopt(weights: ShadowWeights, lender: Lender, *, version: int) -> None:
     lease = ExitStack()
     tensors = lease.enter_context(lender.lend())
-    for _ in weights.write(tensors, version=version, stop=threading.Event(), lease=lease):
-        pass
+    weights.write(tensors, version=version, stop=threading.Event(), lease=lease)
+
+
+class Watched(dict[str, torch.Tensor]):
+    """Tensors that call ``between`` when ``after`` of them have been checked, and when as many have been written."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], between: Callable[[], object], *, after: int) -> None:
+        super().__init__(tensors)
+        self._between = between
+        self._after = after
+
+    def items(self) -> Any:
+        for n, item in enumerate(super().items()):
+            if n == self._after:
+                self._between()
+            yield item
+
+
+def second_call(action: Callable[[], object]) -> Callable[[], None]:
+    calls = count(1)
+
+    def call() -> None:
+        if next(calls) == 2:
+            action()
+
+    return call
 
 
 def update(weights: ShadowWeights, tensors: dict[str, torch.Tensor], *, version: int) -> None:
-    weights.verify(tensors, version=version)
-    for _ in weights.write(tensors, version=version, stop=threading.Event()):
-        pass
+    weights.write(tensors, version=version, stop=threading.Event())
     weights.swap(version)
 
 
@@ -72,8 +95,11 @@ def test_nothing_changes_before_the_swap(model_of: ModelOf) -> None:
     before = logits(serving)
     weights = ShadowWeights(serving, version=0)
     source = tensors_of(other)
-    for _ in weights.write(source, version=1, stop=threading.Event()):
-        assert torch.equal(logits(serving), before)
+    seen: list[torch.Tensor] = []
+    watched = Watched(source, lambda: seen.append(logits(serving)), after=len(source) - 1)
+    weights.write(watched, version=1, stop=threading.Event())
+    seen.append(logits(serving))
+    assert [torch.equal(each, before) for each in seen] == [True] * 3
     source["lm_head.weight"].zero_()  # the shadow is a copy
     weights.swap(1)
     assert torch.equal(logits(serving), logits(other))
@@ -95,7 +121,7 @@ def test_tied_names_must_agree(model_of: ModelOf) -> None:
     tensors = tensors_of(serving)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     with pytest.raises(WeightMismatchError, match="are one tensor in the model"):
-        ShadowWeights(serving, version=0).verify(tensors, version=1)
+        ShadowWeights(serving, version=0).write(tensors, version=1, stop=threading.Event())
 
 
 def test_other_floating_dtypes_are_cast(model_of: ModelOf) -> None:
@@ -132,7 +158,7 @@ def test_what_is_not_the_models_is_refused(model_of: ModelOf, how: str, words: s
     before = logits(serving)
     weights = ShadowWeights(serving, version=0)
     with pytest.raises(WeightMismatchError, match=words):
-        weights.verify(broken(tensors_of(model_of("llama", seed=2)), how), version=1)
+        weights.write(broken(tensors_of(model_of("llama", seed=2)), how), version=1, stop=threading.Event())
     assert torch.equal(logits(serving), before)
     with pytest.raises(WeightVersionError, match="none is prepared"):
         weights.swap(1)
@@ -143,7 +169,7 @@ def test_versions_only_grow(model_of: ModelOf) -> None:
     weights = ShadowWeights(serving, version=4)
     for version in (3, 4):
         with pytest.raises(WeightVersionError, match=f"version {version} does not follow version 4"):
-            weights.verify(tensors_of(serving), version=version)
+            weights.write(tensors_of(serving), version=version, stop=threading.Event())
     update(weights, tensors_of(serving), version=7)
     with pytest.raises(WeightVersionError, match="none is prepared"):
         weights.swap(7)
@@ -154,9 +180,7 @@ def test_an_interrupted_write_prepares_nothing(model_of: ModelOf) -> None:
     weights = ShadowWeights(serving, version=0)
     update(weights, tensors_of(other), version=1)
     stop = threading.Event()
-    for n, _ in enumerate(weights.write(tensors_of(serving), version=2, stop=stop)):
-        if n == 2:
-            stop.set()
+    weights.write(Watched(tensors_of(serving), second_call(stop.set), after=3), version=2, stop=stop)
     with pytest.raises(WeightVersionError):
         weights.swap(2)
     assert torch.equal(logits(serving), logits(other))
@@ -172,7 +196,7 @@ def test_memory_is_used_again(model_of: ModelOf) -> None:
     assert len(places) == 2
 
 
-def test_what_is_lent_is_served_from_where_it_lies_until_the_next_version(model_of: ModelOf) -> None:
+def test_lent_tensors_are_served_in_place_until_the_next_version(model_of: ModelOf) -> None:
     serving = model_of("llama", seed=1)
     weights = ShadowWeights(serving, version=0)
     lenders = [Lender(tensors_of(model_of("llama", seed=seed))) for seed in range(2, 5)]
@@ -187,7 +211,7 @@ def test_what_is_lent_is_served_from_where_it_lies_until_the_next_version(model_
     weights.close()
 
 
-def test_what_is_lent_is_given_back_when_it_will_not_be_served(model_of: ModelOf) -> None:
+def test_lent_tensors_are_given_back_when_they_will_not_be_served(model_of: ModelOf) -> None:
     weights = ShadowWeights(model_of("llama", seed=1), version=0)
     first, second, third = (Lender(tensors_of(model_of("llama", seed=seed))) for seed in (2, 3, 4))
     adopt(weights, first, version=1)
@@ -196,8 +220,8 @@ def test_what_is_lent_is_given_back_when_it_will_not_be_served(model_of: ModelOf
     weights.swap(2)
     stop = threading.Event()
     lease = ExitStack()
-    for _ in weights.write(lease.enter_context(third.lend()), version=3, stop=stop, lease=lease):
-        stop.set()
+    tensors = Watched(lease.enter_context(third.lend()), second_call(stop.set), after=1)
+    weights.write(tensors, version=3, stop=stop, lease=lease)
     assert (second.lent, third.lent) == (True, False)
     weights.close()
     assert not second.lent
@@ -215,7 +239,7 @@ def test_another_dtype_is_copied_and_given_back_at_once(model_of: ModelOf) -> No
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(["copy", "lend", "lend double", "swap", "stop"]), max_size=14))
-def test_it_serves_the_committed_version_and_holds_no_other_loan(model_of: ModelOf, steps: list[str]) -> None:
+def test_it_serves_the_committed_version_and_holds_no_other_lease(model_of: ModelOf, steps: list[str]) -> None:
     serving = model_of("llama", seed=0)
     weights = ShadowWeights(serving, version=0)
     name = "model.norm.weight"
@@ -229,17 +253,17 @@ def test_it_serves_the_committed_version_and_holds_no_other_loan(model_of: Model
             held, prepared = prepared, None
             weights.swap(weights.prepared)
         elif step == "copy":
-            for _ in weights.write(tensors, version=version, stop=threading.Event()):
-                pass
+            weights.write(tensors, version=version, stop=threading.Event())
             prepared = version
         else:
             if step == "lend double":
                 tensors |= {each: tensor.double() for each, tensor in tensors.items()}
             lender = lenders[version] = Lender(tensors)
             stop, lease = threading.Event(), ExitStack()
-            for _ in weights.write(lease.enter_context(lender.lend()), version=version, stop=stop, lease=lease):
-                if step == "stop":
-                    stop.set()
+            lent = lease.enter_context(lender.lend())
+            if step == "stop":
+                lent = Watched(lent, second_call(stop.set), after=1)
+            weights.write(lent, version=version, stop=stop, lease=lease)
             prepared = None if step == "stop" else version
         assert weights.prepared == prepared
         live = dict(serving.named_parameters())

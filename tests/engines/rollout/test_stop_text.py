@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.embedded.stop_text import StopText
+from engines.rollout.request import StopText
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:

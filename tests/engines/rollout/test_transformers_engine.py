@@ -20,7 +20,7 @@ from blockbuster import blockbuster_ctx
 
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
 from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, RolloutEngine
-from engines.rollout.transformers_engine import TransformersEngine
+from engines.rollout.transformers.engine import TransformersEngine
 
 Collect = Callable[..., Any]
 RequestOf = Callable[..., GenerationRequest]
@@ -37,9 +37,9 @@ async def serving(folder: Path, **options: Any) -> AsyncIterator[TransformersEng
         await engine.close()
 
 
-@pytest.fixture(params=[True, False], ids=["thread", "inline"])
-async def engine(request: pytest.FixtureRequest, folder_of: FolderOf) -> AsyncIterator[TransformersEngine]:
-    async with serving(folder_of(), step_in_thread=request.param, max_running_requests=4) as made:
+@pytest.fixture
+async def engine(folder_of: FolderOf) -> AsyncIterator[TransformersEngine]:
+    async with serving(folder_of(), max_running_requests=4) as made:
         yield made
 
 
@@ -210,40 +210,26 @@ async def test_without_seeds_the_engines_seed_decides(
     assert len(set(first)) == 5
 
 
-async def test_on_the_event_loop_a_program_is_deterministic(folder_of: FolderOf, request_of: RequestOf) -> None:
-    async def run() -> list[tuple[Any, ...]]:
-        seen: list[tuple[Any, ...]] = []
-
-        async def read(name: int) -> None:
-            async for chunk in engine.generate(request_of(name, [name + 1] * (name + 1), 5 + name)):
-                seen.append((name, chunk))
-                if name == 3 and len(seen) > 20:
-                    await engine.abort("2")
-
-        async with serving(folder_of(), step_in_thread=False, max_running_requests=3) as engine:
-            await asyncio.gather(*(read(i) for i in range(6)))
-            return [*seen, engine.statistics().decode_steps]
-
-    first = await run()
-    assert first == await run()
-
-
-async def test_requests_of_one_tick_join_one_step_in_order(
+async def test_requests_that_come_together_join_one_step_in_order(
     folder_of: FolderOf, collect: Collect, request_of: RequestOf
 ) -> None:
-    async with serving(folder_of(), step_in_thread=False, max_running_requests=2) as engine:
+    async with serving(folder_of(), max_running_requests=2) as engine:
         order: list[str] = []
 
         async def run(name: str) -> None:
             await collect(engine, request_of(name, [1], 4))
             order.append(name)
 
-        await asyncio.gather(*(run(name) for name in "abcd"))
+        await engine.pause()
+        running = [asyncio.ensure_future(run(name)) for name in "abcd"]
+        await asyncio.sleep(0)
+        await engine.resume()
+        await asyncio.gather(*running)
         assert order == list("abcd")
         assert engine.statistics().decode_steps == 8  # 4 tokens, two by two
 
 
-async def test_abort_delivers_what_there_is(engine: TransformersEngine, request_of: RequestOf) -> None:
+async def test_abort_delivers_the_tokens_sampled_so_far(engine: TransformersEngine, request_of: RequestOf) -> None:
     tokens: list[int] = []
     reason = None
     async for chunk in engine.generate(request_of("a", [1, 2], 200)):
@@ -277,7 +263,7 @@ async def test_abort_of_a_request_that_waits(
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break"])
-async def test_leaving_early_frees_the_slot(
+async def test_closing_a_stream_early_frees_the_slot(
     engine: TransformersEngine, collect: Collect, request_of: RequestOf, how: str
 ) -> None:
     if how == "aclose":
@@ -317,13 +303,13 @@ async def test_a_reader_that_does_not_read_costs_nothing_and_loses_nothing(
     assert len(got) == 2, "what was not read came in one piece"
 
 
-async def test_keep_freezes_and_resume_goes_on(
+async def test_a_kept_request_goes_on_after_resume(
     engine: TransformersEngine, collect: Collect, request_of: RequestOf, folder_of: FolderOf, plain_log_probs: Any
 ) -> None:
     request = request_of("a", [7, 8, 9], 60)
     reading = asyncio.ensure_future(collect(engine, request))
     await reaches(engine, 3)
-    await engine.pause("keep")
+    await engine.pause()
     frozen = engine.statistics()
     late = asyncio.ensure_future(collect(engine, request_of("b", [1], 2)))
     for _ in range(20):
@@ -342,68 +328,6 @@ async def test_keep_freezes_and_resume_goes_on(
     assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
 
 
-async def test_abort_mode_ends_all_and_holds_the_new(
-    engine: TransformersEngine, collect: Collect, request_of: RequestOf
-) -> None:
-    tasks = [asyncio.ensure_future(collect(engine, request_of(i, [1], 200))) for i in range(6)]
-    await reaches(engine, 4)
-    await engine.pause("abort")
-    reasons = [task.finish_reason for task in await asyncio.gather(*tasks)]
-    assert reasons == ["abort"] * 6
-    new = asyncio.ensure_future(collect(engine, request_of("new", [1], 2)))
-    await asyncio.sleep(0)
-    assert not new.done()
-    await engine.resume()
-    assert (await new).finish_reason == "length"
-
-
-async def test_drain_lets_what_is_there_finish(
-    engine: TransformersEngine, collect: Collect, request_of: RequestOf
-) -> None:
-    tasks = [asyncio.ensure_future(collect(engine, request_of(i, [1], 5 + i))) for i in range(6)]
-    await asyncio.sleep(0)
-    draining = asyncio.ensure_future(engine.pause("drain"))
-    await asyncio.sleep(0)
-    late = asyncio.ensure_future(collect(engine, request_of("late", [1], 2)))
-    await draining
-    assert engine.statistics().requests_finished == 6
-    assert [len(got.token_ids) for got in await asyncio.gather(*tasks)] == [5, 6, 7, 8, 9, 10]
-    assert not late.done()
-    await engine.resume()
-    assert (await late).finish_reason == "length"
-
-
-async def test_a_drain_lets_what_was_paused_finish(
-    engine: TransformersEngine, collect: Collect, request_of: RequestOf
-) -> None:
-    task = asyncio.ensure_future(collect(engine, request_of("a", [1], 200)))
-    await reaches(engine, 1)
-    await engine.pause("keep")
-    await engine.pause("drain")
-    assert len((await task).token_ids) == 200
-    assert engine.statistics().paused
-
-
-@pytest.mark.parametrize("superseded_by", ["resume", "keep", "close"])
-async def test_a_drain_does_not_wait_for_ever(
-    engine: TransformersEngine, collect: Collect, request_of: RequestOf, superseded_by: str
-) -> None:
-    task = asyncio.ensure_future(collect(engine, request_of("a", [1], 250)))
-    await asyncio.sleep(0)
-    draining = asyncio.ensure_future(engine.pause("drain"))
-    while not engine.statistics().paused:
-        await asyncio.sleep(0)
-    if superseded_by == "resume":
-        await engine.resume()
-    elif superseded_by == "keep":
-        await engine.pause("keep")
-    else:
-        await engine.close()
-    await draining
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 async def test_health_is_a_real_token(engine: TransformersEngine, request_of: RequestOf) -> None:
     running = [engine.generate(request_of(i, [1], 250)) for i in range(4)]
     for stream in running:
@@ -420,7 +344,7 @@ async def test_health_is_a_real_token(engine: TransformersEngine, request_of: Re
 
 
 async def test_health_of_an_engine_that_is_paused_or_closed(engine: TransformersEngine) -> None:
-    await engine.pause("keep")
+    await engine.pause()
     health = await engine.health(30.0)
     assert not health.healthy
     assert "paused" in health.error
@@ -436,18 +360,18 @@ async def test_health_has_a_deadline(engine: TransformersEngine) -> None:
     assert "no token within 0.0 s" in health.error
 
 
-async def test_a_failing_step_ends_everything_and_hangs_nobody(
+async def test_a_failing_step_ends_every_request(
     engine: TransformersEngine, collect: Collect, request_of: RequestOf
 ) -> None:
     assert engine._generation is not None
     decoder = engine._generation.decoder
 
-    def broken() -> torch.Tensor:
+    def broken(_: object) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
     reading = [asyncio.ensure_future(collect(engine, request_of(i, [1], 50))) for i in range(6)]
     await reaches(engine, 4)
-    decoder.decode = broken  # type: ignore[method-assign]
+    decoder.read = broken  # type: ignore[method-assign]
     for failure in await asyncio.gather(*reading, return_exceptions=True):
         assert isinstance(failure, EngineError)
         assert "RuntimeError: out of luck" in str(failure)
@@ -456,7 +380,7 @@ async def test_a_failing_step_ends_everything_and_hangs_nobody(
     assert "out of luck" in (await engine.health(5.0)).error
 
 
-async def test_a_failing_event_ends_everything_too(
+async def test_a_failing_event_ends_every_request(
     engine: TransformersEngine, collect: Collect, request_of: RequestOf
 ) -> None:
     def broken() -> None:
@@ -467,20 +391,6 @@ async def test_a_failing_event_ends_everything_too(
     engine._post(broken)
     with pytest.raises(EngineError, match="RuntimeError: out of luck"):
         await reading
-
-
-async def test_a_cancelled_decode_task_hangs_nobody(
-    folder_of: FolderOf, collect: Collect, request_of: RequestOf
-) -> None:
-    async with serving(folder_of(), step_in_thread=False) as engine:
-        reading = asyncio.ensure_future(collect(engine, request_of("a", [1], 200)))
-        await reaches(engine, 1)
-        (decoding,) = (task for task in asyncio.all_tasks() if task.get_name() == "asyncrl-decode")
-        decoding.cancel()
-        with pytest.raises(EngineError, match="cancelled from outside"):
-            await reading
-        assert not (await engine.health(5.0)).healthy
-        await engine.pause("drain")
 
 
 async def test_weights_that_are_not_numbers_cost_the_request_not_the_engine(
@@ -500,7 +410,6 @@ async def test_weights_that_are_not_numbers_cost_the_request_not_the_engine(
     assert after.log_probs == pytest.approx(before.log_probs, abs=1e-5)
 
 
-@pytest.mark.parametrize("engine", [True], indirect=True)
 async def test_a_commit_that_is_cancelled_before_it_began_does_not_happen(
     engine: TransformersEngine, folder_of: FolderOf
 ) -> None:
@@ -519,7 +428,6 @@ async def test_a_commit_that_is_cancelled_before_it_began_does_not_happen(
     assert engine.weight_version == 1
 
 
-@pytest.mark.parametrize("engine", [True], indirect=True)
 async def test_a_commit_that_is_cancelled_after_it_began_has_happened(
     engine: TransformersEngine, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,7 +451,7 @@ async def test_a_commit_that_is_cancelled_after_it_began_has_happened(
     assert engine.weight_version == 1
 
 
-async def test_close_ends_everybody(engine: TransformersEngine, collect: Collect, request_of: RequestOf) -> None:
+async def test_close_ends_every_request(engine: TransformersEngine, collect: Collect, request_of: RequestOf) -> None:
     reading = [asyncio.ensure_future(collect(engine, request_of(i, [1], 250))) for i in range(6)]
     await asyncio.sleep(0)
     await asyncio.gather(engine.close(), engine.close())
@@ -563,22 +471,63 @@ async def test_close_ends_everybody(engine: TransformersEngine, collect: Collect
     await engine.close()
 
 
+async def test_the_tokens_of_prompts_are_scored_in_pieces_and_after_a_preemption(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf
+) -> None:
+    folder = folder_of()
+    model = load(folder)
+    dice = random.Random(7)
+    prompts = [[dice.randrange(67) for _ in range(length)] for length in (1, 2, 40, 90, 120)]
+    async with serving(folder, max_running_requests=4, prefill_tokens_per_step=16) as engine:
+        got = await asyncio.gather(
+            *(collect(engine, request_of(i, p, 5, prompt_log_probs=2, temperature=0.5)) for i, p in enumerate(prompts)),
+            *(collect(engine, request_of(f"plain {i}", p, 5)) for i, p in enumerate(prompts)),
+        )
+    for prompt, scored, plain in zip(prompts, got[:5], got[5:], strict=True):
+        assert (plain.prompt_log_probs, plain.prompt_top_log_probs) == ((), ())
+        log_probs = (
+            model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+        )  # temperature 1, whatever is asked
+        expected = [0.0, *(float(log_probs[at, token]) for at, token in enumerate(prompt[1:]))]
+        assert scored.prompt_log_probs == pytest.approx(expected, abs=1e-4)
+        assert len(scored.prompt_top_log_probs) == len(prompt)
+        for at, top in enumerate(scored.prompt_top_log_probs[1:]):
+            values, tokens = log_probs[at].topk(2)
+            assert [token for token, _ in top] == tokens.tolist()
+            assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
 async def test_statistics_count(folder_of: FolderOf, collect: Collect, request_of: RequestOf) -> None:
-    async with serving(folder_of(), step_in_thread=False, max_running_requests=2) as engine:
+    async with serving(folder_of(), max_running_requests=2) as engine:
+        generation = engine._running()
+        carry_out = generation.step
+
+        def step() -> None:
+            carry_out()
+            if generation.counters.decode_steps == 4:
+                generation.schedule.pause()
+
+        generation.step = step  # type: ignore[method-assign]
+        await engine.pause()
         streams = [engine.generate(request_of(i, [1] * 10, 20)) for i in range(3)]
         first, second, third = (asyncio.ensure_future(first_chunk(stream)) for stream in streams)
+        await asyncio.sleep(0)
+        await engine.resume()
+        while not engine.statistics().paused:
+            await asyncio.sleep(0)
         await asyncio.gather(first, second)
         now = engine.statistics()
-        assert (now.running, now.waiting, now.paused) == (2, 1, False)
-        assert now.tokens_generated == 2 * now.decode_steps
+        assert (now.running, now.waiting, now.paused) == (2, 1, True)
+        assert now.tokens_generated == 2 * now.decode_steps == 8
         assert now.prompt_tokens == 20
         assert now.kv_cache_tokens == 20 + now.tokens_generated - 2  # the last token of each is not read yet
-        assert now.kv_cache_capacity_tokens == 8 * 64
+        assert now.kv_cache_capacity_tokens == 3 * 256  # two rows and a probe
         third.cancel()
+        await asyncio.gather(third, return_exceptions=True)  # its abort is carried out before the resume
+        await engine.resume()
         for stream in streams[:2]:
             async for _ in stream:
                 pass
-        await asyncio.gather(third, return_exceptions=True)
         done = engine.statistics()
         assert (done.running, done.waiting, done.kv_cache_tokens) == (0, 0, 0)
         assert (done.requests_finished, done.requests_aborted) == (2, 1)
@@ -611,7 +560,7 @@ async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_importing_the_engine_loads_no_transformers() -> None:
-    code = "import sys, engines.rollout.transformers_engine; print('transformers' in sys.modules)"
+    code = "import sys, engines.rollout.transformers.engine; print('transformers' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 
@@ -628,7 +577,7 @@ def test_the_event_loop_is_never_blocked(
             reading = [asyncio.ensure_future(collect(engine, request_of(i, [1, 2], 30))) for i in range(8)]
             await engine.prepare_weights(tensors, version=1)
             await engine.commit_weights(1, kv_cache="recompute")
-            await engine.pause("keep")
+            await engine.pause()
             await engine.resume()
             await engine.abort("7")
             assert (await engine.health(30.0)).healthy

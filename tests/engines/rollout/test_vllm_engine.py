@@ -19,10 +19,10 @@ import pytest_asyncio
 import torch
 
 from asyncrl.errors import EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
-from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, PauseMode, SeparateEngine
-from asyncrl.owned_folder import OwnedFolder
-from asyncrl.weights.transport import TransportSpec
-from engines.rollout.remote_engine import RemoteEngine
+from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, OutOfProcessEngine, RolloutEngineStatistics
+from asyncrl.io import LockedTemporaryDirectory
+from asyncrl.weights import TransportSpec
+from engines.rollout.remote.engine import RemoteEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -129,6 +129,11 @@ async def served(hosting: Any, folder_of: FolderOf) -> AsyncIterator[Served]:
         yield Served(engine, folder_of)
 
 
+async def current(engine: RemoteEngine) -> RolloutEngineStatistics:
+    await engine.abort("unknown")  # every answer brings statistics
+    return engine.statistics()
+
+
 async def first_chunks(engine: RemoteEngine, requests: list[GenerationRequest]) -> list[asyncio.Task[Generation]]:
     """Begin the requests and return when each has its first token."""
     tasks, begun = [], []
@@ -160,7 +165,7 @@ async def reading(engine: RemoteEngine, request: GenerationRequest, event: async
 async def test_log_probs_are_those_of_the_distribution_sampled_from(
     served: Served, collect: Collect, request_of: RequestOf, plain_log_probs: Any
 ) -> None:
-    assert isinstance(served.engine, SeparateEngine)
+    assert isinstance(served.engine, OutOfProcessEngine)
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.7},
@@ -210,7 +215,7 @@ async def test_ends(served: Served, collect: Collect, request_of: RequestOf) -> 
     assert rest.token_ids == whole.token_ids[12:]
 
 
-async def test_abort_and_leaving(served: Served, request_of: RequestOf) -> None:
+async def test_abort_and_a_closed_stream(served: Served, request_of: RequestOf) -> None:
     engine = served.engine
     one, two = await first_chunks(engine, [request_of("one", [1], 250), request_of("two", [2], 250)])
     assert await engine.abort("one")
@@ -219,59 +224,55 @@ async def test_abort_and_leaving(served: Served, request_of: RequestOf) -> None:
     two.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await two
-    assert (await engine.refresh()).running == 0
+    assert (await current(engine)).running == 0
     crowd = [asyncio.ensure_future(reading(engine, request_of(f"c{i}", [1], 200), asyncio.Event())) for i in range(20)]
-    while (await engine.refresh()).waiting != 4:
+    while (await current(engine)).waiting != 4:
         assert not any(task.done() for task in crowd)
     assert await engine.abort("c19")  # it waits
     assert (await crowd[19]).token_ids == ()
-    await engine.pause("abort")
+    for name in range(19):
+        await engine.abort(f"c{name}")
     ended = await asyncio.gather(*crowd)
-    # Whoever came to an end of its own just before is no exception to that.
+    # Requests that ended by themselves just before are complete.
     assert all(got.finish_reason == "abort" or len(got.token_ids) == 200 for got in ended)
     assert "abort" in {got.finish_reason for got in ended[:19]}
-    await engine.resume()
-    assert (await engine.refresh()).running == 0
+    assert (await current(engine)).running == 0
 
 
-async def test_pause_keep_and_drain(served: Served, collect: Collect, request_of: RequestOf) -> None:
+async def test_pause_and_resume(served: Served, collect: Collect, request_of: RequestOf) -> None:
     engine = served.engine
     (task,) = await first_chunks(engine, [request_of("kept", [1], 120)])
-    await engine.pause("keep")
-    before = (await engine.refresh()).tokens_generated
+    await engine.pause()
+    before = (await current(engine)).tokens_generated
     later = asyncio.ensure_future(collect(engine, request_of("later", [1], 5)))
     assert "paused" in (await engine.health(5.0)).error
-    assert (await engine.refresh()).tokens_generated == before
+    assert (await current(engine)).tokens_generated == before
     assert not later.done()
-    await engine.pause("drain")  # goes on with what has come
+    assert (await current(engine)).paused
+    await engine.resume()
+    await engine.resume()
     assert len((await task).token_ids) == 120
     assert len((await later).token_ids) == 5
-    after = asyncio.ensure_future(collect(engine, request_of("after", [1], 5)))
-    assert (await engine.refresh()).paused
-    assert not after.done()
-    await engine.resume()
-    await engine.resume()
-    assert len((await after).token_ids) == 5
     health = await engine.health(20.0)
     assert (health.healthy, health.weight_version) == (True, engine.weight_version)
     assert "no token within" in (await engine.health(1e-6)).error
 
 
-async def test_an_order_is_followed_though_its_caller_has_left(served: Served, request_of: RequestOf) -> None:
+async def test_an_order_is_carried_out_though_its_caller_is_cancelled(served: Served, request_of: RequestOf) -> None:
     engine = served.engine
     (task,) = await first_chunks(engine, [request_of("kept", [1], 200)])
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.01):  # vLLM takes 20 ms to answer
-            await engine.pause("keep")
+            await engine.pause()
     await engine.resume()
-    await engine.pause("keep")
+    await engine.pause()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.001):
             await engine.resume()
-    await engine.pause("keep")
-    before = (await engine.refresh()).tokens_generated
+    await engine.pause()
+    before = (await current(engine)).tokens_generated
     version = await served.prepare()
-    assert (await engine.refresh()).tokens_generated == before
+    assert (await current(engine)).tokens_generated == before
     await engine.commit_weights(version)
     await engine.resume()
     async with asyncio.timeout(20):
@@ -288,10 +289,10 @@ async def test_both_sides_of_the_cut_are_exact(
     while True:
         requests = [request_of(f"{kv_cache}{i}", [3 * i + 1, 7, 9], 230, seed=i) for i in range(5)]
         tasks = await first_chunks(engine, requests)
-        await engine.pause("keep")  # they are under way still, however long these weights take to come
+        await engine.pause()  # they are under way still, however long these weights take to come
         if not any(task.done() for task in tasks):
             break
-        await engine.resume()  # this process was kept waiting for all of their 230 tokens
+        await engine.resume()  # this process had to wait for all of their 230 tokens
         await asyncio.gather(*tasks)
     version = await served.prepare()
     assert engine.weight_version == old
@@ -416,12 +417,13 @@ def telltale_folder(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactor
 SWAPS = int(os.environ.get("ASYNCRL_VLLM_SWAPS", "150"))
 
 
-async def test_every_token_tells_the_version_that_made_it(
+async def test_every_token_is_of_the_version_it_is_labelled_with(
     telltale_folder: Any, hosting: Any, request_of: RequestOf, collect: Collect
 ) -> None:
     folder, weights = telltale_folder
     dice = random.Random(5)
     done: list[tuple[GenerationRequest, Generation]] = []
+    asked: dict[int, str] = {}
     running = True
     async with hosting(folder) as engine:
 
@@ -429,7 +431,8 @@ async def test_every_token_tells_the_version_that_made_it(
             turn = 0
             while running:
                 turn += 1
-                request = request_of(f"{name}.{turn}", [1] * dice.randint(1, 80), dice.randint(1, 60))
+                asked[name] = f"{name}.{turn}"
+                request = request_of(asked[name], [1] * dice.randint(1, 80), dice.randint(1, 60))
                 done.append((request, await collect(engine, request)))
 
         async with asyncio.TaskGroup() as clients:
@@ -437,14 +440,16 @@ async def test_every_token_tells_the_version_that_made_it(
                 clients.create_task(client(name))
             for version in range(1, SWAPS + 1):
                 await engine.prepare_weights(weights(version), version=version)
-                mode: PauseMode | None = dice.choice([None, None, "keep", "abort", "drain"])
-                if mode is not None:
-                    await engine.pause(mode)
+                paused = dice.random() < 0.6
+                if paused:
+                    await engine.pause()
+                for name in dice.sample(range(20), dice.choice([0, 0, 4])):
+                    await engine.abort(asked[name])
                 await engine.commit_weights(version, kv_cache=dice.choice(["keep", "recompute"]))
-                if mode is not None:
+                if paused:
                     await engine.resume()
             running = False
-        counted = (await engine.refresh()).tokens_generated
+        counted = (await current(engine)).tokens_generated
     wrong = tokens = aborted = mixed = 0
     for request, got in done:
         tokens += len(got.token_ids)
@@ -462,7 +467,7 @@ async def test_every_token_tells_the_version_that_made_it(
     assert aborted >= 1
 
 
-async def test_a_dead_engine_core_is_told_and_nothing_is_left(
+async def test_a_dead_engine_core_is_reported_and_leaves_nothing(
     hosting: Any, folder_of: FolderOf, request_of: RequestOf
 ) -> None:
     async with hosting(folder_of("llama", **SHAPE)) as engine:
@@ -484,7 +489,7 @@ async def test_a_dead_engine_core_is_told_and_nothing_is_left(
 
 DRIVER = """
 import asyncio, sys
-from engines.rollout.remote_engine import RemoteEngine
+from engines.rollout.remote.engine import RemoteEngine
 async def main():
     options = {"kv_cache_bytes": 1 << 26}
     engine = RemoteEngine(sys.argv[1], engine="vllm", python=sys.argv[2], threads=1, options=options)
@@ -497,7 +502,7 @@ asyncio.run(main())
 
 OWN_PROGRAM = """
 import asyncio, sys
-from engines.rollout.vllm_engine import VLLMEngine
+from engines.rollout.vllm.engine import VLLMEngine
 async def main():
     engine = VLLMEngine(sys.argv[1], kv_cache_bytes=1 << 26)
     await engine.start()
@@ -522,7 +527,7 @@ async def test_a_killed_program_that_made_the_engine_itself_leaves_neither_proce
 async def test_a_killed_driver_leaves_neither_processes_nor_files(
     python: str, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
-    """Killed when vLLM's engine core has just been begun, or later."""
+    """Kill it when vLLM's engine core has just been started, or later."""
     with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 characters
         command = (sys.executable, "-c", DRIVER, str(folder_of("llama", **SHAPE)), python)
         await leaves_nothing(command, Path(short) / "files", monkeypatch, started=started)
@@ -561,7 +566,7 @@ async def leaves_nothing(
     made = [path for path in temporary.rglob("*") if path.is_socket() or path.name.startswith("vllm_dist_")]
     kinds = {"socket" if path.is_socket() else "file" for path in made}
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    OwnedFolder("test").close()
+    LockedTemporaryDirectory("test").close()
     assert (left, [*temporary.glob("asyncrl*"), *temporary.glob("vllm_dist_*")]) == ([], [])
     assert all(path.parent.name.startswith("asyncrl.vllm.") for path in made)
     assert not started or kinds == {"socket", "file"}

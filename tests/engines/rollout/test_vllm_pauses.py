@@ -1,5 +1,5 @@
-"""Pauses of the vLLM engine that are cancelled half-way. vLLM's two orders are played here: they take effect at once
-and are answered when the test says so.
+"""Pauses of the vLLM engine that are cancelled half-way, with a fake vLLM whose orders take effect at once and are
+answered when the test says so.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import EngineError
-from engines.rollout.vllm_engine import VLLMEngine
+from engines.rollout.vllm.engine import VLLMEngine
 
 
 class FakeLLM:
-    """AsyncLLM, as far as pauses and updates ask it."""
+    """AsyncLLM, as far as pauses and updates use it."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -41,7 +41,7 @@ class FakeLLM:
 
 
 class FakeUpdates:
-    """Notes whether vLLM stood still when weights were loaded."""
+    """Records whether vLLM was paused when weights were loaded."""
 
     def __init__(self, llm: FakeLLM) -> None:
         self.llm = llm
@@ -77,26 +77,26 @@ async def cancelled_before_the_answer(llm: FakeLLM, order: Awaitable[None]) -> N
 
 async def test_after_a_cancelled_resume_a_pause_stops_and_a_commit_loads_into_a_stopped_model() -> None:
     engine, llm, updates = made()
-    await engine.pause("keep")
+    await engine.pause()
     await cancelled_before_the_answer(llm, engine.resume())
-    await engine.pause("keep")
+    await engine.pause()
     assert llm.stopped
     await engine.commit_weights(1)
     assert updates.loaded_while_stopped == [True]
-    assert llm.stopped, "paused it was, and stays"
+    assert llm.stopped, "it stays paused"
 
 
 async def test_after_a_cancelled_pause_a_resume_goes_on() -> None:
     engine, llm, _ = made()
-    await cancelled_before_the_answer(llm, engine.pause("keep"))
+    await cancelled_before_the_answer(llm, engine.pause())
     assert llm.stopped
     await engine.resume()
     assert not llm.stopped
 
 
-async def test_a_commit_stops_vllm_whatever_is_known_of_it() -> None:
+async def test_a_commit_pauses_vllm_even_if_it_should_be_paused() -> None:
     engine, llm, updates = made()
-    await engine.pause("keep")
+    await engine.pause()
     llm.stopped = False
     await engine.commit_weights(1)
     await engine.resume()
@@ -106,10 +106,10 @@ async def test_a_commit_stops_vllm_whatever_is_known_of_it() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_an_order_that_vllm_does_not_live_to_answer_ends(cancelled: bool) -> None:
+async def test_an_order_ends_when_vllm_ends_before_it_answers(cancelled: bool) -> None:
     engine, llm, _ = made()
     llm.answers.clear()
-    pausing = asyncio.ensure_future(engine.pause("keep"))
+    pausing = asyncio.ensure_future(engine.pause())
     await llm.ordered.wait()
     llm.output_handler.set_result(None)
     if cancelled:

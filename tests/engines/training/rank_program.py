@@ -1,4 +1,4 @@
-"""What one rank of the tests with several does: ``python rank_program.py MODEL FOLDER RANK PORT RANKS SCENES``.
+"""One rank of the tests with several: ``python rank_program.py MODEL FOLDER RANK PORT RANKS SCENES``.
 
 Every scene writes its metrics to ``FOLDER/SCENE.RANK.json``, weights are left in checkpoints of the same name. The
 test runs the very same scenes in its own process with all rows on one rank.
@@ -114,44 +114,44 @@ def empty(rank: Rank) -> None:
 
 def by_row(rank: Rank) -> None:
     """Rows count the same, entropy is rewarded, activations are computed twice."""
-    objective = PolicyObjective(aggregation="sequence_mean", entropy_coefficient=0.05)
+    objective = PolicyObjective(loss_agg_mode="sequence_mean", entropy_coef=0.05)
     rank.updates("by_row", split=2, objective=objective, gradient_checkpointing=True, weight_decay=0.1)
 
 
-def minibatches(rank: Rank) -> None:
-    """Several optimizer steps per update; which rows go into which must not depend on who holds them."""
-    rank.updates("minibatches", split=3, minibatches=3, epochs=2, max_tokens_per_microbatch=30)
+def num_mini_batches(rank: Rank) -> None:
+    """Several optimizer steps per update; their rows must not depend on the ranks that hold them."""
+    rank.updates("num_mini_batches", split=3, num_mini_batches=3, epochs=2, max_tokens_per_microbatch=30)
 
 
 def whole_batch(rank: Rank) -> None:
-    """Which tokens are held back is a matter of all ranks' tokens, and is drawn at random."""
+    """The tokens that are clipped depend on all ranks' tokens, and are drawn at random."""
     objective = PolicyObjective(loss=ClipCov(share=0.3, low=-0.2))
-    rank.updates("whole_batch", split=3, objective=objective, minibatches=2, max_tokens_per_microbatch=20)
+    rank.updates("whole_batch", split=3, objective=objective, num_mini_batches=2, max_tokens_per_microbatch=20)
 
 
 def whole_rows(rank: Rank) -> None:
     """Ratios and weights of whole rows."""
     objective = PolicyObjective(
-        loss=GSPO(clip_low=0.2, clip_high=0.2),
+        loss=GSPO(clip_ratio_low=0.2, clip_ratio_high=0.2),
         correction=TruncatedImportance(cap=3.0, level="sequence"),
-        aggregation="sequence_mean",
+        loss_agg_mode="sequence_mean",
     )
-    rank.updates("whole_rows", split=6, objective=objective, minibatches=2, max_tokens_per_microbatch=20)
+    rank.updates("whole_rows", split=6, objective=objective, num_mini_batches=2, max_tokens_per_microbatch=20)
 
 
 def whitened(rank: Rank) -> None:
     """Mean and variance of advantages are those of all ranks' tokens."""
-    rank.updates("whitened", split=5, objective=PolicyObjective(whiten=True))
+    rank.updates("whitened", split=5, objective=PolicyObjective(whiten_advantages=True))
 
 
 def critic(rank: Rank) -> None:
     """Values of single tokens, a clip around those of the start."""
-    engine = rank.value_engine(minibatches=2, objective=ValueObjective(clip=0.01))
+    engine = rank.value_engine(num_mini_batches=2, objective=ValueObjective(cliprange_value=0.01))
     batches = [rank.rows(seed, split=5) for seed in range(3)]
-    told = [engine.update(batch.with_columns(returns=batch.batch["behaviour_log_probs"])) for batch in batches]
-    for metrics in told:  # 1 minus a ratio near 1: of its digits fewer are left
+    updates = [engine.update(batch.with_columns(returns=batch.batch["behaviour_log_probs"])) for batch in batches]
+    for metrics in updates:  # 1 minus a ratio near 1 has fewer significant digits
         metrics["explained_variance"] = round(metrics["explained_variance"], 4)
-    rank.report("critic", told)
+    rank.report("critic", updates)
     rank.report("critic.values", engine.values(rank.rows(3, split=7)).batch["values"].values().tolist())
     engine.save(rank.folder / "critic")
     engine.close()
@@ -159,7 +159,7 @@ def critic(rank: Rank) -> None:
 
 def compared(rank: Rank) -> None:
     """The second pair has one row here and the other there."""
-    engine = rank.value_engine(centring=0.1)
+    engine = rank.value_engine(center_rewards_coefficient=0.1)
     rank.report("compared", [engine.compare(rank.rows(seed, split=3)) for seed in range(3)])
     engine.save(rank.folder / "compared")
     engine.close()
@@ -183,7 +183,7 @@ def scored(rank: Rank) -> None:
 
 def resumed(rank: Rank) -> None:
     """Load what one rank alone saved, save again; then go on twice from there, bit for bit the same."""
-    engine = rank.engine(minibatches=2)
+    engine = rank.engine(num_mini_batches=2)
     engine.log_probs(rank.rows(0, split=4))  # what is gathered for this must not outlive the load
     engine.load(rank.folder / "from_one_rank")
     engine.save(rank.folder / "resharded")
@@ -199,7 +199,7 @@ def resumed(rank: Rank) -> None:
 
 
 def errors(rank: Rank) -> None:
-    """What one rank alone cannot do, none does, and the group goes on."""
+    """An error on one rank is raised on both, and the group continues."""
     engine, twin = rank.engine(), rank.engine()
     said: list[str] = []
 
@@ -227,7 +227,7 @@ SHARED_SCENES = (
     uneven,
     empty,
     by_row,
-    minibatches,
+    num_mini_batches,
     whole_batch,
     whole_rows,
     whitened,

@@ -105,7 +105,7 @@ def test_packed_equals_padded_equals_plain(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sharded_by_fsdp_the_same_tensors_leave_and_load_back(
+def test_tensors_sharded_by_fsdp_are_published_and_loaded_unchanged(
     engine: Callable[..., FSDPEngine],
     family_folder: Callable[[str], str],
     trajectories: Callable[..., DataProto],
@@ -154,7 +154,7 @@ def test_the_variable_length_kernel_agrees_with_float32(
     assert trained[1]["grad_norm"] == pytest.approx(trained[0]["grad_norm"], rel=0.1)
 
 
-def test_a_model_that_cannot_be_packed_says_so(
+def test_a_model_that_cannot_be_packed_is_reported(
     family_folder: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match="DecayForCausalLM mixes packed rows"):
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_packed_says_so(
     assert "rows are padded, not packed: DecayForCausalLM mixes packed rows" in caplog.text
 
 
-def test_checkpointed_layers_see_the_same_rows_again(
+def test_recomputed_layers_get_the_same_rows(
     family_folder: Callable[[str], str], trajectories: Callable[..., DataProto]
 ) -> None:
     gradients: list[dict[str, Tensor]] = []

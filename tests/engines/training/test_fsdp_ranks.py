@@ -89,7 +89,7 @@ def alone(program: Any, model_folder: Callable[..., str], tmp_path_factory: pyte
 @pytest.fixture(scope="module")
 def outcome(program: Any, alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     two = tmp_path_factory.mktemp("two")
-    engine = alone.engine(minibatches=2)
+    engine = alone.engine(num_mini_batches=2)
     engine.update(alone.rows(4, split=8))
     engine.save(two / "from_one_rank")
     engine.close()
@@ -117,7 +117,7 @@ def _check_same_updates(one: Path, several: Path, scene: str, *, ranks: int) -> 
         "uneven",
         "empty",
         "by_row",
-        "minibatches",
+        "num_mini_batches",
         "whole_batch",
         "whole_rows",
         "whitened",
@@ -132,8 +132,8 @@ def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
 
 
 @pytest.mark.slow
-def test_so_do_four(program: Any, alone: Any, tmp_path: Path) -> None:
-    scenes = ["uneven", "by_row", "minibatches", "scored"]
+def test_four_ranks_make_the_update_of_one(program: Any, alone: Any, tmp_path: Path) -> None:
+    scenes = ["uneven", "by_row", "num_mini_batches", "scored"]
     with _running(alone.model, tmp_path, ranks=4, scenes=scenes):
         pass
     for scene in scenes[:-1]:
@@ -144,7 +144,7 @@ def test_so_do_four(program: Any, alone: Any, tmp_path: Path) -> None:
         assert [score for part in parts for score in part] == pytest.approx(expected, abs=1e-5)
 
 
-def test_work_is_spread_evenly_whoever_came_with_the_rows(outcome: Outcome) -> None:
+def test_work_is_spread_evenly_however_the_rows_were_held(outcome: Outcome) -> None:
     """All rows are on rank 0, with 14, 11, 9, 6, 3, 3, 1 and 0 tokens to train: 47 in each of three updates."""
     computed = [sum(outcome.report(outcome.two, "empty.computed", rank)) / 3 for rank in range(2)]
     assert sum(computed) == pytest.approx(47, abs=1)  # stand-ins score a token each
@@ -152,7 +152,7 @@ def test_work_is_spread_evenly_whoever_came_with_the_rows(outcome: Outcome) -> N
 
 
 def test_tokens_and_rows_are_counted_over_both_ranks(outcome: Outcome) -> None:
-    for metrics in outcome.report(outcome.two, "minibatches", 1):
+    for metrics in outcome.report(outcome.two, "num_mini_batches", 1):
         assert metrics["tokens_trained"] == 47
         assert metrics["rows"] == 8
 
@@ -171,7 +171,7 @@ def test_each_rank_gets_the_values_of_its_own_rows(outcome: Outcome) -> None:
     assert parts[0] + parts[1] == pytest.approx(outcome.report(outcome.one, "critic.values"), abs=1e-5)
 
 
-def test_a_checkpoint_does_not_know_how_many_ranks_wrote_it(outcome: Outcome) -> None:
+def test_a_checkpoint_does_not_depend_on_the_number_of_ranks(outcome: Outcome) -> None:
     for name in ("model.safetensors", "optimizer.safetensors"):
         saved, again = (load_file(outcome.two / each / name) for each in ("from_one_rank", "resharded"))
         assert saved.keys() == again.keys()
@@ -184,7 +184,7 @@ def test_a_checkpoint_does_not_know_how_many_ranks_wrote_it(outcome: Outcome) ->
         ).read_bytes()
 
 
-def test_both_ranks_see_full_tensors_and_rank_0_exports_them(outcome: Outcome) -> None:
+def test_both_ranks_get_full_tensors_and_rank_0_exports_them(outcome: Outcome) -> None:
     exported = AutoModelForCausalLM.from_pretrained(outcome.two / "exported", dtype=torch.float32)
     shapes = {name: list(parameter.shape) for name, parameter in exported.named_parameters()}
     assert outcome.report(outcome.two, "published", 0) == shapes
@@ -193,7 +193,7 @@ def test_both_ranks_see_full_tensors_and_rank_0_exports_them(outcome: Outcome) -
     assert all(torch.equal(parameter, saved[name]) for name, parameter in exported.named_parameters())
 
 
-def test_a_rank_that_fails_takes_the_other_with_it_and_both_go_on(outcome: Outcome) -> None:
+def test_an_error_on_one_rank_is_raised_on_both_and_both_can_continue(outcome: Outcome) -> None:
     here, there = (outcome.report(outcome.two, "errors", rank) for rank in range(2))
     assert here["goes_on"]
     assert there["goes_on"]

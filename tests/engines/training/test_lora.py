@@ -22,7 +22,7 @@ from engines.training.lora import LoRA, merged_tensors
 pytest.importorskip("peft")
 
 LENGTHS = [9, 4, 17, 6, 12, 14]
-OPTIONS = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "down_proj"]}
+OPTIONS = {"rank": 3, "alpha": 6.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 MODULES = 2 * 3
 """Adapted ones: layers times targets."""
 
@@ -72,7 +72,7 @@ def test_merged_weights_by_hand() -> None:
 
 
 @DTYPES
-def test_only_adapters_learn_and_they_leave_merged(
+def test_only_adapters_are_trained_and_they_are_published_merged(
     engine: Callable[..., FSDPEngine],
     trajectories: Callable[..., DataProto],
     model_folder: Callable[..., str],
@@ -85,7 +85,7 @@ def test_only_adapters_learn_and_they_leave_merged(
         trainer.update(batch)
     changed = {name for name, tensor in _published(trainer).items() if not torch.equal(tensor, original[name])}
     assert len(changed) == MODULES
-    assert all(name.rpartition(".")[0].endswith(tuple(OPTIONS["targets"])) for name in changed)  # type: ignore[arg-type]
+    assert all(name.rpartition(".")[0].endswith(tuple(OPTIONS["target_modules"])) for name in changed)  # type: ignore[arg-type]
     for name in changed:
         assert torch.linalg.matrix_rank(_published(trainer)[name] - original[name], rtol=1e-3) <= 3
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(
     assert json.loads((tmp_path / "checkpoint" / "trainer.json").read_text())["lora"]["rank"] == 3
 
 
-def test_layers_computed_twice_and_packed_rows_change_nothing(
+def test_gradient_checkpointing_and_packing_change_nothing(
     engine: Callable[..., FSDPEngine], trajectories: Callable[..., DataProto]
 ) -> None:
     batch = trajectories(LENGTHS)
@@ -176,8 +176,10 @@ def test_layers_computed_twice_and_packed_rows_change_nothing(
     )
 
 
-def test_all_linear_spares_the_head(engine: Callable[..., FSDPEngine], model_folder: Callable[..., str]) -> None:
-    trainer = engine(path=model_folder("llama", tied=False), lora={"rank": 2, "alpha": 4, "targets": "all-linear"})
+def test_all_linear_excludes_the_head(engine: Callable[..., FSDPEngine], model_folder: Callable[..., str]) -> None:
+    trainer = engine(
+        path=model_folder("llama", tied=False), lora={"rank": 2, "alpha": 4, "target_modules": "all-linear"}
+    )
     adapted = {name for name, _ in trainer._model.parameters_by_name() if ".lora_A." in name}
     assert len(adapted) == 2 * 7
     assert not any("lm_head" in name for name in adapted)
@@ -190,13 +192,16 @@ def test_all_linear_spares_the_head(engine: Callable[..., FSDPEngine], model_fol
         ({"rank": 1, "alpha": 0}, "lora.alpha is 0"),
         ({"rank": 1}, "lora.alpha is missing"),
         ({"rank": 1, "alpha": 1, "dropout": 0.1}, "lora.dropout does not exist"),
-        ({"rank": 1, "alpha": 1, "targets": ["all-linear", "q_proj"]}, "lora.targets is"),
-        ({"rank": 1, "alpha": 1, "targets": ["nowhere"]}, "lora.targets is"),
-        ({"rank": 1, "alpha": 1, "targets": ["lm_head"]}, "lora.targets names lm_head.*the output head"),
-        ({"rank": 1, "alpha": 1, "targets": ["embed_tokens"]}, "lora.targets names model.embed_tokens, a Embedding"),
+        ({"rank": 1, "alpha": 1, "target_modules": ["all-linear", "q_proj"]}, "lora.target_modules is"),
+        ({"rank": 1, "alpha": 1, "target_modules": ["nowhere"]}, "lora.target_modules is"),
+        ({"rank": 1, "alpha": 1, "target_modules": ["lm_head"]}, "lora.target_modules names lm_head.*the output head"),
+        (
+            {"rank": 1, "alpha": 1, "target_modules": ["embed_tokens"]},
+            "lora.target_modules names model.embed_tokens, a Embedding",
+        ),
     ],
 )
-def test_what_cannot_be_adapted_is_told(
+def test_targets_that_cannot_be_adapted_are_refused(
     engine: Callable[..., FSDPEngine], model_folder: Callable[..., str], lora: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

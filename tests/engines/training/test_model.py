@@ -37,13 +37,13 @@ def test_scores_are_those_of_the_models_own_logits(
     assert torch.allclose(found, logits.log_softmax(dim=-1)[[1, 3], ids[0, [2, 4]]], atol=1e-5)
 
 
-def test_a_head_that_is_not_understood_is_refused(model_folder: Callable[..., str], tmp_path: Path) -> None:
+def test_a_model_with_an_unsupported_head_is_refused(model_folder: Callable[..., str], tmp_path: Path) -> None:
     """A config that announces a soft cap, on a model that has none."""
     for path in Path(model_folder("llama")).iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 0.5}))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM does more to its logits"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM changes its logits by more"):
         load_policy_model(str(tmp_path))
 
 

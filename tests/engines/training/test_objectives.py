@@ -1,4 +1,4 @@
-"""Objectives in the engine: what sums over rows or batches does not see micro-batches, and what is told of a step."""
+"""Objectives in the engine: sums over rows and batches do not depend on micro-batches, and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine(model: str, objective: PolicyObjective, **options: Any) -> FSDPEngine
 @pytest.mark.parametrize(
     "objective",
     [
-        PolicyObjective(loss=GMPO(), correction=MaskedImportance(high=50.0), aggregation="sequence_mean"),
+        PolicyObjective(loss=GMPO(), correction=MaskedImportance(high=50.0), loss_agg_mode="sequence_mean"),
         PolicyObjective(loss=TOPR(), correction=NoCorrection()),
         PolicyObjective(loss=M2PO(threshold=0.3), correction=NoCorrection()),
         PolicyObjective(loss=ClipCov(share=0.2, low=-0.2), correction=Rejection(low=0.0, high=9.0)),
@@ -48,7 +48,7 @@ def test_micro_batches_change_nothing(
 ) -> None:
     found, weights = [], []
     for budget in (1000, 17):
-        made = engine(model_folder(), objective, max_tokens_per_microbatch=budget, minibatches=2)
+        made = engine(model_folder(), objective, max_tokens_per_microbatch=budget, num_mini_batches=2)
         found.append([made.update(trajectories(LENGTHS, seed=seed)) for seed in (1, 2)])
         weights.append(torch.cat([tensor.flatten().clone() for _, tensor in made.named_tensors()]))
         made.close()
@@ -58,41 +58,41 @@ def test_micro_batches_change_nothing(
     assert any(0.0 < metrics.get("held_back", 0.5) < 1.0 for metrics in found[0])
 
 
-def test_any_seed_serves_an_objective_that_draws(
+def test_any_seed_works_for_an_objective_that_draws(
     model_folder: Callable[..., str], trajectories: Callable[..., DataProto]
 ) -> None:
     found = []
     for seed in (2**32 - 1, 2**32 - 1, 2**31):
-        made = engine(model_folder(), PolicyObjective(loss=ClipCov(share=0.2, low=-0.2)), seed=seed, minibatches=2)
+        made = engine(model_folder(), PolicyObjective(loss=ClipCov(share=0.2, low=-0.2)), seed=seed, num_mini_batches=2)
         found.append(made.update(trajectories(LENGTHS)))
         made.close()
     assert found[0] == found[1] != found[2]
 
 
-def test_a_step_tells_how_old_its_tokens_are(
+def test_metrics_of_a_step_have_the_staleness_of_its_tokens(
     model_folder: Callable[..., str], trajectories: Callable[..., DataProto]
 ) -> None:
-    rows = trajectories(LENGTHS, ages=[torch.full((length,), float(length % 2)) for length in LENGTHS])
+    rows = trajectories(LENGTHS, staleness=[torch.full((length,), float(length % 2)) for length in LENGTHS])
     made = engine(model_folder(), PolicyObjective())
     metrics = made.update(rows)
     made.close()
     old = sum(length - 3 for length in LENGTHS if length % 2) / sum(length - 3 for length in LENGTHS)
-    assert metrics["share_age_1"] == pytest.approx(old)
-    assert metrics["share_age_0"] == pytest.approx(1 - old)
-    mean = old * metrics["behaviour_kl_age_1"] + (1 - old) * metrics["behaviour_kl_age_0"]
+    assert metrics["share_staleness_1"] == pytest.approx(old)
+    assert metrics["share_staleness_0"] == pytest.approx(1 - old)
+    mean = old * metrics["behaviour_kl_staleness_1"] + (1 - old) * metrics["behaviour_kl_staleness_0"]
     assert mean == pytest.approx(metrics["behaviour_kl"], rel=1e-5)
     assert 0.0 < metrics["effective_sample_share"] < 1.0
     assert "behaviour_ratio_squared" not in metrics
-    assert "share_age_2" not in metrics
+    assert "share_staleness_2" not in metrics
 
 
-def test_an_anchor_between_policies_needs_the_ages(
+def test_an_interpolated_anchor_needs_the_staleness(
     model_folder: Callable[..., str], trajectories: Callable[..., DataProto]
 ) -> None:
     made = engine(model_folder(), PolicyObjective(anchor="interpolated"))
-    with pytest.raises(SchemaError, match="column 'ages' is missing"):
+    with pytest.raises(SchemaError, match="column 'staleness' is missing"):
         made.update(trajectories(LENGTHS))
-    fresh = made.update(trajectories(LENGTHS, ages=[torch.zeros(length) for length in LENGTHS]))
+    fresh = made.update(trajectories(LENGTHS, staleness=[torch.zeros(length) for length in LENGTHS]))
     made.close()
     # The centre of fresh samples is the policy that sampled: nothing is left for the correction.
     assert fresh["behaviour_weight"] == pytest.approx(1.0)
@@ -114,7 +114,7 @@ def test_advantages_are_whitened_over_the_tokens_that_are_trained(
     """A batch and the same batch with advantages moved, scaled and masked where nothing is trained: one step."""
     weights = []
     for shift, scale in ((0.0, 1.0), (5.0, 40.0)):
-        made = engine(model_folder(), PolicyObjective(correction=NoCorrection(), whiten=True))
+        made = engine(model_folder(), PolicyObjective(correction=NoCorrection(), whiten_advantages=True))
         batch = trajectories(LENGTHS, seed=3)
         assert batch.batch is not None
         metrics = made.update(batch.with_columns(advantages=batch.batch["advantages"] * scale + shift))
@@ -126,8 +126,8 @@ def test_advantages_are_whitened_over_the_tokens_that_are_trained(
 
 
 def test_whitening_is_the_plain_loop_and_leaves_equal_numbers_at_0() -> None:
+    from engines.training.fsdp_engine import whitened
     from engines.training.rank_group import RankGroup
-    from engines.training.whole_batch import whitened
 
     ranks = RankGroup(device="cpu")
     try:

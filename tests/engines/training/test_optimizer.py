@@ -10,27 +10,29 @@ from asyncrl.errors import ConfigError
 from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
 
 
-def _rates(steps: int, schedule: Schedule, warmup_steps: int, total_steps: int | None) -> list[float]:
-    rate = LearningRate(peak=8.0, schedule=schedule, warmup_steps=warmup_steps, total_steps=total_steps)
+def _rates(steps: int, lr_scheduler_type: Schedule, warmup_steps: int, total_steps: int | None) -> list[float]:
+    rate = LearningRate(
+        peak=8.0, lr_scheduler_type=lr_scheduler_type, warmup_steps=warmup_steps, total_steps=total_steps
+    )
     return [rate.at(step) for step in range(steps)]
 
 
-def test_schedules_by_hand() -> None:
+def test_learning_rates_by_hand() -> None:
     assert _rates(5, "constant", 4, None) == [2.0, 4.0, 6.0, 8.0, 8.0]
     assert _rates(8, "linear", 2, 6) == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
     # Half a cosine over four steps: 1, (1 + cos 45)/2, 1/2, (1 - cos 45)/2, 0.
     assert _rates(6, "cosine", 0, 4) == pytest.approx([8.0, 4 + 4 * math.sqrt(0.5), 4.0, 4 - 4 * math.sqrt(0.5), 0, 0])
 
 
-def test_a_schedule_that_cannot_be_is_refused() -> None:
+def test_a_learning_rate_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(ConfigError, match="total_steps, which is None"):
-        LearningRate(peak=1.0, schedule="linear")
+        LearningRate(peak=1.0, lr_scheduler_type="linear")
     with pytest.raises(ConfigError, match="total_steps, which is 5"):
-        LearningRate(peak=1.0, schedule="cosine", warmup_steps=5, total_steps=5)
+        LearningRate(peak=1.0, lr_scheduler_type="cosine", warmup_steps=5, total_steps=5)
     with pytest.raises(ConfigError, match="lr is nan"):
         LearningRate(peak=math.nan)
     with pytest.raises(ConfigError, match="'sine' does not exist"):
-        LearningRate(peak=1.0, schedule="sine")  # type: ignore[arg-type]
+        LearningRate(peak=1.0, lr_scheduler_type="sine")  # type: ignore[arg-type]
 
 
 def test_clipping() -> None:
@@ -65,7 +67,7 @@ def test_two_steps_by_hand() -> None:
     assert adamw.steps() == {"matrix": 2, "bias": 1}
 
 
-def test_restored_moments_go_on_where_they_were() -> None:
+def test_training_continues_from_restored_moments() -> None:
     matrix, bias, adamw = _optimizer()
     matrix.grad, bias.grad = torch.rand(2, 2), torch.rand(2)
     adamw.step(lr=0.1)
@@ -84,7 +86,7 @@ def test_restored_moments_go_on_where_they_were() -> None:
     assert torch.equal(bias, other_bias)
 
 
-def test_frozen_parameters_are_none_of_its_business() -> None:
+def test_frozen_parameters_are_ignored() -> None:
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     adamw = ShardedAdamW([("frozen", frozen), ("free", nn.Parameter(torch.ones(2)))])
     adamw.step(lr=1.0)

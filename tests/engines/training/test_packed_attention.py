@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.training import packed_attention as packed
-from engines.training.packed_attention import RowsOfStream, packed_attention
+from engines.training.packed_attention import RowLayout, packed_attention
 
 LAYER = cast(Any, SimpleNamespace())
 DEVICES = [
@@ -59,12 +59,12 @@ def _by_hand(
     st.one_of(st.none(), st.integers(1, 7)),
     st.one_of(st.none(), st.floats(0.5, 3.0)),
 )
-def test_every_token_sees_its_own_row(
+def test_every_token_attends_to_its_own_row(
     rectangles: list[tuple[int, int]], heads: int, groups: int, window: int | None, softcap: float | None
 ) -> None:
     lengths = [length for rows, length in rectangles for _ in range(rows)]
     query, key, value = _stream(lengths, heads=heads, groups=groups)
-    rows = RowsOfStream.of(rectangles, device=torch.device("cpu"))
+    rows = RowLayout.of(rectangles, device=torch.device("cpu"))
     found, _ = packed_attention(LAYER, query, key, value, asyncrl_rows=rows, sliding_window=window, softcap=softcap)
     expected = _by_hand(query, key, value, lengths, window=window, softcap=softcap)
     assert found.shape == expected.shape
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_rows_alone(device: str, dtype: torch.dtype, wind
     rectangles = [(2, 7), (1, 5), (3, 2)]
     lengths = [7, 7, 5, 2, 2, 2]
     leaves = [each.to(device, dtype).requires_grad_() for each in _stream(lengths, heads=2, groups=2, size=16)]
-    rows = RowsOfStream.of(rectangles, device=torch.device(device))
+    rows = RowLayout.of(rectangles, device=torch.device(device))
     packed, _ = packed_attention(LAYER, *leaves, asyncrl_rows=rows, sliding_window=window)
     direction = torch.linspace(-1, 1, packed.numel(), device=device, dtype=dtype).view(packed.shape)
     found = torch.autograd.grad((packed * direction).sum(), leaves)
@@ -121,7 +121,7 @@ def _kernel_of_torch_2_12(*asked: Any, enable_gqa: bool, **options: Any) -> Tens
 @pytest.mark.parametrize("kernel", [_kernel_of_torch_2_11, _kernel_of_torch_2_12])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("window", [None, 3])
-def test_kernels_of_several_torches_are_told_what_they_know(
+def test_kernels_of_several_torch_versions_get_the_arguments_they_support(
     monkeypatch: pytest.MonkeyPatch, kernel: Any, groups: int, window: int | None
 ) -> None:
     lengths = [7, 7, 5]
@@ -129,7 +129,7 @@ def test_kernels_of_several_torches_are_told_what_they_know(
     monkeypatch.setattr(packed, "_varlen_parameters", packed._varlen_parameters.__wrapped__)
     monkeypatch.setattr(packed, "_has_varlen_kernel", lambda query: True)
     query, key, value = _stream(lengths, heads=2, groups=groups)
-    rows = RowsOfStream.of([(2, 7), (1, 5)], device=torch.device("cpu"))
+    rows = RowLayout.of([(2, 7), (1, 5)], device=torch.device("cpu"))
     found, _ = packed_attention(LAYER, query, key, value, asyncrl_rows=rows, sliding_window=window)
     assert torch.allclose(found, _by_hand(query, key, value, lengths, window=window, softcap=None))
 
@@ -137,6 +137,6 @@ def test_kernels_of_several_torches_are_told_what_they_know(
 @pytest.mark.parametrize(
     "asked", [{"attention_mask": torch.ones(1)}, {"s_aux": torch.ones(1)}, {"dropout": 0.1}, {"is_causal": False}]
 )
-def test_what_it_cannot_do_is_refused(asked: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match="packed attention is causal"):
         packed_attention(LAYER, *_stream([3], heads=1, groups=1), **asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms import PolicyObjective, TokenLosses, token_weights
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import rows_of
+from engines.training.log_probs import TokenScores
 from engines.training.model import load_policy_model, shard
-from engines.training.packed_rows import PackedRows, RowStream
+from engines.training.packing import PackedRows
 from engines.training.passes import Passes
 from engines.training.rank_group import RankGroup
-from engines.training.token_log_probs import TokenScores
 
 LENGTHS = [9, 4, 17, 6, 6, 12, 3, 1]
 """Rows 6 and 7 have no token to train (prompts are three tokens)."""
@@ -63,9 +63,9 @@ def _plain_gradients(folder: str, batch: DataProto, objective: PolicyObjective) 
     ("family", "tied", "objective", "max_tokens"),
     [
         ("llama", True, PolicyObjective(), 10_000),
-        ("llama", False, PolicyObjective(entropy_coefficient=0.1), 20),
-        ("qwen2", True, PolicyObjective(aggregation="sequence_mean"), 30),
-        ("qwen3", True, PolicyObjective(aggregation="fixed_length", fixed_length=20), 1),
+        ("llama", False, PolicyObjective(entropy_coef=0.1), 20),
+        ("qwen2", True, PolicyObjective(loss_agg_mode="sequence_mean"), 30),
+        ("qwen3", True, PolicyObjective(loss_agg_mode="fixed_length", fixed_length=20), 1),
     ],
 )
 def test_gradient_equals_that_of_one_padded_batch(
@@ -85,24 +85,24 @@ def test_gradient_equals_that_of_one_padded_batch(
     shard(model, ranks.mesh, dtype="float32")
     passes = Passes(model, ranks, max_tokens=max_tokens, temperature=1.0)
     rows = PackedRows.read(batch, vocabulary=model.vocabulary, required=["behaviour_log_probs", "advantages"])
-    portion = passes.portion(rows, range(len(rows)))
-    assert portion.tokens == sum(max(0, length - 3) for length in LENGTHS)
-    assert portion.rows == 6
-    assert (portion.microbatches == 1) == (max_tokens == 10_000)
-    weights = objective.token_weights(rows.scored, total_tokens=portion.tokens, total_rows=portion.rows)
+    mini_batch = passes.plan(rows, range(len(rows)))
+    assert mini_batch.tokens == sum(max(0, length - 3) for length in LENGTHS)
+    assert mini_batch.rows == 6
+    assert (mini_batch.microbatches == 1) == (max_tokens == 10_000)
+    weights = objective.token_weights(rows.scored, total_tokens=mini_batch.tokens, total_rows=mini_batch.rows)
 
-    def losses_of(scores: TokenScores, stream: RowStream, mask: Tensor) -> TokenLosses:
+    def loss_fn(scores: TokenScores, columns: Mapping[str, Tensor], mask: Tensor) -> TokenLosses:
         return objective.token_losses(
             current_log_probs=scores.log_probs,
             proximal_log_probs=scores.log_probs.detach(),
-            behaviour_log_probs=stream.of_tokens(rows.columns["behaviour_log_probs"]),
-            advantages=stream.of_tokens(rows.columns["advantages"]),
+            behaviour_log_probs=columns["behaviour_log_probs"],
+            advantages=columns["advantages"],
             mask=mask,
             entropy=scores.entropy,
         )
 
-    extras = "entropy_gradient" if objective.entropy_coefficient else "entropy"
-    gradients = passes.accumulate(rows, portion, weights, losses_of=losses_of, squared_norm=lambda: 0.0, extras=extras)
+    extras = "entropy_gradient" if objective.entropy_coef else "entropy"
+    gradients = passes.accumulate(rows, mini_batch, weights, loss_fn=loss_fn, squared_norm=lambda: 0.0, extras=extras)
     assert gradients.loss == pytest.approx(expected_loss, rel=1e-5)
     found = {name: parameter.grad for name, parameter in model.parameters_by_name()}
     assert found.keys() == expected.keys()
@@ -113,7 +113,7 @@ def test_gradient_equals_that_of_one_padded_batch(
         assert torch.allclose(mine.double(), gradient, rtol=1e-4, atol=1e-6 * scale), name
 
 
-def test_weights_of_rows_with_nothing_to_train_are_zero(trajectories: Callable[..., DataProto]) -> None:
+def test_weights_of_rows_without_a_token_to_train_are_zero(trajectories: Callable[..., DataProto]) -> None:
     rows = PackedRows.read(trajectories(LENGTHS), vocabulary=61)
-    weights = token_weights(rows.scored, aggregation="sequence_mean", total_tokens=37, total_rows=6)
+    weights = token_weights(rows.scored, loss_agg_mode="sequence_mean", total_tokens=37, total_rows=6)
     assert weights[6:].tolist() == [0.0, 0.0]

@@ -34,7 +34,7 @@ def engine(model_folder: MakeFolder) -> Iterator[Callable[..., FSDPValueEngine]]
 
 
 def set_head(engine: FSDPValueEngine, *, seed: int = 0) -> torch.Tensor:
-    """A head that says something; returns it."""
+    """Set a head that is not 0, and return it."""
     head = dict(engine._model.parameters_by_name())["score.weight"]
     with torch.no_grad():
         head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(seed)))
@@ -57,7 +57,7 @@ def hidden_states(folder: str, batch: DataProto) -> tuple[Any, list[torch.Tensor
     ]
 
 
-def test_a_value_is_read_off_before_its_token(model_folder: MakeFolder, engine: Callable[..., Any]) -> None:
+def test_a_value_is_computed_before_its_token(model_folder: MakeFolder, engine: Callable[..., Any]) -> None:
     critic, batch = engine(max_tokens_per_microbatch=16), batch_of()
     assert all(float(row.abs().max()) == 0.0 for row in rows_of(critic.values(batch).batch["values"]))
     head = set_head(critic)
@@ -80,7 +80,7 @@ def test_a_step_is_the_gradient_of_the_plain_loop(
     returns = [torch.randn(length, generator=draw) for length in LENGTHS]
     batch = batch_of(returns=returns)
     model, states = hidden_states(model_folder(), batch)
-    critic = engine(lr=1e-3, objective=ValueObjective(clip=clip))
+    critic = engine(lr=1e-3, objective=ValueObjective(cliprange_value=clip))
     head = set_head(critic).requires_grad_()
     tokens = [
         (hidden[:-1] @ head[0])[mask[1:]] - target[1:][mask[1:]]
@@ -91,7 +91,7 @@ def test_a_step_is_the_gradient_of_the_plain_loop(
     gradients = [p.grad for p in (head, *model.base_model.parameters()) if p.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     for max_tokens in (14, 64):
-        again = engine(lr=1e-3, objective=ValueObjective(clip=clip), max_tokens_per_microbatch=max_tokens)
+        again = engine(lr=1e-3, objective=ValueObjective(cliprange_value=clip), max_tokens_per_microbatch=max_tokens)
         set_head(again)
         metrics = again.update(batch)
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -103,15 +103,15 @@ def test_a_step_is_the_gradient_of_the_plain_loop(
         assert metrics["tokens_trained"] == len(errors)
 
 
-def test_it_learns_what_comes(engine: Callable[..., Any]) -> None:
+def test_a_critic_learns_the_returns(engine: Callable[..., Any]) -> None:
     batch = batch_of(returns=[torch.full((length,), float(length)) / 10 for length in LENGTHS])
-    critic = engine(lr=1e-2, minibatches=2, objective=ValueObjective(clip=None))
+    critic = engine(lr=1e-2, num_mini_batches=2, objective=ValueObjective(cliprange_value=None))
     first, *_, last = [critic.update(batch) for _ in range(25)]
     assert last["value_error"] < first["value_error"] / 3
     assert last["explained_variance"] > 0.7
 
 
-def test_it_goes_on_where_it_was_saved(engine: Callable[..., Any], tmp_path: Path) -> None:
+def test_training_continues_from_a_checkpoint(engine: Callable[..., Any], tmp_path: Path) -> None:
     batch = batch_of(returns=[torch.ones(length) for length in LENGTHS])
     critic = engine(lr=1e-2)
     critic.update(batch)
@@ -122,7 +122,7 @@ def test_it_goes_on_where_it_was_saved(engine: Callable[..., Any], tmp_path: Pat
     assert torch.equal(critic.values(batch).batch["values"].values(), again.values(batch).batch["values"].values())
 
 
-def test_the_policys_checkpoint_is_none_of_a_critic(
+def test_a_critic_refuses_the_checkpoint_of_a_policy(
     model_folder: MakeFolder, engine: Callable[..., Any], tmp_path: Path
 ) -> None:
     from asyncrl.algorithms import PolicyObjective
@@ -136,7 +136,7 @@ def test_the_policys_checkpoint_is_none_of_a_critic(
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_it_is_passed_around_as_a_model_for_sequence_classification(
+def test_it_is_exported_as_a_model_for_sequence_classification(
     model_folder: MakeFolder, engine: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
     critic, batch = engine(model_folder(family)), batch_of()
@@ -161,7 +161,7 @@ def test_a_head_of_several_labels_is_refused(tmp_path: Path, engine: Callable[..
         engine(str(tmp_path))
 
 
-def test_a_head_that_is_not_in_the_files_is_missed(tmp_path: Path, engine: Callable[..., Any]) -> None:
+def test_a_head_that_is_not_in_the_files_is_an_error(tmp_path: Path, engine: Callable[..., Any]) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     config = LlamaConfig(
@@ -178,15 +178,17 @@ def test_a_head_that_is_not_in_the_files_is_missed(tmp_path: Path, engine: Calla
 def test_a_comparison_is_the_gradient_of_bradley_terry(model_folder: MakeFolder, engine: Callable[..., Any]) -> None:
     batch = batch_of(margins=torch.tensor([0.5, 9.0, 0.0, 9.0]))
     model, states = hidden_states(model_folder(), batch)
-    judge = engine(lr=1e-3, centring=0.1)
+    judge = engine(lr=1e-3, center_rewards_coefficient=0.1)
     head = set_head(judge).requires_grad_()
     scores = torch.stack([hidden[-1] @ head[0] for hidden in states])
-    losses = bradley_terry_losses(scores[0::2], scores[1::2], margins=torch.tensor([0.5, 0.0]), centring=0.1)
+    losses = bradley_terry_losses(
+        scores[0::2], scores[1::2], margins=torch.tensor([0.5, 0.0]), center_rewards_coefficient=0.1
+    )
     losses.loss.mean().backward()
     gradients = [p.grad for p in (head, *model.base_model.parameters()) if p.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     for max_tokens in (15, 64):  # pairs lie in different micro-batches, or in one
-        again = engine(lr=1e-3, centring=0.1, max_tokens_per_microbatch=max_tokens)
+        again = engine(lr=1e-3, center_rewards_coefficient=0.1, max_tokens_per_microbatch=max_tokens)
         set_head(again)
         metrics = again.compare(batch)
         assert metrics["loss"] == pytest.approx(float(losses.loss.mean()), rel=1e-5)
@@ -195,16 +197,16 @@ def test_a_comparison_is_the_gradient_of_bradley_terry(model_folder: MakeFolder,
         assert metrics["accuracy"] == pytest.approx(float(losses.correct.mean()))
 
 
-def test_comparisons_are_learnt(engine: Callable[..., Any]) -> None:
+def test_a_reward_model_learns_comparisons(engine: Callable[..., Any]) -> None:
     batch, judge = batch_of(), engine(lr=1e-2)
     *_, last = [judge.compare(batch) for _ in range(15)]
     assert last["accuracy"] == 1.0
     assert last["distance"] > 1.0
 
 
-def test_what_is_no_pair_is_refused(engine: Callable[..., Any]) -> None:
+def test_rows_that_are_not_pairs_are_refused(engine: Callable[..., Any]) -> None:
     judge = engine()
-    with pytest.raises(InvalidDataError, match="3 rows are no pairs"):
+    with pytest.raises(InvalidDataError, match="3 rows are not pairs"):
         judge.compare(batch_of().slice(0, 3))
     with pytest.raises(InvalidDataError, match="row 1 has no token"):
         judge.scores(DataProto.from_dict(tensors={"input_ids": [torch.tensor([3]), torch.zeros(0, dtype=torch.int64)]}))

@@ -1,4 +1,4 @@
-"""Weights through a folder: what a crash leaves, what damage is told, and that others can read a version."""
+"""Weights through a folder: what a crash leaves, what damage is noticed, and that others can read a version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, WeightError, WeightMismatchError
-from asyncrl.weights.manifest import WeightManifest
+from asyncrl.weights import WeightManifest
 from engines.weights.disk import DiskTransport
 
 
@@ -42,7 +42,7 @@ def copies(transport: DiskTransport, manifest: WeightManifest) -> dict[str, torc
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_damage_is_told(tmp_path: Path, seed: int) -> None:
+def test_any_damage_is_noticed(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     transport = DiskTransport(namespace="test", directory=str(tmp_path), shard_size_bytes=draw.choice([1, 200, 9000]))
     try:
@@ -67,7 +67,7 @@ def test_any_damage_is_told(tmp_path: Path, seed: int) -> None:
             assert damage != "missing"
         except WeightError:
             assert damage == "missing" or path.name.endswith("index.json")
-        else:  # a byte of the files' own metadata, which says nothing of a tensor
+        else:  # a byte of the files' own metadata, on which no tensor depends
             assert path.name not in ("complete",)
             assert all(torch.equal(pulled[name], model[name]) for name in model)
     finally:
@@ -114,7 +114,7 @@ def test_what_a_dead_publisher_left_is_removed_and_what_a_living_one_has_is_not(
     with an_owner(tmp_path, "dies") as owner:
         assert owner.wait() == -signal.SIGKILL
     (dead,) = tmp_path.iterdir()
-    assert sorted(path.name for path in dead.iterdir()) == ["0", "new-1", "owner"]
+    assert sorted(path.name for path in dead.iterdir()) == [".1.partial", "0", "owner"]
     elsewhere = tmp_path / "asyncrl.test.another-host.17.0123abcd"
     elsewhere.mkdir()
     (elsewhere / "owner").touch()
@@ -129,7 +129,7 @@ def test_what_a_dead_publisher_left_is_removed_and_what_a_living_one_has_is_not(
         owner.communicate()
     assert not alive.exists(), "an interpreter that ends leaves nothing"
     other.close()
-    assert list(tmp_path.iterdir()) == [elsewhere], "nobody here knows whether that machine's publisher lives"
+    assert list(tmp_path.iterdir()) == [elsewhere], "the other machine's publisher may be alive"
 
 
 def test_a_folder_that_is_purged_before_its_owner_has_locked_it_is_made_again(
@@ -151,7 +151,7 @@ def test_a_folder_that_is_purged_before_its_owner_has_locked_it_is_made_again(
     assert not purged[0].exists()
 
 
-def test_a_directory_that_is_gone_is_told(transport: DiskTransport, tmp_path: Path) -> None:
+def test_a_missing_directory_is_an_error(transport: DiskTransport, tmp_path: Path) -> None:
     tmp_path.rmdir()
     with pytest.raises(WeightError, match=r"version 0 cannot be written to .*No such file"):
         transport.publish(a_model().items(), version=0)
@@ -170,7 +170,7 @@ def test_a_forked_child_leaves_its_parents_folder_alone(transport: DiskTransport
     assert copies(transport, manifest).keys() == a_model().keys()
 
 
-def test_a_disk_that_takes_no_more_is_an_error_and_leaves_nothing(
+def test_a_full_disk_is_an_error_and_leaves_nothing(
     transport: DiskTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -184,8 +184,8 @@ def test_a_disk_that_takes_no_more_is_an_error_and_leaves_nothing(
     transport.publish(a_model().items(), version=0)
 
 
-def test_a_dtype_that_safetensors_does_not_know(transport: DiskTransport) -> None:
-    with pytest.raises(WeightError, match=r"safetensors does not take these tensors \(torch.complex128"):
+def test_a_dtype_that_safetensors_does_not_support_is_refused(transport: DiskTransport) -> None:
+    with pytest.raises(WeightError, match=r"safetensors cannot store these tensors \(torch.complex128"):
         transport.publish([("w", torch.ones(3, dtype=torch.complex128))], version=0)
 
 
@@ -193,7 +193,7 @@ def test_shards_outside_of_the_folder_are_not_read(transport: DiskTransport, tmp
     manifest = transport.publish(a_model().items(), version=0)
     index = tmp_path / manifest.location / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00001", "../0/model-00001"))
-    with pytest.raises(WeightMismatchError, match="is no file of it"):
+    with pytest.raises(WeightMismatchError, match="is not a file of this folder"):
         copies(transport, manifest)
 
 

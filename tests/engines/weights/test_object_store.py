@@ -26,7 +26,7 @@ class Trainer:
     def publish(self, version):
         return self.transport.publish([("w", torch.full((1000,), float(version)))], version=version).encode()
 
-from asyncrl.weights.manifest import WeightManifest
+from asyncrl.weights import WeightManifest
 trainer = Trainer.remote()
 reader = ObjectStoreTransport(namespace="run")
 manifest = WeightManifest.decode(ray.get(trainer.publish.remote(3)))
@@ -54,7 +54,7 @@ def test_the_versions_of_a_publisher_that_died_are_gone_and_what_was_read_stays(
     assert ran.stdout.split() == ["{3.0}", "3000.0", "True"]
 
 
-def test_without_a_cluster_it_says_what_is_missing() -> None:
+def test_without_a_cluster_the_error_names_the_remedy() -> None:
     program = "import pytest, sys; from tests.engines.weights import test_object_store as t; t.alone()"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -25,9 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, WeightError, WeightMismatchError, WeightVersionError
-from asyncrl.interfaces import WeightTransport
-from asyncrl.weights.manifest import WeightManifest
-from engines.weights import version_file
+from asyncrl.weights import WeightManifest, WeightTransport
+from engines.weights import shared_memory as version_file
 from engines.weights.shared_memory import SharedMemoryTransport
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # need more than their bytes
@@ -120,7 +119,7 @@ def test_tensors_of_a_device_arrive_on_the_host(transport: SharedMemoryTransport
 def test_a_tensor_without_plain_data_is_refused_and_nothing_is_left(
     transport: SharedMemoryTransport, tmp_path: Path, tensor: torch.Tensor
 ):
-    with pytest.raises(WeightError, match="odd is no plain tensor"):
+    with pytest.raises(WeightError, match="odd is not a plain tensor"):
         transport.publish([("fine", torch.ones(2)), ("odd", tensor)], version=0)
     assert list(tmp_path.iterdir()) == []
     assert transport.publish([("fine", torch.ones(2))], version=0).version == 0
@@ -183,11 +182,11 @@ def test_a_reader_that_locks_only_after_the_release_finds_nothing(
         return descriptor
 
     monkeypatch.setattr(os, "open", open_and_dawdle)
-    with pytest.raises(WeightMismatchError, match="not complete, or not the manifest's"):
+    with pytest.raises(WeightMismatchError, match="is incomplete, or not the manifest's"):
         copies(transport, manifest)
 
 
-def test_writing_to_a_pulled_tensor_changes_nobody_else_s(transport: SharedMemoryTransport):
+def test_writing_to_a_pulled_tensor_changes_no_other(transport: SharedMemoryTransport):
     manifest = transport.publish([("w", torch.zeros(1000))], version=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,7 +234,7 @@ def test_what_was_written_into_a_kept_map_is_not_taken_for_the_next_version(tran
         transport.release(version - 1)
 
 
-def test_damage_is_told_also_through_a_kept_map(transport: SharedMemoryTransport):
+def test_damage_is_noticed_through_a_kept_map_too(transport: SharedMemoryTransport):
     manifest = transport.publish([("w", torch.zeros(5000))], version=0)
     copies(transport, manifest)
     with (transport.directory / manifest.location).open("r+b") as file:
@@ -392,7 +391,7 @@ def test_other_transports_namespaces_and_paths_are_refused(transport: SharedMemo
 
 OWNER = """
 import sys, torch
-from engines.weights import version_file
+from engines.weights import shared_memory as version_file
 from engines.weights.shared_memory import SharedMemoryTransport
 transport = SharedMemoryTransport(namespace="test", directory=sys.argv[1])
 manifest = transport.publish([("w", torch.arange(100.0))], version=0)
@@ -555,7 +554,7 @@ def test_without_a_directory_it_uses_shared_memory():
         transport.close()
 
 
-def test_a_directory_that_is_not_there_is_told_at_once(tmp_path):
+def test_a_missing_directory_is_an_error_at_once(tmp_path):
     with pytest.raises(ConfigError, match="no such folder") as caught:
         SharedMemoryTransport(namespace="run", directory=str(tmp_path / "absent"))
     assert caught.value.path == "weights.options.directory"

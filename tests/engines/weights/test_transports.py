@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
-from asyncrl.interfaces import WeightTransport
-from asyncrl.weights.manifest import WeightManifest
-from asyncrl.weights.transport import TransportSpec
+from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
 
 Make = Callable[..., WeightTransport]
 
@@ -91,7 +89,7 @@ def test_what_is_published_is_pulled_elsewhere(publisher: WeightTransport, reade
         publisher.release(1)
 
 
-def test_in_as_many_pieces_as_it_takes(spec: TransportSpec, reader: WeightTransport) -> None:
+def test_a_version_in_many_pieces(spec: TransportSpec, reader: WeightTransport) -> None:
     sizes = {"disk": {"shard_size_bytes": 100}, "object_store": {"batch_size_bytes": 100}}
     small = TransportSpec(
         name=spec.name, namespace=spec.namespace, options={**spec.options, **sizes.get(spec.name, {})}
@@ -101,7 +99,7 @@ def test_in_as_many_pieces_as_it_takes(spec: TransportSpec, reader: WeightTransp
     small.close()
 
 
-def test_pulled_tensors_are_written_to_by_nobody_else(publisher: WeightTransport, reader: WeightTransport) -> None:
+def test_writing_to_a_pulled_tensor_changes_no_other(publisher: WeightTransport, reader: WeightTransport) -> None:
     manifest = publisher.publish(a_model().items(), version=0)
     with reader.pull(manifest) as one, reader.pull(manifest) as other:
         one["large"].fill_(1)
@@ -127,13 +125,13 @@ def test_a_released_version_is_gone_and_the_others_are_not(publisher: WeightTran
     with reader.pull(first) as held:
         publisher.release(0)
         publisher.publish(a_model(2).items(), version=2)
-        assert same(dict(held), a_model(0)), "whoever reads it goes on"
+        assert same(dict(held), a_model(0)), "its readers are not disturbed"
     with pytest.raises(WeightError, match=r"version 0 (is not available|was released)"):
         copies(reader, first)
     assert same(copies(reader, second), a_model(1))
 
 
-def test_what_fails_half_way_is_not_there_and_can_be_tried_again(
+def test_a_failed_publication_is_not_available_and_can_be_tried_again(
     publisher: WeightTransport, reader: WeightTransport
 ) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,7 +142,7 @@ def test_what_fails_half_way_is_not_there_and_can_be_tried_again(
         publisher.publish(broken(), version=0)
     with pytest.raises(WeightError, match="w was published twice"):
         publisher.publish([("w", torch.ones(1)), ("w", torch.ones(1))], version=0)
-    with pytest.raises(WeightError, match="odd is no plain tensor"):
+    with pytest.raises(WeightError, match="odd is not a plain tensor"):
         publisher.publish([("odd", torch.empty(2, device="meta"))], version=0)
     assert same(copies(reader, publisher.publish(a_model().items(), version=0)), a_model())
 
@@ -188,8 +186,8 @@ def test_a_manifest_that_is_not_the_published_one_is_refused(
 
 CHILD = """
 import sys, msgspec, torch
-from asyncrl.weights.manifest import WeightManifest
-from asyncrl.weights.transport import TransportSpec
+from asyncrl.weights import WeightManifest
+from asyncrl.weights import TransportSpec
 spec = TransportSpec(**msgspec.json.decode(sys.argv[1]))
 manifest = WeightManifest.decode(sys.stdin.buffer.read())
 transport = spec.make()
@@ -202,14 +200,14 @@ transport.close()
 def test_another_process_pulls(spec: TransportSpec, publisher: WeightTransport) -> None:
     model = a_model()
     manifest = publisher.publish(model.items(), version=0)
-    told = msgspec.json.encode({"name": spec.name, "namespace": spec.namespace, "options": dict(spec.options)})
-    command = [sys.executable, "-c", CHILD, told.decode()]
+    encoded = msgspec.json.encode({"name": spec.name, "namespace": spec.namespace, "options": dict(spec.options)})
+    command = [sys.executable, "-c", CHILD, encoded.decode()]
     ran = subprocess.run(command, input=manifest.encode(), capture_output=True, timeout=100, check=True)
     expected = sum(float(tensor.double().sum()) for tensor in model.values())
     assert float(ran.stdout.split()[-1]) == pytest.approx(expected)
 
 
-def test_closed_is_closed(spec: TransportSpec, publisher: WeightTransport, reader: WeightTransport) -> None:
+def test_a_closed_transport_refuses(spec: TransportSpec, publisher: WeightTransport, reader: WeightTransport) -> None:
     manifest = publisher.publish(a_model().items(), version=0)
     publisher.close()
     publisher.close()

@@ -1,0 +1,1 @@
+"""Other systems' names for programs written for them."""

@@ -1,0 +1,147 @@
+"""Tasks of the package ``reasoning-gym``: over a hundred procedural data sets, each with its own scorer.
+
+An episode has one turn: the model answers the question between ``<answer>`` tags, and the data set's scorer returns the
+reward (0..1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncrl.envs.calculator import is_held_out, question_messages
+from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.interfaces import Message, Step, Task, Tool
+from asyncrl.runtime import in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_STRIDE = 16
+"""Distance between the first candidates of two tasks: nearly always enough to find an item of the split."""
+
+INSTRUCTIONS = "Think step by step. Then write the final answer, and nothing else, between <answer> and </answer>."
+
+
+class ReasoningGymEnvironment:
+    """One question, one answer."""
+
+    def __init__(self, dataset: Any, *, instructions: str, answer_tag: str) -> None:
+        self._dataset = dataset  # a reasoning_gym.ProceduralDataset, which is not annotated
+        self._instructions = instructions
+        self._answer_tag = answer_tag
+        self._entry: dict[str, Any] | None = None
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return ()
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        entry: dict[str, Any] = await in_thread(self._dataset.__getitem__, task["item"])
+        if entry["question"] != task["question"]:
+            raise EnvironmentFailure(
+                f"item {task['item']} is not the question of the task, which came from another seed, configuration or "
+                "version of reasoning-gym"
+            )
+        self._entry = entry
+        return question_messages(task["question"], instructions=self._instructions)
+
+    async def step(self, reply: Message) -> Step:
+        if self._entry is None:
+            raise EnvironmentFailure("step before reset: the environment has no task")
+        answer = self._answer(str(reply.get("content") or ""))
+        if answer is None:
+            return Step(done=True, info={"answered": False})
+        score = await in_thread(self._dataset.score_answer, answer, self._entry)
+        return Step(reward=float(score), done=True, info={"answered": True})
+
+    async def close(self) -> None:
+        self._entry = None
+
+    def _answer(self, content: str) -> str | None:
+        """Return the text in the last pair of tags (without a tag, all of it), or None if the tags are missing."""
+        if not self._answer_tag:
+            return content.strip()
+        _, opened, rest = content.rpartition(f"<{self._answer_tag}>")
+        answer, closed, _ = rest.partition(f"</{self._answer_tag}>")
+        return answer.strip() if opened and closed else None
+
+
+class ReasoningGymFactory:
+    """Items of one data set; the hash of its text assigns each question to one split, so that they are disjoint.
+
+    Args:
+        dataset: its name in reasoning-gym (``chain_sum``, ``leg_counting`` ...).
+        size: number of its items; larger task numbers wrap around. Most data sets generate items on demand.
+        instructions: system message; none if empty.
+        answer_tag: tag around the answer; if empty, the whole reply is the answer.
+        config: options of the data set.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        seed: int = 0,
+        size: int = 1_000_000,
+        instructions: str = INSTRUCTIONS,
+        answer_tag: str = "answer",
+        **config: Any,
+    ) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise ConfigError(
+                "the environment reasoning_gym needs the package reasoning-gym",
+                path="env",
+                remedy="pip install asyncrl[envs]",
+            ) from error
+        if dataset not in DATASETS:
+            import difflib
+
+            near = difflib.get_close_matches(dataset, DATASETS, n=3)
+            raise ConfigError(
+                f"reasoning-gym has no data set {dataset!r}",
+                path="env.options.dataset",
+                remedy=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(DATASETS))}",
+            )
+        try:
+            self._dataset: Any = reasoning_gym.create_dataset(dataset, seed=seed, size=size, **config)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise ConfigError(
+                f"reasoning-gym cannot make {dataset!r} with {config}: {error}",
+                path="env.options",
+                remedy=f"options of {DATASETS[dataset][1].__name__}",
+            ) from error
+        self._name = dataset
+        self._size = size
+        self._instructions = instructions
+        self._answer_tag = answer_tag
+
+    def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
+        start = index * _STRIDE
+        for item in (number % self._size for number in range(start, start + self._size)):
+            entry = self._dataset[item]
+            if is_held_out(entry["question"]) == (split == "held_out"):
+                return {
+                    "dataset": self._name,
+                    "item": item,
+                    "question": entry["question"],
+                    "answer": str(entry["answer"]),
+                }
+        raise ConfigError(
+            f"no question of the {self._size} items of {self._name!r} belongs to the split {split!r}",
+            path="env.options.size",
+            remedy="a larger size, or harder options: this data set repeats its questions",
+        )
+
+    def make(self) -> ReasoningGymEnvironment:
+        return ReasoningGymEnvironment(self._dataset, instructions=self._instructions, answer_tag=self._answer_tag)
+
+    def demonstration(self, index: int) -> list[Message]:
+        raise ConfigError(
+            "the environment reasoning_gym has no demonstrations",
+            path="sft",
+            remedy="start from a pretrained model, without a supervised warm start",
+        )

@@ -1,1 +1,0 @@
-"""The loop: from prompts to published weights, and everything around one run."""

@@ -1,0 +1,223 @@
+"""The two sides of a test by assertions, each in a sandbox of its own: ``python code_program.py solution|tests FD``.
+
+The ``solution`` executes a program and lets the other side use what it defines; the ``tests`` execute assertions in
+which the program's names stand for that. So the program never sees what is expected of it, and only data of built-in
+types come back: nothing of the program takes part in a comparison. Imports only the standard library.
+
+On the socket FD each message is one line of JSON. Either side may send ``{"do": operation, "on": handle, "with":
+data}`` and gets ``{"value": data, "changed": [data, ...]}`` or ``{"error": [type, text]}``; while it waits it answers
+requests of the other: a function of a test can be passed to the program, which may call it, and nothing else.
+
+Data: None, booleans, numbers and texts as in JSON; others as ``[kind, content]``, with the kinds ``list``, ``tuple``,
+``dict``, ``set``, ``frozenset``, ``bytes``, ``complex``, ``Decimal``, ``Fraction``, ``yours`` and ``mine`` (a handle).
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import os
+import socket
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from types import ModuleType
+from typing import Any
+
+_CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class Peer:
+    """One side of the socket. ``serves_all``: the other may do more than call the functions that it was passed."""
+
+    def __init__(self, descriptor: int, *, serves_all: bool) -> None:
+        connection = socket.socket(fileno=descriptor)
+        self._reader, self._writer = (
+            connection.makefile("r", encoding="utf-8"),
+            connection.makefile("w", encoding="utf-8"),
+        )
+        self._serves_all = serves_all
+        self._mine: list[Any] = []
+        self._theirs: dict[int, Remote] = {}
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(message) + "\n")
+        self._writer.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message; raise EOFError at the end."""
+        line = self._reader.readline()
+        if not line:
+            raise EOFError
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise TypeError("not a message")
+        return message
+
+    def ask(self, operation: str, handle: int, *arguments: Any, **options: Any) -> Any:
+        """Let the other side do something and return the result; its exception is raised as the built-in one."""
+        given = [arguments, options]
+        self.send({"do": operation, "on": handle, "with": self.encode(given)})
+        while "do" in (message := self.receive()):
+            self.answer(message)
+        if "error" in message:
+            kind, text = message["error"]
+            error = getattr(builtins, str(kind), Exception)
+            is_error = isinstance(error, type) and issubclass(error, Exception)
+            raise (error if is_error and error is not AssertionError else RuntimeError)(str(text))
+        for argument, now in zip(arguments, message.get("changed", ()), strict=False):
+            _become(argument, self.decode(now))
+        return self.decode(message["value"])
+
+    def answer(self, message: dict[str, Any]) -> None:
+        try:
+            arguments, options = self.decode(message["with"])
+            thing = self._mine[message["on"]]
+            if message["do"] != "call" and not self._serves_all:
+                raise TypeError("functions of a test can only be called")
+            value = _OPERATIONS[message["do"]](thing, *arguments, **options)
+            reply = {"value": self.encode(value), "changed": [self.encode(each) for each in arguments]}
+        except BaseException as error:  # noqa: BLE001  a program may raise anything
+            reply = {"error": [type(error).__name__, str(error)[:1000]]}
+        self.send(reply)
+
+    def encode(self, value: Any) -> Any:
+        if isinstance(value, Remote):
+            return ["yours", value._handle]  # noqa: SLF001
+        if value is None or isinstance(value, bool):
+            return value
+        for kind, convert in ((int, int), (float, float), (str, str)):
+            if isinstance(value, kind):
+                return convert(value)
+        if isinstance(value, dict):
+            return ["dict", [[self.encode(key), self.encode(each)] for key, each in dict.items(value)]]
+        for name, container in _CONTAINERS.items():
+            if isinstance(value, container):
+                return [name, [self.encode(each) for each in value]]
+        if isinstance(value, bytes | bytearray):
+            return ["bytes", bytes(value).hex()]
+        if isinstance(value, complex):
+            return ["complex", [value.real, value.imag]]
+        if isinstance(value, Decimal | Fraction):
+            return [type(value).__name__, str(value)]
+        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+            return self.encode(value.tolist())
+        return ["mine", self.handle_of(value)]
+
+    def handle_of(self, value: Any) -> int:
+        for handle, known in enumerate(self._mine):
+            if known is value:
+                return handle
+        self._mine.append(value)
+        return len(self._mine) - 1
+
+    def decode(self, data: Any) -> Any:
+        if not isinstance(data, list):
+            return data
+        kind, content = data
+        if kind in _CONTAINERS:
+            return _CONTAINERS[kind](self.decode(each) for each in content)
+        if kind == "dict":
+            return {self.decode(key): self.decode(each) for key, each in content}
+        if kind == "yours":
+            return self._mine[content]
+        if kind == "mine":
+            return self._theirs.setdefault(content, Remote(self, content))
+        if kind == "bytes":
+            return bytes.fromhex(content)
+        return complex(*content) if kind == "complex" else {"Decimal": Decimal, "Fraction": Fraction}[kind](content)
+
+
+class Remote:
+    """An object of the other side: it can be called and read. It equals itself alone."""
+
+    def __init__(self, peer: Peer, handle: int) -> None:
+        self.__dict__.update(_peer=peer, _handle=handle)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._peer.ask("call", self._handle, *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._peer.ask("attribute", self._handle, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("set", self._handle, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._peer.ask("item", self._handle, key)
+
+    def __iter__(self) -> Any:
+        return iter(self._peer.ask("list", self._handle))
+
+    def __len__(self) -> int:
+        return len(self._peer.ask("list", self._handle))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return str(self._peer.ask("text", self._handle))
+
+    __repr__ = __str__
+
+
+_OPERATIONS: dict[str, Any] = {
+    "call": lambda thing, *arguments, **options: thing(*arguments, **options),
+    "attribute": getattr,
+    "set": setattr,
+    "item": lambda thing, key: thing[key],
+    "list": list,
+    "text": str,
+}
+
+
+def _become(argument: Any, now: Any) -> None:
+    """Give a mutable argument the content that the call left it with."""
+    if type(argument) is type(now) and isinstance(argument, list | dict | set):
+        argument.clear()
+        (argument.extend if isinstance(argument, list) else argument.update)(now)
+
+
+def serve_solution(peer: Peer, program: str) -> None:
+    scope: dict[str, Any] = {"__name__": "solution"}
+    exec(compile(program, "solution.py", "exec"), scope)  # noqa: S102  the purpose of this program
+    names = {}
+    for name, value in scope.items():
+        if not name.startswith("__"):
+            is_module = isinstance(value, ModuleType)
+            names[name] = ["module", value.__name__] if is_module else ["value", peer.encode(value)]
+    peer.send({"names": names})
+    while True:
+        peer.answer(peer.receive())
+
+
+def run_tests(peer: Peer, assertions: str) -> None:
+    scope: dict[str, Any] = {"__name__": "tests"}
+    for name, (kind, value) in peer.receive()["names"].items():
+        if kind == "module":
+            try:
+                scope[name] = importlib.import_module(value)
+            except Exception:  # noqa: BLE001, S112  not for everyone; a test that needs it fails
+                continue
+        else:
+            scope[name] = peer.decode(value)
+    exec(compile(assertions, "tests.py", "exec"), scope)  # noqa: S102  likewise
+
+
+def main() -> None:
+    side, descriptor = sys.argv[1], int(sys.argv[2])
+    text = sys.stdin.read()
+    os.dup2(2, 1)  # what a program prints is no result
+    peer = Peer(descriptor, serves_all=side == "solution")
+    try:
+        (serve_solution if side == "solution" else run_tests)(peer, text)
+    except EOFError:
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

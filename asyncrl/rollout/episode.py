@@ -1,0 +1,355 @@
+"""One episode: a policy and an environment take turns until the environment or a limit ends it.
+
+Tokens are never rendered twice: each turn's prompt begins with exactly the ids of the turns before it (see
+:mod:`asyncrl.rollout.chat`). Environments are foreign code: whatever they raise or return becomes an
+:class:`~asyncrl.errors.EnvironmentFailure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, SupportsFloat, TypeVar
+
+from asyncrl.errors import (
+    AsyncRLError,
+    EngineError,
+    EnvironmentDeadlineError,
+    EnvironmentFailure,
+    InvalidDataError,
+    RequestAbortedError,
+)
+from asyncrl.interfaces import (
+    Environment,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Message,
+    SamplingParams,
+    Step,
+    Task,
+    TokenGenerator,
+    Tool,
+)
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.trajectory import REWARD_PARTS, EpisodeEnd, Trajectory, Turn, derive_seed
+from asyncrl.rollout.turns import TurnRecord, TurnRecorder
+from asyncrl.rollout.work import EpisodeTimes
+
+_T = TypeVar("_T")
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+class Diverged(Exception):
+    """The environment answers differently than in the recorded turns: the episode must begin again without them."""
+
+
+async def run_episode(
+    engine: TokenGenerator,
+    environment: Environment,
+    renderer: ChatRenderer,
+    task: Task,
+    *,
+    sampling: SamplingParams,
+    max_turns: int,
+    max_seq_len: int,
+    deadline_s: float,
+    request_prefix: str,
+    seed: int,
+    latency_s: float = 0.0,
+    times: EpisodeTimes | None = None,
+    turns: TurnRecorder | None = None,
+    recorded: Sequence[TurnRecord] = (),
+) -> Trajectory:
+    """Play ``task`` to its end; the environment, used for this episode only, is closed whatever happens.
+
+    Reaching a limit (:class:`~asyncrl.rollout.worker.EpisodeLimits`) is an end like any other: the trajectory has the
+    reason, and the rewards so far. A turn that was cut by ``max_seq_len`` is not passed to the environment.
+
+    The renderer's end-of-turn token is added to the stop tokens. The seed of each turn is derived from ``seed`` and the
+    turn's number, ``max_new_tokens`` is cut to what ``max_seq_len`` leaves, and turn n is the engine's request
+    ``{request_prefix}-{n}``. ``turns`` records every sampled turn. The episode begins with the ``recorded`` turns
+    instead of sampling them; they are passed to the environment anew. ``times`` counts the time in the environment.
+
+    Raises:
+        Diverged: with ``recorded`` turns: the environment answers differently than it did then.
+        EnvironmentFailure: the environment raised (the cause) or returned unusable values (no messages, messages that
+            the chat template cannot render, rewards that are not or do not sum up to a finite float32), with
+            ``tokens_generated``.
+        EnvironmentDeadlineError: a call of it took longer than ``deadline_s``, with ``tokens_generated``.
+        RequestAbortedError: the engine aborted a turn, with ``tokens_generated``.
+        InvalidDataError: the prompt alone fills ``max_seq_len``.
+    """
+    episode = _Episode(task)
+
+    def outside() -> AbstractContextManager[None]:
+        return times.at("environment") if times is not None else nullcontext()
+
+    async def play() -> EpisodeEnd:
+        with outside():
+            first = await _call(environment.reset, episode.task, what="reset", deadline_s=deadline_s)
+        messages = _messages(first, what="reset", least=1)
+        tools = await _call(_tools, environment, what="tools", deadline_s=deadline_s)
+        with _using(messages, what="reset"):
+            prompt = renderer.prompt(messages, tools)
+        episode.add_context(prompt)
+        if episode.length >= max_seq_len:
+            raise InvalidDataError(
+                f"the prompt has {episode.length} tokens and a trajectory may have {max_seq_len}: raise max_seq_len"
+            )
+        for number in range(max_turns):
+            room = min(sampling.max_new_tokens, max_seq_len - episode.length)
+            limited = dataclasses.replace(
+                sampling.ending_at(renderer.end_of_turn_id),
+                max_new_tokens=room,
+                min_tokens=min(sampling.min_tokens, room),
+                seed=derive_seed(seed, "turn", number),
+            )
+            request = GenerationRequest(
+                request_id=f"{request_prefix}-{number}",
+                prompt_token_ids=tuple(episode.token_ids),
+                sampling=limited,
+            )
+            if number < len(recorded):
+                generation = _recorded(recorded[number], context=episode.last_context, limit=limited.max_new_tokens)
+            else:
+                generation = await _generate(engine, request, tokens_before=episode.sampled_tokens)
+            if turns is not None:
+                turns.sampled(episode.last_context, generation)
+            reply = renderer.parse(generation.token_ids)
+            episode.add_turn(generation, reply)
+            if generation.finish_reason == "length" and episode.length >= max_seq_len:
+                return "max_seq_len"
+            with outside():
+                if latency_s > 0:
+                    await asyncio.sleep(latency_s)
+                returned = await _call(environment.step, reply, what="step", deadline_s=deadline_s)
+            step = _step(returned)
+            episode.add_step(step)
+            if step.done:
+                return "done"
+            if number + 1 == max_turns:
+                break
+            with _using(step.messages, what="step"):
+                answer = renderer.extend(messages, generation.token_ids, step.messages, tools)
+            if episode.length + len(answer) >= max_seq_len:
+                return "max_seq_len"
+            episode.add_context(answer)
+            messages += [reply, *step.messages]
+        return "max_turns"
+
+    try:
+        try:
+            reason = await play()
+        except BaseException as error:
+            try:
+                await _call(environment.close, what="close", deadline_s=deadline_s)
+            except AsyncRLError as failure:  # what went wrong first counts, a cancellation above all
+                error.add_note(f"closing the environment failed too: {failure}")
+            raise
+        with outside():
+            await _call(environment.close, what="close", deadline_s=deadline_s)
+    except EnvironmentFailure as failure:
+        failure.tokens_generated = episode.sampled_tokens
+        raise
+    return episode.trajectory(reason)
+
+
+class _Episode:
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.token_ids: list[int] = []
+        self.last_context: tuple[int, ...] = ()
+        self.sampled_tokens = 0
+        self._mask: list[bool] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self._turns: list[Turn] = []
+        self._reward = 0.0
+        self._info: Mapping[str, Any] = {}
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    def add_context(self, token_ids: Sequence[int]) -> None:
+        self.last_context = tuple(token_ids)
+        self.token_ids += token_ids
+        self._mask += [False] * len(token_ids)
+        self._log_probs += [0.0] * len(token_ids)
+        self._versions += [-1] * len(token_ids)
+
+    def add_turn(self, generation: Generation, message: Message) -> None:
+        start = self.length
+        self.token_ids += generation.token_ids
+        self._mask += [True] * len(generation.token_ids)
+        self._log_probs += generation.log_probs
+        self._versions += generation.weight_versions
+        self.sampled_tokens += len(generation.token_ids)
+        turn = Turn(start=start, end=self.length, finish_reason=generation.finish_reason, message=message)
+        self._turns.append(turn)
+
+    def add_step(self, step: Step) -> None:
+        self._reward += step.reward
+        if abs(self._reward) > _LARGEST_FLOAT32:
+            raise EnvironmentFailure(
+                "the environment's step must keep the sum of the rewards a finite float32; "
+                f"it returned {step.reward:g}, and the sum is {self._reward:g}"
+            )
+        self._turns[-1] = dataclasses.replace(self._turns[-1], reward=step.reward)
+        self._info = step.info
+
+    def trajectory(self, reason: EpisodeEnd) -> Trajectory:
+        return Trajectory(
+            task=self.task,
+            token_ids=tuple(self.token_ids),
+            loss_mask=tuple(self._mask),
+            behaviour_log_probs=tuple(self._log_probs),
+            weight_versions=tuple(self._versions),
+            reward=self._reward,
+            turns=tuple(self._turns),
+            finish_reason=reason,
+            info=self._info,
+        )
+
+
+def _recorded(turn: TurnRecord, *, context: tuple[int, ...], limit: int) -> Generation:
+    """Return a turn that was sampled before the run was killed, if its context is still the same."""
+    if turn.context_ids() != context:
+        raise Diverged("the environment answered differently")
+    if turn.tokens > limit:
+        raise Diverged("a turn is longer than it may be now")
+    return turn.generation()
+
+
+async def _generate(engine: TokenGenerator, request: GenerationRequest, *, tokens_before: int) -> Generation:
+    """Put the chunks of one request together. Leaving before its end aborts it in the engine."""
+    token_ids: list[int] = []
+    log_probs: list[float] = []
+    versions: list[int] = []
+    finish_reason: FinishReason | None = None
+    stream = engine.generate(request)
+    try:
+        async for chunk in stream:
+            token_ids += chunk.token_ids
+            log_probs += chunk.log_probs
+            versions += chunk.weight_versions
+            finish_reason = chunk.finish_reason or finish_reason
+    finally:
+        if finish_reason is None:
+            leave = getattr(stream, "aclose", None)  # an AsyncIterator may be a generator or not
+            await (leave() if leave is not None else engine.abort(request.request_id))
+    if finish_reason is None:
+        raise EngineError(f"request {request.request_id!r} ended without a finish reason")
+    if finish_reason == "abort":
+        raise RequestAbortedError(
+            f"request {request.request_id!r} was aborted after {len(token_ids)} tokens",
+            tokens_generated=tokens_before + len(token_ids),
+        )
+    return Generation(
+        token_ids=tuple(token_ids),
+        log_probs=tuple(log_probs),
+        weight_versions=tuple(versions),
+        finish_reason=finish_reason,
+    )
+
+
+async def _call(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, deadline_s: float) -> _T:
+    """Await one call of an environment under its deadline; what it raises becomes an environment's failure."""
+    deadline: asyncio.Timeout | None = None
+    cancellations = _cancellations()
+    try:
+        async with asyncio.timeout(deadline_s) as deadline:
+            return await call(*arguments)
+    except AsyncRLError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:  # foreign code: its type travels as the cause
+        if isinstance(error, asyncio.CancelledError) and _cancellations() > cancellations:
+            raise
+        if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
+            raise EnvironmentDeadlineError(f"the environment's {what} took longer than {deadline_s:g} s") from error
+        raise EnvironmentFailure(f"the environment's {what} failed: {type(error).__name__}: {error}") from error
+
+
+def _cancellations() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+@contextmanager
+def _using(given: object, *, what: str) -> Iterator[None]:
+    """Use what an environment returned: foreign values may raise anything, and templates refuse conversations."""
+    try:
+        yield
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailure(
+            f"what the environment's {what} returned cannot be used: {type(error).__name__}: {error}; "
+            f"got {_short(given)}"
+        ) from error
+
+
+async def _tools(environment: Environment) -> tuple[Tool, ...]:
+    tools = tuple(environment.tools)
+    for each in tools:
+        if not isinstance(each, Tool):
+            raise EnvironmentFailure(f"the environment's tools must be Tools; got {_short(each)}")
+        json.dumps(each.schema(), ensure_ascii=False).encode()
+    return tools
+
+
+def _messages(returned: object, *, what: str, least: int = 0) -> list[Message]:
+    with _using(returned, what=what):
+        if isinstance(returned, Sequence) and not isinstance(returned, str):
+            said = [message for message in returned if _is_message(message)]
+            if len(said) == len(returned) >= least:
+                return said
+    raise EnvironmentFailure(
+        f'the environment\'s {what} must return messages, dicts with a "role" and a text as "content"; '
+        f"got {_short(returned)}"
+    )
+
+
+def _is_message(value: object) -> bool:
+    """Return whether it is one, its text absent or in parts; raise UnicodeEncodeError if UTF-8 cannot write it."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    if isinstance(content, str):
+        content.encode()
+    return content is None or isinstance(content, str | list)
+
+
+def _step(returned: object) -> Step:
+    if not isinstance(returned, Step):
+        raise EnvironmentFailure(f"the environment's step must return a Step; got {_short(returned)}")
+    messages = _messages(returned.messages, what="step")
+    given: object = returned.reward
+    with _using(given, what="step"):
+        reward = float(given) if isinstance(given, SupportsFloat) else None
+    if reward is None or not abs(reward) <= _LARGEST_FLOAT32:
+        raise EnvironmentFailure(
+            f"the reward of an environment's step must be, as float32, a finite number; got {_short(given)}"
+        )
+    if not isinstance(returned.info, Mapping):
+        raise EnvironmentFailure(f"the info of an environment's step must be a mapping; got {_short(returned.info)}")
+    with _using(returned.info, what="step"):
+        info = dict(returned.info)
+        parts = info.get(REWARD_PARTS)
+        for part in parts.values() if isinstance(parts, Mapping) else ():
+            float(part)
+    with _using(returned.done, what="step"):
+        return Step(messages=tuple(messages), reward=reward, done=bool(returned.done), info=info)
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  foreign code; the caller has an error to raise already
+        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= 80 else f"{text[:77]}..."

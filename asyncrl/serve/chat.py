@@ -1,0 +1,350 @@
+"""One turn of a chat, for OpenAI's and Anthropic's APIs: the form that its text must have, its prompt, its choices.
+
+Forms are grammars in llguidance's dialect of Lark, which engines follow token by token
+(:attr:`asyncrl.interfaces.SamplingParams.grammar`). JSON is written in one line, as ``json.dumps`` does: a model that
+may write white space anywhere can go on doing so for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.errors import EngineError
+from asyncrl.interfaces import GenerationRequest, Message, SamplingParams, Tool
+from asyncrl.rollout.chat import tool_call_json
+from asyncrl.serve.call import Call
+from asyncrl.serve.errors import APIError
+from asyncrl.serve.limits import check_grammar
+from asyncrl.serve.sessions import Session, TurnPrompt
+from asyncrl.serve.text import Choice, ModelText, ParsedTurn, last_tokens
+
+JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""The schema of every JSON object. Any: a JSON schema."""
+
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+# ---------------------------------------------------------------------------------------------- the form of a turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What the text of a turn must be: of a grammar (empty: any text), which allows JSON, tool calls, or both."""
+
+    grammar: str = ""
+    json: bool = False
+    calls: bool = False
+
+    def check(self, choice: Choice, parsed: ParsedTurn) -> None:
+        """Raise an EngineError if a finished turn that was not cut short has another form."""
+        if not (self.json or self.calls) or choice.finish_reason != "stop" or choice.stop_string is not None:
+            return
+        if not (self.calls and parsed.calls) and not (self.json and _is_json(parsed.message["content"])):
+            raise EngineError("the engine took a grammar and did not follow it")
+
+
+def chat_form(
+    text: ModelText,
+    *,
+    tools: Sequence[Tool],
+    required: Sequence[Tool],
+    several: bool,
+    schema: Mapping[str, Any] | None,
+    grammar: str = "",
+) -> Form:
+    """Return the form of a turn: text, calls of ``tools``, or JSON of ``schema`` (None for any text) if it is no call.
+
+    A turn without tools may have a ``grammar`` instead. One of the tools in ``required`` must be called, if any are;
+    ``several`` calls may be made. ``text`` spells calls.
+    """
+    opening, closing = text.terminal("<tool_call>"), text.terminal("</tool_call>")
+    if required:
+        return Form(grammar=calls_grammar(required, several=several, opening=opening, closing=closing), calls=True)
+    if grammar:
+        if tools:
+            raise APIError(400, "a grammar, regex or choice restricts the whole text: leave out the tools")
+        return Form(grammar=grammar)
+    if schema is None:
+        return Form()
+    if tools:
+        either = calls_grammar(tools, several=several, opening=opening, closing=closing, otherwise=schema)
+        return Form(grammar=either, json=True, calls=True)
+    return Form(grammar=json_grammar(schema), json=True)
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of JSON that satisfies ``schema``. Any: a JSON schema."""
+    return f"start: {_json(schema)}\n"
+
+
+def json_schema(name: str, schema: Any) -> Mapping[str, Any]:
+    """Return the schema in a field called ``name``, which may be JSON in a string. Any: a JSON schema."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise APIError(400, f"{name} is no JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise APIError(400, f"{name} must be a JSON schema: an object")
+    return schema
+
+
+def regex_grammar(pattern: str) -> str:
+    """Return the grammar of what ``pattern`` matches as a whole: a regular expression in the syntax of Rust's crate."""
+    written = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL).replace("\n", r"\n")
+    return f"start: /{written}/\n"
+
+
+def lark_grammar(grammar: str) -> str:
+    """Return a grammar in llguidance's dialect: as it is, or translated from GBNF (llama.cpp's, xgrammar's EBNF)."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:
+        raise APIError(400, f"the grammar cannot be read: {error}") from error
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the grammar of one of several texts."""
+    return f"start: {' | '.join(map(json.dumps, choices))}\n"
+
+
+def calls_grammar(
+    tools: Sequence[Tool],
+    *,
+    several: bool,
+    opening: str = '"<tool_call>"',
+    closing: str = '"</tool_call>"',
+    otherwise: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the grammar of calls of ``tools``, as :class:`asyncrl.rollout.chat.ChatRenderer` parses them.
+
+    There is one call, or with ``several`` one or more. ``opening`` and ``closing`` are terminals around a call: a
+    quoted string, or the bare name of a special token. The text may be JSON of the schema ``otherwise`` instead of
+    calls.
+    """
+    rules = [
+        f"start: calls | {_json(otherwise)}" if otherwise is not None else "start: calls",
+        'calls: call ("\\n" call)*' if several else "calls: call",
+        "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
+    ]
+    for number, tool in enumerate(tools):
+        head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
+        rules.append(f'call_{number}: {opening} {json.dumps(head)} arguments_{number} "}}\\n" {closing}')
+        rules.append(f"arguments_{number}: {_json({**tool.parameters, 'type': 'object'})}")
+    return "\n".join([*rules, ""])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+# -------------------------------------------------------------------------------------------------- tools and calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools that are ``declared``, and those of which one must be called; none of them where the model chooses."""
+
+    declared: Sequence[Tool]
+    required: Sequence[Tool]
+
+
+def tool_use(
+    tools: Sequence[Tool],
+    *,
+    mode: Literal["none", "auto", "required"] = "auto",
+    only: Sequence[str] | None = None,
+    named: str | None = None,
+) -> ToolUse:
+    """Return how a turn uses ``tools``: ``only`` some of them, or one that is ``named`` and must be called."""
+    if mode == "none":
+        return ToolUse(declared=(), required=())
+    if unknown := {*(only or ()), *(() if named is None else (named,))} - {tool.name for tool in tools}:
+        raise APIError(400, f"tool_choice names {min(unknown)[:80]!r}, which is none of the tools")
+    if mode == "required" and not tools:
+        raise APIError(400, "tool_choice is required, and there are no tools")
+    declared = [tool for tool in tools if only is None or tool.name in only]
+    return ToolUse(declared=declared, required=[tool for tool in declared if mode == "required" or tool.name == named])
+
+
+def tool_call(call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a client's call of a tool in the form that chat templates take. Any: JSON."""
+    parsed: Any = arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = tool_call_json(arguments or "{}")
+        except ValueError as error:
+            raise APIError(400, f"{where}: the arguments of a tool call: {error}") from error
+    if not isinstance(parsed, dict):
+        raise APIError(400, f"{where}: the arguments of a tool call must be an object")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+# --------------------------------------------------------------------------------------------------------- the turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a conversation becomes a prompt.
+
+    Attributes:
+        template: further variables of the chat template. Any: JSON.
+        continues: the last message, of the assistant, is continued; else a new one is begun.
+        generation_prompt: whether the assistant's opening ends the prompt.
+        last_tokens: the prompt is cut on the left to so many tokens.
+    """
+
+    template: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    generation_prompt: bool = True
+    last_tokens: int | None = None
+
+    def prefill(self, messages: Sequence[Message]) -> str:
+        """Return the text that is continued; an API error if it cannot be."""
+        if not self.continues:
+            return ""
+        if messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+            raise APIError(400, "only a last message that is text of the assistant can be continued")
+        return messages[-1]["content"] or ""
+
+
+async def render_prompt(
+    call: Call,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    session: Session | None,
+    rendering: Rendering,
+) -> TurnPrompt:
+    """Return the prompt of a turn, as a continuation within ``session`` if there is one.
+
+    Raises:
+        APIError: there are too many messages or tools, or the template does not support such a conversation.
+    """
+    from jinja2 import TemplateError
+
+    limits = call.state.limits
+    if len(messages) > limits.messages or len(tools) > limits.tools:
+        raise APIError(400, f"at most {limits.messages} messages and {limits.tools} tools are accepted")
+    text = call.state.chat_text()
+    if rendering.template:
+        text = text.with_options(rendering.template)
+    prefill = rendering.prefill(messages)
+    if rendering.last_tokens is not None and session is not None:
+        raise APIError(400, "truncate_prompt_tokens would cut a session's turns: leave out one of them")
+
+    def render() -> TurnPrompt:
+        conversation = messages[:-1] if rendering.continues else messages
+        begun = (session or Session("", "")).chat_prompt(
+            conversation, tools, text, generation_prompt=rendering.generation_prompt
+        )
+        more = tuple(text.renderer.encode(prefill)) if prefill else ()
+        return dataclasses.replace(
+            begun,
+            token_ids=last_tokens((*begun.token_ids, *more), rendering.last_tokens),
+            appended=begun.appended + more,
+        )
+
+    try:
+        return await call.off_loop(render)
+    except (TemplateError, TypeError, KeyError, IndexError) as error:  # the latter two on shapes they do not expect
+        raise APIError(400, f"the model's chat template refuses these messages: {error}") from error
+
+
+class ChatTurn:
+    """A turn to be sampled. Made by :meth:`begin`.
+
+    There is one of ``requests`` to the pool for each of ``choices``, which grow as chunks are fed to them.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        text: ModelText,
+        prompt: TurnPrompt,
+        requests: list[GenerationRequest],
+        form: Form,
+        prefill: str,
+    ) -> None:
+        self._call = call
+        self._prefill = prefill
+        self._text = text
+        self._form = form
+        self.prompt = prompt
+        self.requests = requests
+        self.choices: list[Choice] = []
+
+    @classmethod
+    async def begin(
+        cls,
+        call: Call,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        sampling: SamplingParams,
+        *,
+        form: Form,
+        choices: int = 1,
+        rendering: Rendering = Rendering(),
+        include_stop: bool = False,
+        skip_special_tokens: bool = False,
+        tokens: tuple[int, ...] = (),
+    ) -> ChatTurn:
+        """Render the prompt and prepare the requests; an API error if the prompt or the grammar is invalid.
+
+        ``tokens``, if there are any, are the prompt instead of what the template makes of ``messages``.
+        """
+        state, session = call.state, call.session()
+        text = state.chat_text()
+        if tokens:
+            prompt = (session or Session("", "")).token_prompt(tokens)
+        else:
+            prompt = await render_prompt(call, messages, tools, session, rendering)
+        if sampling.ignore_eos and form.grammar:
+            raise APIError(400, "ignore_eos goes on after the end that a form gives the answer: give one of them")
+        sampling = dataclasses.replace(
+            sampling.ending_at(text.renderer.end_of_turn_id), grammar=check_grammar(state.limits, form.grammar)
+        )
+        requests = call.requests(prompt.token_ids, sampling, choices=choices)
+        turn = cls(call, text, prompt, requests, form, rendering.prefill(messages))
+        turn.choices = [
+            Choice(
+                text.decode if skip_special_tokens and not tools else text.renderer.decode,
+                sampling,
+                special_ids=text.special_ids,
+                tools=bool(tools),
+                include_stop=include_stop,
+            )
+            for _ in requests
+        ]
+        return turn
+
+    async def collect(self) -> None:
+        for choice, generation in zip(self.choices, await self._call.collect_all(self.requests), strict=True):
+            choice.feed(generation)
+
+    def parse(self, number: int) -> ParsedTurn:
+        """Check the form of a finished choice, add it to the session and return its message. Once per choice."""
+        choice = self.choices[number]
+        parsed = choice.parse(self._text.renderer, call_prefix=f"call_{self._call.id}_{number}")
+        self._form.check(choice, parsed)
+        whole: Message = {**parsed.message, "content": self._prefill + (parsed.message["content"] or "")}
+        self._call.record(self.prompt, choice.generation(), whole)
+        return parsed
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)

@@ -1,0 +1,186 @@
+"""The replicas behind the server: updates of their weights, replicas on other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import WeightError, WeightVersionError
+from asyncrl.interfaces import RolloutEngine
+from asyncrl.rollout.engine_worker import EngineSpec, EngineWorker, WorkerGroupEngine
+from asyncrl.rollout.publication import Ended
+from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.runtime import shield_until_done
+from asyncrl.weights import WeightManifest, WeightTransport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightUpdater:
+    """Updates the weights of a pool in two phases, one version at a time, from the other end of ``transport``."""
+
+    def __init__(self, pool: ReplicaPool, transport: WeightTransport) -> None:
+        self._pool = pool
+        self._transport = transport
+        self._prepared: WeightManifest | None = None
+        self._published: set[int] = set()  # and not released yet
+        self._last = 0
+        self._busy = asyncio.Lock()
+
+    @property
+    def prepared(self) -> int | None:
+        return self._prepared.version if self._prepared is not None else None
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Prepare weights that are published already, for :meth:`commit`. Replaces what was prepared before.
+
+        Raises:
+            WeightVersionError: the version is not newer than the one that is served.
+        """
+        if manifest.version <= self._pool.weight_version:
+            raise WeightVersionError(
+                f"version {manifest.version} is not newer than {self._pool.weight_version}, which is served"
+            )
+        self._prepared = manifest
+
+    async def prepare_folder(self, folder: Path, *, version: int | None = None) -> WeightManifest:
+        """Publish the safetensors of a model folder, as the next version by default, and prepare it.
+
+        What was prepared before is freed first: a transport need not have room for three versions. A cancelled call
+        ends when the transport has finished; nothing is prepared then.
+
+        Raises:
+            WeightError: there is no readable safetensors file, or a tensor is not finite.
+            WeightVersionError: the version is not newer than all that were served or published.
+        """
+        async with self._busy:  # before any await, so that versions follow the order of the calls
+            return await self._prepare_folder(folder, version)
+
+    async def swap(self, folder: Path, *, version: int | None = None) -> Ended:
+        """Prepare a folder and commit it, with no other call in between; raise as both."""
+        async with self._busy:
+            manifest = await self._prepare_folder(folder, version)
+            return await self._commit(manifest.version)
+
+    async def _prepare_folder(self, folder: Path, version: int | None) -> WeightManifest:
+        files = await asyncio.to_thread(lambda: sorted(folder.glob("*.safetensors")))
+        if not files:
+            raise WeightError(f"{folder} holds no safetensors file")
+        last = max(self._pool.weight_version, self._last)
+        number = last + 1 if version is None else version
+        if number <= last:
+            raise WeightVersionError(f"version {number} is not newer than {last}, which was served or published")
+        self._prepared = None
+        await self._release()
+        try:
+            manifest = await shield_until_done(self._publish(files, number))
+        except asyncio.CancelledError:
+            await self._release()
+            raise
+        self.prepare(manifest)
+        return manifest
+
+    async def _publish(self, files: Sequence[Path], version: int) -> WeightManifest:
+        manifest = await asyncio.to_thread(lambda: self._transport.publish(_tensors(files), version=version))
+        self._published.add(version)
+        self._last = version
+        return manifest
+
+    async def commit(self, version: int) -> Ended:
+        """Publish the prepared version: every replica verifies it, then samples under it.
+
+        A cancelled call ends when the replicas are done.
+
+        Raises:
+            WeightVersionError: another version is prepared, or none.
+            WeightError: no replica could take it, or another publication is running.
+        """
+        self._check_prepared(version)
+        if self._busy.locked():
+            raise WeightError("another publication is running")
+        async with self._busy:
+            return await self._commit(version)
+
+    async def _commit(self, version: int) -> Ended:
+        manifest = self._check_prepared(version)  # an earlier call may have replaced it
+        self._prepared = None
+        try:
+            return await shield_until_done(self._pool.publish(manifest))
+        finally:
+            await self._release()
+
+    def _check_prepared(self, version: int) -> WeightManifest:
+        if self._prepared is None or self._prepared.version != version:
+            raise WeightVersionError(f"version {version} cannot be committed: {self.prepared} is prepared")
+        return self._prepared
+
+    async def _release(self) -> None:
+        """Free the versions that were published here and that no replica needs any more."""
+        needed = self._pool.needed_versions | ({self._prepared.version} if self._prepared is not None else set())
+        for version in self._published - needed:
+            await asyncio.to_thread(self._transport.release, version)
+        self._published &= needed
+
+
+def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    tensor = tensors.get_tensor(name)
+                    if not _is_finite(tensor):
+                        raise WeightError(f"{file}: {name} has values that are nan or infinite, so it is not served")
+                    yield name, tensor
+        except (OSError, SafetensorError) as error:
+            raise WeightError(f"{file}: {error}") from error
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether every value is, in one pass without a copy. Types of 8 bits are not examined."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
+        return True
+    low, high = tensor.aminmax()  # nan if any value is
+    return -math.inf < low.item() and high.item() < math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayReplicas:
+    """Makes replicas on other machines: engines in actors of a Ray cluster that this process is connected to.
+
+    Attributes:
+        address: of the cluster, for machines that join it.
+        spec: of the engine; its model is read on the node.
+        transport: holds new weights on this machine; Ray carries them to the node.
+        cpus, gpus: reserved for a replica on its node, within ``start_s``.
+    """
+
+    address: str
+    spec: EngineSpec
+    transport: WeightTransport | None
+    cpus: float = 1.0
+    gpus: float = 0.0
+    start_s: float = 60.0
+
+    def factory(self, name: str, resource: str) -> Callable[[], RolloutEngine]:
+        """Return what makes the engine of replica ``name`` on a node with a free unit of ``resource``."""
+
+        def make_group() -> Any:  # Any: a worker group's methods are bound at run time
+            from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+            place = RayResourcePool(
+                [1],
+                cpus_per_worker=self.cpus,
+                gpus_per_worker=self.gpus,
+                resources_per_worker={resource: 1.0},
+                placement_timeout_s=self.start_s,
+            )
+            return RayWorkerGroup(place, RayClassWithInitArgs(EngineWorker, self.spec), name=name)
+
+        return lambda: WorkerGroupEngine(make_group, transport=self.transport)

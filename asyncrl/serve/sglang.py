@@ -1,0 +1,224 @@
+"""SGLang's body of /generate: ids or text in, ids and log-probs out. ``native`` has our own body of that route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Annotated, Literal, TypeAlias
+
+from aiohttp import web
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
+
+from asyncrl.interfaces import Generation, GenerationChunk, SamplingParams, TopLogProbs
+from asyncrl.serve import native
+from asyncrl.serve.call import Call, Version, version_spans
+from asyncrl.serve.chat import json_grammar, json_schema, lark_grammar, regex_grammar
+from asyncrl.serve.errors import APIError
+from asyncrl.serve.limits import (
+    Count,
+    CountOrNone,
+    Ignored,
+    SamplingFields,
+    Seed,
+    Text,
+    TokenId,
+    TopLogProbCount,
+    check_neutral,
+    sampling_params,
+)
+from asyncrl.serve.text import Choice, prompt_only
+
+
+class SGLangSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """``max_new_tokens`` may be 0, for the log-probs of the prompt."""
+
+    max_new_tokens: CountOrNone | None = None
+    min_new_tokens: CountOrNone | None = None
+    sampling_seed: Seed | None = None
+    json_schema: Text | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    n: Count | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Ignored = None
+
+
+class GenerateBody(native.GenerateRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /generate: ``prompt_token_ids`` and the fields of our body, or ``input_ids`` or ``text`` and SGLang's."""
+
+    input_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    text: Text | None = None
+    sampling_params: SGLangSampling | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: TopLogProbCount | None = None
+    return_text_in_logprobs: bool | None = None
+    rid: str | None = None
+
+
+TokenEntry: TypeAlias = tuple[float | None, int, str | None]
+"""Log-prob, id and, if it was requested, text of a token."""
+
+
+class EndReason(Struct, kw_only=True, omit_defaults=True):
+    """``matched`` is the stop string or token, ``length`` the most tokens that were requested."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int | None = None
+
+
+class MetaInfo(Struct, kw_only=True):
+    """``weight_version`` is the last token's."""
+
+    id: str
+    finish_reason: EndReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    weight_version: str
+    weight_versions: list[Version]
+    input_token_logprobs: list[TokenEntry] | UnsetType = UNSET
+    output_token_logprobs: list[TokenEntry] | UnsetType = UNSET
+    output_token_logprobs_length: int | UnsetType = UNSET
+    input_top_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
+
+
+class SGLangAnswer(Struct, kw_only=True):
+    """All of the answer; of a stream all of it until now. ``text`` needs a tokenizer."""
+
+    output_ids: Sequence[int]
+    meta_info: MetaInfo
+    text: str | UnsetType = UNSET
+
+
+_NATIVE = native.GenerateRequest()
+_OWN_FIELDS = tuple(name for name in GenerateBody.__struct_fields__ if not hasattr(_NATIVE, name))
+
+
+async def generate(call: Call) -> web.StreamResponse:
+    """Sample a continuation of the prompt, whole or as a stream; in our body or in SGLang's."""
+    body = call.body_as(GenerateBody)
+    theirs = [name for name in _OWN_FIELDS if getattr(body, name) is not None]
+    if not theirs:
+        return await native.generate(call)
+    names = (name for name in _NATIVE.__struct_fields__ if name != "stream")
+    if ours := [name for name in names if getattr(body, name) != getattr(_NATIVE, name)]:
+        raise APIError(400, f"{theirs[0]} is of SGLang's body, {ours[0]} of asyncrl's: give the fields of one of them")
+    if (body.input_ids is None) == (body.text is None):
+        raise APIError(400, "give input_ids or text")
+    return await _generate(call, body)
+
+
+async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
+    text, given = call.state.text, body.sampling_params or SGLangSampling()
+    sampling = _sampling(call, body, given)
+    ids = tuple(body.input_ids or ())
+    if body.text is not None:
+        ids = tuple(await call.off_loop(partial(call.state.model_text().encode, body.text)))
+    request, record = native.token_turn(call, ids, sampling)
+    special = given.skip_special_tokens is not False
+    choice = Choice(
+        partial(text.decode, skip_special_tokens=special) if text is not None else lambda ids: "",
+        sampling,
+        special_ids=text.special_ids if text is not None else frozenset(),
+        include_stop=bool(given.no_stop_trim),
+    )
+
+    def feed(part: Generation | GenerationChunk) -> SGLangAnswer:
+        choice.feed(part if given.max_new_tokens != 0 else prompt_only(part))
+        return SGLangAnswer(
+            output_ids=choice.token_ids,
+            meta_info=_meta_info(call, body, ids, choice, sampling, given),
+            text=choice.text if text is not None else UNSET,
+        )
+
+    if not body.stream:
+        answer = feed(await call.collect(request))
+        record(choice.generation())
+        return call.answer(answer)
+    events = call.events()
+    async with aclosing(call.stream(request)) as chunks:
+        async for chunk in chunks:
+            answer = feed(chunk)
+            if chunk.finish_reason is not None:
+                record(choice.generation())
+            await events.send(answer)
+    await events.send_bytes(b"data: [DONE]\n\n")
+    return await events.end()
+
+
+def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> SamplingParams:
+    check_neutral(n=(given.n, 1), spaces_between_special_tokens=(given.spaces_between_special_tokens, True))
+    made: dict[str, tuple[Callable[[str], str], str | None]] = {
+        "json_schema": (lambda schema: json_grammar(json_schema("json_schema", schema)), given.json_schema),
+        "regex": (regex_grammar, given.regex),
+        "ebnf": (lark_grammar, given.ebnf),
+    }
+    forms = [name for name, (_, form) in made.items() if form is not None]
+    if len(forms) > 1:
+        raise APIError(400, f"{' and '.join(forms)} both restrict the text: give one of them")
+    grammar = "".join(make(form) for make, form in made.values() if form is not None)
+    with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
+    top = (body.top_logprobs_num or 0) if body.return_logprob else 0
+    return sampling_params(
+        call.state.limits,
+        structs.replace(
+            given,
+            min_tokens=given.min_new_tokens or given.min_tokens,
+            seed=given.seed if given.sampling_seed is None else given.sampling_seed,
+        ),
+        max_tokens=128 if given.max_new_tokens is None else max(given.max_new_tokens, 1),
+        top_log_probs=top,
+        prompt_log_probs=top if with_prompt else None,
+        grammar=grammar,
+    )
+
+
+def _meta_info(
+    call: Call,
+    body: GenerateBody,
+    prompt: tuple[int, ...],
+    choice: Choice,
+    sampling: SamplingParams,
+    given: SGLangSampling,
+) -> MetaInfo:
+    version = choice.versions[-1] if choice.versions else call.state.pool.weight_version
+    reason: EndReason | None = None
+    if choice.finish_reason == "stop":
+        reason = EndReason(type="stop", matched=choice.stop_string or next(reversed(choice.token_ids), None))
+    elif choice.finish_reason is not None:
+        length = sampling.max_new_tokens if given.max_new_tokens != 0 else 0
+        reason = EndReason(type=choice.finish_reason, length=length if choice.finish_reason == "length" else None)
+    info = MetaInfo(
+        id=body.rid or call.id,
+        finish_reason=reason,
+        prompt_tokens=len(prompt),
+        completion_tokens=len(choice.token_ids),
+        weight_version=str(version),
+        weight_versions=version_spans(choice.versions),
+    )
+    if not body.return_logprob:
+        return info
+    text = call.state.model_text() if body.return_text_in_logprobs else None
+
+    def entries(values: Iterator[tuple[int, float | None]]) -> list[TokenEntry]:
+        return [(value, token, text.spelling(token) if text is not None else None) for token, value in values]
+
+    def tops(places: Sequence[TopLogProbs]) -> list[list[TokenEntry] | None]:
+        return [entries(iter(place)) for place in places]
+
+    begin = body.logprob_start_len or 0
+    before: list[float | None] = [None, *choice.prompt_log_probs[begin + 1 :]]  # the first has no prediction
+    asked = prompt[begin:] if choice.prompt_log_probs else ()
+    info.input_token_logprobs = entries(zip(asked, before, strict=False))
+    info.output_token_logprobs = entries(zip(choice.token_ids, choice.log_probs, strict=True))
+    info.output_token_logprobs_length = len(choice.token_ids)
+    if sampling.top_log_probs:
+        info.input_top_logprobs = [None, *tops(choice.prompt_top_log_probs[begin + 1 :])] if asked else []
+        info.output_top_logprobs = tops(choice.top_log_probs)
+    return info

@@ -1,0 +1,1 @@
+"""What the commands do beside training: reward models, generation, export, training again on a recording."""

@@ -1,0 +1,265 @@
+"""What can be known before anything starts: the checks of a dry run, and of every start.
+
+A check is a function of the configuration and of what the run will be made from; it raises :class:`ConfigError`, whose
+path is the key. They are made in stages, cheap ones first, and one error has all problems of its stage.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any, NoReturn
+
+from asyncrl.config import Config, RewardTrainingConfig, check_algorithm
+from asyncrl.config.config import Document
+from asyncrl.datasets.source import check_files
+from asyncrl.errors import AsyncRLError, ConfigError, InvalidDataError
+from asyncrl.foreign import cause_of
+from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks
+from asyncrl.model_folder import check_model
+from asyncrl.plugins import Part, check_part, install_command, is_model_source, offered_options, part_text
+from asyncrl.rollout.chat import load_renderer
+from asyncrl.telemetry.trackers import check_tracker
+from asyncrl.trainer.assembly import (
+    Assembly,
+    chat_options,
+    check_held_out,
+    critic_options,
+    needs_critic,
+    quiet_vendors,
+    rollout_spec,
+    trainer_options,
+)
+from asyncrl.trainer.sft import file_conversations
+from asyncrl.weights import TransportSpec
+
+
+def check_start(config: Config, *, loads_model: bool = True, uses_tasks: bool = True) -> EnvironmentFactory:
+    """Check what a run needs beside its configuration; return its environments, which were made for that. Blocks.
+
+    Nothing is started or loaded, and no weights are read. ``loads_model`` is whether the configured model counts,
+    ``uses_tasks`` whether the environment's tasks do.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    quiet_vendors(config.model)
+    _run(*(partial(check, config) for check in (_check_paths, _check_resources, _check_runs)))
+    made: list[Assembly] = []
+
+    def assemble() -> None:
+        with _foreign("env.name", config.env.name):
+            made.append(Assembly(config, log_folder=config.runs))
+
+    _run(partial(check_algorithm, config), assemble, partial(_check_parts, config))
+    (assembly,) = made
+    checks: list[Callable[[], object]] = [assembly.make_buffer]
+    if uses_tasks:
+        checks.append(partial(_check_tasks, config, assembly.environments))
+    if loads_model:
+        checks.append(partial(_check_policy, config, assembly.environments))
+    _run(*checks)
+    _run(partial(_check_trainers, config))  # the import of FSDP takes longer than all else
+    return assembly.environments
+
+
+def check_reward_training(config: RewardTrainingConfig) -> None:
+    """Check what ``asyncrl train-reward-model`` needs, as :func:`check_start`."""
+
+    def parts() -> None:
+        check_part(
+            "asyncrl.value_engines", config.trainer.engine, "", options=config.trainer.options, path="trainer.engine"
+        )
+        for name in config.telemetry.trackers:
+            check_tracker(name)
+
+    def model() -> None:
+        if config.model.path is not None:
+            check_model(config.model.path, key="model.path")
+        else:  # the answers are its demonstrations
+            _check_source(config, lambda index: [])
+
+    quiet_vendors(config.model)
+    files = partial(check_files, config.preferences.files, key="preferences.files")
+    _run(parts, files, partial(_check_runs, config), model)
+
+
+def _run(*checks: Callable[[], object]) -> None:
+    problems: dict[str, ConfigError] = {}
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems.setdefault(str(error), error)
+    errors = list(problems.values())
+    if len(errors) > 1:
+        lines = [
+            text if each.path in text else f"{each.path}: {text}; {each.remedy}" for text, each in problems.items()
+        ]
+        text = "\n  ".join([f"{len(errors)} problems", *lines])
+        raise ConfigError(text, path=errors[0].path, remedy=errors[0].remedy)
+    if errors:
+        raise errors[0]
+
+
+def _refuse(key: str, what: str, remedy: str) -> NoReturn:
+    raise ConfigError(f"{key}{what}; {remedy}", path=key, remedy=remedy)
+
+
+# ---------------------------------------------------------------------------------------------------------- the checks
+
+
+def _check_paths(config: Config) -> None:
+    """Check that the files and the interpreter exist that the configuration names."""
+    if config.sft.data is not None:
+        check_files(config.sft.data, key="sft.data")
+    template = config.model.chat_template
+    if template is not None and not template.is_file():
+        _refuse("model.chat_template", f" = {str(template)!r}: no such file", "name a file with a Jinja template")
+    python = config.rollout.python
+    if python is not None and not os.access(python, os.X_OK):
+        what = "cannot be executed" if python.exists() else "no such file"
+        remedy = "name the interpreter that `asyncrl engine install` has made"
+        _refuse("rollout.python", f" = {str(python)!r}: {what}", remedy)
+
+
+def _check_parts(config: Config) -> None:
+    """Check the parts whose import is cheap, and what they are made from."""
+    weights, reward, ledger = config.weights, config.reward, config.ledger
+    transport = TransportSpec(name=weights.transport, namespace="", options=dict(weights.options))
+    spec = rollout_spec(config, transport, None)
+    given: dict[str, Any] = {"weight_version": 0, **spec.engine_given}
+    engine, model = "asyncrl.rollout_engines", config.model.path or ""
+    check_part(engine, spec.engine, model, options=spec.engine_options, path="rollout.engine", **given)
+    given = {"namespace": ""}
+    check_part("asyncrl.weight_transports", transport.name, options=weights.options, path="weights.transport", **given)
+    if reward.source != "environment":
+        group, path = "asyncrl.reward_models", "reward.source"
+        offered = offered_options(group, reward.source, {"tokenizer": model}, path=path)
+        check_part(group, reward.source, options=offered | reward.options, path=path)
+    if ledger.kind is not None:
+        given = {"resume": None, "fsync": ledger.fsync, "commit_latency_s": ledger.commit_latency_s}
+        check_part("asyncrl.ledgers", ledger.kind, Path(), options={}, path="ledger.kind", **given)
+    for name in config.telemetry.trackers:
+        check_tracker(name)
+    if config.trainer.lora is not None and find_spec("peft") is None:
+        _refuse("trainer.lora", " needs the package peft", f"install it: {install_command('peft')}")
+
+
+def _check_trainers(config: Config) -> None:
+    trainer, critic, group = config.trainer, config.critic, {"rank": 0, "master_addr": "", "master_port": None}
+    given = {**trainer_options(config), **group, "world_size": trainer.world_size}
+    check_part("asyncrl.training_engines", trainer.engine, "", options=trainer.options, path="trainer.engine", **given)
+    if needs_critic(config):
+        given = {**critic_options(config), **group, "world_size": critic.world_size}
+        check_part("asyncrl.value_engines", critic.engine, "", options=critic.options, path="critic.engine", **given)
+        if critic.path is not None and not is_model_source(critic.path):
+            check_model(critic.path, key="critic.path")
+
+
+def _check_resources(config: Config) -> None:
+    """Check that a group of ranks has a core each, and that the GPUs exist, where the run starts its own cluster."""
+    cluster, cores = config.cluster, os.cpu_count() or 1
+    if cluster.address is not None:
+        return
+    roles = {"trainer": config.trainer, **({"critic": config.critic} if needs_critic(config) else {})}
+    counts = {f"{name}.world_size": (role.world_size, role.num_cpus) for name, role in roles.items()}
+    counts["rollout.replicas"] = (config.rollout.replicas, config.rollout.num_cpus)
+    for key, (count, num_cpus) in counts.items():
+        if cluster.backend == "ray" and cluster.num_cpus is None and count > 1 and count * num_cpus > 4 * cores:
+            remedy = "use fewer, join a cluster (cluster.address), or set cluster.num_cpus to run them all the same"
+            _refuse(
+                key, f" = {count}: with {num_cpus:g} CPUs each they need more than 4 times the {cores} here", remedy
+            )
+    for name in ("trainer", "rollout", "critic", "reward"):
+        table = getattr(config, name)
+        device = str(table.options.get("device", ""))
+        if table.num_gpus or device.startswith("cuda"):
+            import torch
+
+            if not torch.cuda.device_count():
+                option, value = ("num_gpus", table.num_gpus) if table.num_gpus else ("options.device", device)
+                remedy = "leave it out, or join a cluster that has some (cluster.address)"
+                _refuse(f"{name}.{option}", f" = {value!r}: this machine has no GPU that torch can use", remedy)
+
+
+def _check_runs(config: Document) -> None:
+    """Check that the folder of the run can be made."""
+    try:
+        nearest = next(each for each in (config.runs.absolute(), *config.runs.absolute().parents) if each.exists())
+        what = "" if nearest.is_dir() else f"{nearest} is no folder"
+        if not what and not os.access(nearest, os.W_OK | os.X_OK):
+            what = f"{nearest} may not be written to"
+    except OSError as error:  # a name too long, a folder that may not be entered
+        what = str(error.strerror)
+    if what:
+        _refuse("runs", f" = {str(config.runs)!r}: {what}", "name another folder")
+
+
+def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
+    """Check the model, its chat template, and that it has a position for every token of a trajectory."""
+    model = config.model
+    if model.path is None:
+        with _foreign("env.name", config.env.name):  # whose demonstrations it may need
+            positions = _check_source(config, getattr(environments, "demonstration", None))
+    else:
+        settings = check_model(model.path, key="model.path")
+        positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+        if Path(model.path).is_dir():
+            load_renderer(model.path, **chat_options(config))
+    positions = config.rollout.options.get("max_model_tokens", positions)
+    if isinstance(positions, int) and config.rollout.max_seq_len > positions:
+        what = f" = {config.rollout.max_seq_len}: the model has {positions} positions"
+        _refuse("rollout.max_seq_len", what, f"use at most {positions}, or another model")
+
+
+def _check_source(config: Document, demonstrations: object) -> int | None:
+    """Check the source of a model that is made for the run; return the positions that it will have, where known."""
+    model = config.model
+    assert model.source is not None
+    given: dict[str, Any] = {"seed": config.seed, "demonstrations": demonstrations}
+    source = check_part(
+        "asyncrl.model_sources", model.source, Path(), options=model.options, path="model.source", **given
+    )
+    parameter = signature(source).parameters.get("max_position")
+    return model.options.get("max_position", parameter.default if parameter is not None else None)
+
+
+def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
+    """Make the first tasks that are used, and an environment; check the conversations of the warm start."""
+    lacks = [name for name in ("task", "make") if not callable(getattr(environments, name, None))]
+    if lacks:
+        remedy = "write a class with the methods of asyncrl.interfaces.EnvironmentFactory"
+        _refuse("env.name", f" = {part_text(config.env.name)!r} has no {' and no '.join(lacks)}", remedy)
+    with _foreign("env.name", config.env.name):
+        if config.steps:
+            environments.task(0, split="train")
+        if config.eval.tasks:
+            check_held_out(config, environments)
+            if not isinstance(environments, FiniteHeldOutTasks):
+                environments.task(0, split="held_out")
+        environments.make()
+    if config.sft.steps:
+        with _foreign("sft.data" if config.sft.data is not None else "env.name", config.env.name):
+            if config.sft.data is not None:
+                file_conversations(config.sft.data, seed=config.seed)
+            else:
+                environments.demonstration(0)
+
+
+@contextmanager
+def _foreign(key: str, name: Part) -> Iterator[None]:
+    """Turn what foreign code raises, or rows of data that cannot be read, into a ConfigError of the key."""
+    try:
+        yield
+    except InvalidDataError as error:
+        _refuse(key, f": {error}", "correct the data")
+    except AsyncRLError:
+        raise
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything
+        _refuse(key, f" = {part_text(name)!r} failed: {cause_of(error)}: {error}", "correct the environment")

@@ -1,0 +1,245 @@
+"""Answers to tasks over a pool that is not trained, and the file they are written to.
+
+While a file is unfinished, answers are JSON lines (for parquet, in ``NAME.unfinished.jsonl`` beside it), and
+``NAME.settings.json`` has the settings they were made with. Another call with the same settings keeps them and answers
+the rest. At the end they are sorted, and the settings are removed: a finished file is never changed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from asyncrl.datasets.source import open_sources
+from asyncrl.errors import ConfigError, EnvironmentFailure, RolloutsLostError, UserCodeError
+from asyncrl.interfaces import EnvironmentFactory
+from asyncrl.plugins import install_command
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.pool import RolloutPool
+from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory, derive_seed, prompt_rows, read_records, read_trajectory
+from asyncrl.telemetry.run_directory import JsonLines, read_json_lines, rewrite_json_lines, to_json
+from asyncrl.trainer.group import Score, fetch_numbers
+
+_SUFFIXES = (".jsonl", ".parquet")
+_AS_TEXT = ("task", "reward_parts")
+"""Columns that parquet keeps as JSON text: their members differ from row to row."""
+
+
+class AnswersFile:
+    """Writes the answers to tasks, all ``samples`` of a task at once, to a ``.jsonl`` or ``.parquet`` file.
+
+    ``settings`` are plain data that the answers depend on, ``done`` the numbers of the tasks that are answered.
+
+    Raises:
+        ConfigError: the path cannot be used, is a finished file, or an unfinished one with other settings.
+    """
+
+    def __init__(self, path: Path, *, settings: Mapping[str, Any], samples: int) -> None:
+        self.path = path
+        if path.suffix not in _SUFFIXES:
+            rule = f"--out = {str(path)!r} has a suffix that cannot be written"
+            raise ConfigError(rule, path="--out", remedy=" or ".join(_SUFFIXES))
+        if not path.absolute().parent.is_dir():
+            rule = f"--out = {str(path)!r}: its folder does not exist"
+            raise ConfigError(rule, path="--out", remedy="make the folder")
+        if path.suffix == ".parquet":
+            _parquet()  # before minutes of work
+        self._journal = path if path.suffix == ".jsonl" else path.with_name(f"{path.name}.unfinished.jsonl")
+        self._settings = path.with_name(f"{path.name}.settings.json")
+        plain = json.loads(json.dumps(to_json(settings)))
+        counts: Counter[int] = Counter()
+        if self._settings.is_file():
+            counts.update(record["task_number"] for record in read_json_lines(self._journal))
+        elif path.exists():
+            rule = f"--out = {str(path)!r} exists"
+            raise ConfigError(rule, path="--out", remedy="give another, or remove it")
+        if counts:
+            _compare(json.loads(self._settings.read_text(encoding="utf-8")), plain, path=path)
+        self._settings.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        self.done = {number for number, found in counts.items() if found == samples}
+        rewrite_json_lines(self._journal, lambda record: record["task_number"] in self.done)
+        self._lines = JsonLines(self._journal)
+
+    def append(self, answers: Iterable[Mapping[str, Any]]) -> None:
+        """Append the answers to one task. Does not wait for the disk."""
+        for answer in answers:
+            self._lines.append(answer)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Sort the answers, write the final file and return them. Blocks."""
+        self._lines.close()
+        answers = sorted(read_json_lines(self._journal), key=lambda each: (each["task_number"], each["sample"]))
+        draft = self.path.with_name(f".{self.path.name}.part")
+        if self.path.suffix == ".parquet":
+            _write_parquet(answers, draft)
+        else:
+            text = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+            draft.write_text(text, encoding="utf-8")
+        draft.replace(self.path)
+        if self._journal != self.path:
+            self._journal.unlink()
+        self._settings.unlink()
+        return answers
+
+    def close(self) -> None:
+        """Write what is left. Blocks. Idempotent."""
+        self._lines.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """Read the answers of an :class:`AnswersFile`, finished or not.
+
+    Raises:
+        ConfigError: the file does not exist, or has other records.
+        InvalidDataError: it cannot be read.
+    """
+    answers = []
+    for source in open_sources(path, key="--answers"):
+        for number in range(len(source)):
+            record = dict(source[number])
+            if not isinstance(record.get("task_number"), int) or not isinstance(record.get("reward"), int | float):
+                raise ConfigError(
+                    f"{source.where(number)} is not an answer: it has no task_number and reward",
+                    path="--answers",
+                    remedy="give a file that asyncrl generate or asyncrl eval wrote with --out",
+                )
+            for column in _AS_TEXT:
+                if isinstance(record.get(column), str):
+                    record[column] = json.loads(record[column])
+            answers.append(record)
+    return answers
+
+
+def _compare(found: Any, wanted: Mapping[str, Any], *, path: Path) -> None:
+    before = found if isinstance(found, dict) else {}
+    changed = sorted(name for name in {*before, *wanted} if before.get(name) != wanted.get(name))
+    if changed:
+        raise ConfigError(
+            f"--out = {str(path)!r} is unfinished, and its answers were made with another {', '.join(changed)}",
+            path="--out",
+            remedy="use the same settings, or another file",
+        )
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        remedy = f"install it: {install_command('pyarrow')}, or write .jsonl"
+        raise ConfigError(f"--out: parquet needs the package pyarrow; {remedy}", path="--out", remedy=remedy) from error
+    return pyarrow
+
+
+def _write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
+    pa = _parquet()
+    rows = [{**each, **{name: json.dumps(each.get(name)) for name in _AS_TEXT}} for each in answers]
+    whole, real = pa.list_(pa.int32()), pa.list_(pa.float32())
+    types = {"token_ids": whole, "log_probs": real, "weight_versions": whole}
+    table = pa.Table.from_pylist(rows)
+    for name, kind in types.items():
+        if name in table.column_names:
+            at = table.column_names.index(name)
+            table = table.set_column(at, name, table.column(name).cast(kind))
+    pa.parquet.write_table(table, path)
+
+
+_TASKS_AT_ONCE = 64
+
+
+class FailedTask:
+    def __init__(self, number: int, failure: EnvironmentFailure | RolloutsLostError | UserCodeError) -> None:
+        self.number = number
+        self.failure = failure
+
+
+async def answer_tasks(
+    pool: RolloutPool,
+    environments: EnvironmentFactory,
+    numbers: Iterable[int],
+    *,
+    renderer: ChatRenderer,
+    samples: int,
+    seed: int,
+    sampling: Mapping[str, Any],
+    score: Score | None = None,
+    split: Literal["train", "held_out"] = "held_out",
+) -> AsyncGenerator[list[dict[str, Any]] | FailedTask, None]:
+    """Yield the ``samples`` answers to each task as it is finished; a bounded number of tasks runs at a time. Close it.
+
+    The pool must serve one version throughout. Sample i of task n depends on ``seed``, n and i alone. ``sampling`` are
+    fields of :class:`asyncrl.interfaces.SamplingParams` that replace the pool's; ``score`` rewards the answers in place
+    of the environment.
+    """
+    waiting = iter(numbers)
+
+    async def answer(number: int) -> list[dict[str, Any]] | FailedTask:
+        task = environments.task(number, split=split)
+        rows = prompt_rows(
+            [task] * samples,
+            group_id=number,
+            seeds=[derive_seed(seed, "eval", number, *([row] if row else [])) for row in range(samples)],
+            purpose="eval",
+            record=True,
+            sampling=sampling,
+        )
+        try:
+            answered = await pool.rollout(rows)
+            header = await answered.header()
+            scores = await fetch_numbers(score(answered), "scores") if score is not None else None
+        except (EnvironmentFailure, RolloutsLostError, UserCodeError) as failure:
+            return FailedTask(number, failure)
+        trajectories = [read_trajectory(record) for record in read_records(header.meta_info["record"])]
+        rewards = scores if scores is not None else [each.reward for each in trajectories]
+        return [
+            answer_record(number, row, each, renderer, reward=reward)
+            for row, (each, reward) in enumerate(zip(trajectories, rewards, strict=True))
+        ]
+
+    async with asyncio.TaskGroup() as tasks:
+        running = {tasks.create_task(answer(number)) for number, _ in zip(waiting, range(_TASKS_AT_ONCE), strict=False)}
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                if (number := next(waiting, None)) is not None:
+                    running.add(tasks.create_task(answer(number)))
+                yield each.result()
+
+
+def answer_record(
+    number: int, sample: int, trajectory: Trajectory, renderer: ChatRenderer, *, reward: float
+) -> dict[str, Any]:
+    """Return an answer as it is written to files.
+
+    ``token_ids`` are all tokens of the conversation as the model saw them; where ``weight_versions`` is -1 a token was
+    not sampled, and its log-prob is 0.
+    """
+    task = trajectory.task
+    first = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
+    return {
+        "task_number": number,
+        "sample": sample,
+        "data_source": str(task.get("data_source", "")),
+        "task": task,
+        "text": renderer.decode(trajectory.token_ids),
+        "response": str(trajectory.turns[-1].message.get("content") or "") if trajectory.turns else "",
+        "reward": reward,
+        REWARD_PARTS: dict(trajectory.info.get(REWARD_PARTS, {})),
+        "finish": trajectory.finish_reason,
+        "truncated": any(turn.finish_reason == "length" for turn in trajectory.turns),
+        "turns": len(trajectory.turns),
+        "prompt_tokens": first,
+        "sampled_tokens": trajectory.sampled_tokens,
+        "token_ids": list(trajectory.token_ids),
+        "log_probs": list(trajectory.behaviour_log_probs),
+        "weight_versions": list(trajectory.weight_versions),
+    }

@@ -1,0 +1,177 @@
+"""Checkpoints of a run on disk, and when the next one is due.
+
+    checkpoints/step-000040/
+        trainer/       weights, optimizer, schedule and RNG, by the training engine
+        critic/        the same of the critic, where there is one
+        model/         the same weights as a Hugging Face folder: what rollouts start from, and what `eval` takes
+        driver.json    the driver's own state, and the ledger's position
+        manifest.json  size and checksum of each file above; written last
+
+A checkpoint is a sealed folder (:mod:`asyncrl.io`): one that has its final name is complete. Where a checksum shows
+that the disk has changed it since, the checkpoint before it is used. The next complete checkpoint removes what
+interrupted ones left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import CheckpointError
+from asyncrl.io import DurableFiles, is_sealed, partial_name, read_sealed, verify_folder
+from asyncrl.ledger import LedgerPosition
+from asyncrl.trainer.workers import EngineGroup
+
+MAX_SHARE = 0.02
+"""Share of the time that checkpoints may take where ``checkpoint.every`` is not set."""
+
+MIN_INTERVAL_S = 60.0
+"""Shortest time between two of them then: what is trained on in between can be trained again from the ledger."""
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointPace:
+    """Decides after which steps a checkpoint is due: every ``every`` steps, never for 0.
+
+    For None it is as often as takes at most :data:`MAX_SHARE` of the time, and not sooner than :data:`MIN_INTERVAL_S`.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._due_s = 0.0
+
+    def begin(self, *, now_s: float) -> None:
+        self._due_s = now_s + MIN_INTERVAL_S
+
+    def due(self, step: int, *, now_s: float) -> bool:
+        if self._every is None:
+            return now_s >= self._due_s
+        return self._every > 0 and step % self._every == 0
+
+    def written(self, *, now_s: float, took_s: float) -> None:
+        """Record that a checkpoint was written, for which training stood still for ``took_s``."""
+        self._due_s = now_s + max(MIN_INTERVAL_S, took_s / MAX_SHARE)
+
+
+class DriverState(msgspec.Struct, frozen=True, kw_only=True):
+    """The driver's part of a checkpoint; counts are over the whole run so far.
+
+    Attributes:
+        step: training steps done; also the weight version.
+        next_group_id: the first id that was never issued.
+        outstanding: group ids issued and not trained on; without a ledger they are issued again.
+        generated: tokens sampled for training.
+        trained: tokens trained on; ``dropped`` those given up, by reason.
+        staleness: tokens trained on by staleness.
+        history: evaluations and first rewards, for the summary at the end.
+        consumed: prompts trained on.
+        ledger: position of the ledger's last record.
+        kl_coef: coefficient of the KL penalty in the reward; None without one.
+    """
+
+    step: int
+    next_group_id: int
+    outstanding: tuple[int, ...]
+    generated: int
+    trained: int
+    dropped: dict[str, int]
+    staleness: dict[int, int]
+    history: dict[str, Any]
+    consumed: int = 0
+    ledger: LedgerPosition = LedgerPosition()
+    kl_coef: float | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run in ``folder``: the newest ``keep``, and ``in_use``, which replicas load again."""
+
+    def __init__(
+        self, folder: Path, *, keep: int, in_use: Path | None = None, files: DurableFiles | None = None
+    ) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._in_use = in_use
+        self._files = files or DurableFiles()
+
+    async def save(
+        self,
+        trainer: EngineGroup,
+        state: DriverState,
+        *,
+        step: int,
+        critic: EngineGroup | None = None,
+    ) -> Path:
+        """Write a checkpoint of ``step``; no update may begin before this returns."""
+        final = self._folder / f"step-{step:06d}"
+        partial = partial_name(final)
+        await asyncio.to_thread(self._files.make_folder, partial)
+        await trainer.save(partial / "trainer")
+        await trainer.export(partial / "model")
+        if critic is not None:
+            await critic.save(partial / "critic")
+        await asyncio.to_thread(self._finish, partial, final, msgspec.json.encode(state))
+        return final
+
+    def _finish(self, partial: Path, final: Path, state: bytes) -> None:
+        self._files.write(partial / "driver.json", state)
+        self._files.seal(partial)
+        self._files.replace(partial, final)
+        for leftover in (*self.all()[: -self._keep], *sorted(self._folder.glob(".step-*"))):
+            if leftover != self._in_use:
+                self._files.remove(leftover)
+
+    def rewind(self, step: int) -> None:
+        """Discard the checkpoints after ``step``; the next complete checkpoint removes their files."""
+        for path in self.all():
+            if step_of(path) > step:
+                undone = path.with_name(f".{path.name}.undone")
+                if undone.exists():
+                    self._files.remove(undone)
+                self._files.rename(path, undone)
+
+    def all(self) -> list[Path]:
+        """Return the complete checkpoints, oldest first."""
+        return [path for path in self._steps() if is_sealed(path)]
+
+    def _steps(self) -> list[Path]:
+        return sorted(self._folder.glob("step-*"), key=lambda path: (len(path.name), path.name))
+
+    def latest(self) -> Path:
+        """Return the newest undamaged checkpoint; damaged ones are logged.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        damaged: list[str] = []
+        for path in (*reversed(self._steps()), *sorted(self._folder.glob(".step-*.replaced"), reverse=True)):
+            try:
+                verify_folder(path)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                _log.warning("skipping a checkpoint: %s", error)
+            else:
+                return path
+        if damaged:
+            raise CheckpointError(f"no checkpoint in {self._folder} can be used: {'; '.join(damaged)}")
+        raise CheckpointError(
+            f"no checkpoint in {self._folder}: the run ended before its first one. "
+            "Start it anew, and set checkpoint.every to save more often"
+        )
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by the name of its folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def read_driver_state(folder: Path) -> DriverState:
+    """Read the driver's state; raise :class:`CheckpointError` if it is missing or damaged."""
+    try:
+        return msgspec.json.decode(read_sealed(folder, "driver.json"), type=DriverState)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{folder}/driver.json cannot be read: {error}") from error

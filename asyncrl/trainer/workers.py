@@ -1,0 +1,530 @@
+"""The workers of a run: a rank of the trainer, of the critic, and a reward model.
+
+Each is a class behind the ranks of a worker group; ``TrainerGroup``, ``CriticGroup`` and ``RewardGroup`` are the
+methods of these groups. What is done to the rows right before a step (masking stale tokens, advantages of tokens) is
+done here, where the rows are: no column of tokens travels for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.errors import SchemaError, WeightVersionError
+from asyncrl.interfaces import RewardModel, TrainingEngine, ValueEngine
+from asyncrl.plugins import Part, make_part, offered_options
+from asyncrl.runtime import in_thread
+from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport, fingerprint_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl.algorithms.kl import KLEstimator
+
+
+# --------------------------------------------------------------------------------------- the groups, as seen by callers
+
+
+class EngineGroup(Protocol):
+    """What the groups of trainer and critic share. Folders are written and read by all ranks together."""
+
+    def save(self, folder: Path) -> Awaitable[Any]: ...
+
+    def load(self, folder: Path) -> Awaitable[Any]: ...
+
+    def export(self, folder: Path) -> Awaitable[Any]: ...
+
+
+class TrainerGroup(EngineGroup, Protocol):
+    """A worker group of :class:`TrainerWorker`. Answers come one a rank, unless they are rows."""
+
+    def build(self, model_path: str, settings: Mapping[str, Any], weight_version: int = 0) -> Awaitable[Any]: ...
+
+    def supervise(self, batch: DataProto) -> Awaitable[Sequence[Mapping[str, float]]]: ...
+
+    def update(
+        self, batch: DataProtoFuture, oldest_version: int | None = None, by_token: TokenAdvantages | None = None
+    ) -> Awaitable[Sequence[Mapping[str, float]]]: ...
+
+    def reference_log_probs(self, batch: DataProtoFuture, estimator: KLEstimator | None = None) -> DataProtoFuture: ...
+
+    def log_probs(self, batch: DataProto) -> DataProtoFuture: ...
+
+    def publish(self, version: int) -> Awaitable[Sequence[WeightManifest | None]]: ...
+
+    def fingerprint(self) -> Awaitable[Sequence[str]]: ...
+
+    def release(self, version: int) -> Awaitable[Any]: ...
+
+
+class CriticGroup(EngineGroup, Protocol):
+    """A worker group of :class:`CriticWorker`."""
+
+    def build(self, model_path: str, settings: Mapping[str, Any]) -> Awaitable[Any]: ...
+
+    def values(self, batch: DataProtoFuture) -> DataProtoFuture: ...
+
+    def update(
+        self, batch: DataProtoFuture, by_token: TokenAdvantages, oldest_version: int | None = None
+    ) -> Awaitable[Sequence[Mapping[str, float]]]: ...
+
+    def scores(self, batch: DataProto) -> DataProtoFuture: ...
+
+    def compare(self, pairs: DataProto) -> Awaitable[Sequence[Mapping[str, float]]]: ...
+
+
+class RewardGroup(Protocol):
+    """A worker group of :class:`RewardWorker`."""
+
+    def start(self, model_path: str) -> Awaitable[Any]: ...
+
+    def score(self, batch: DataProtoFuture, model_path: str) -> DataProtoFuture: ...
+
+
+# --------------------------------------------------------------------------------------------------- rows before a step
+
+
+def with_staleness(batch: DataProto, *, version: int) -> DataProto:
+    """Add a column ``staleness``: ``version`` minus the version that sampled the token, 0 where none did.
+
+    Reads ``weight_versions`` (ragged); a batch without it is returned unchanged.
+    """
+    if batch.batch is None or "weight_versions" not in batch.batch.keys():  # noqa: SIM118  a TensorDict iterates rows
+        return batch
+    import torch
+
+    from asyncrl.data.ragged import offsets_of, ragged_from_values, values_of
+
+    versions = values_of(batch.batch["weight_versions"])
+    staleness = torch.where(versions >= 0, version - versions, 0).float()
+    return batch.with_columns(staleness=ragged_from_values(staleness, offsets_of(batch.batch["weight_versions"])))
+
+
+def mask_stale_tokens(batch: DataProto, oldest_version: int) -> DataProto:
+    """Set ``loss_mask`` to False for tokens that were sampled under a version below ``oldest_version``.
+
+    Reads ``loss_mask`` and ``weight_versions``, both ragged; returns new rows.
+    """
+    import torch
+
+    from asyncrl.data.ragged import offsets_of, ragged_from_values, values_of
+
+    assert batch.batch is not None
+    mask, versions = batch.batch["loss_mask"], batch.batch["weight_versions"]
+    young = torch.logical_and(values_of(mask), values_of(versions) >= oldest_version)
+    return batch.with_columns(loss_mask=ragged_from_values(young, offsets_of(mask)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenAdvantages:
+    """How a worker makes advantages of tokens, and the critic's targets, from rewards; picklable.
+
+    Columns of a batch it is applied to: ``weight_versions``, ``rewards`` [B], ``values`` where the estimator or
+    :func:`with_returns` needs them; ``turns`` and ``turn_rewards`` with ``by_turns``; ``behaviour_log_probs`` and
+    ``reference_log_probs`` with a ``kl_coef``.
+
+    Attributes:
+        estimator: entry point of ``asyncrl.advantages``, or a dotted path; ``options`` are its options.
+        by_turns: the reward of a turn is given at its last token, and what no turn earned at the row's last token; else
+            a row's whole reward is given at its last token.
+        gae_lambda: of the critic's returns: 1 is the observed return, less relies on the critic itself.
+        kl_coef: of the divergence from the reference (by ``kl_estimator``), subtracted from each token's reward.
+    """
+
+    estimator: Part
+    options: Mapping[str, Any] = field(default_factory=dict)
+    by_turns: bool = False
+    gae_lambda: float = 1.0
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k1"
+
+
+def with_token_advantages(batch: DataProto, by_token: TokenAdvantages) -> DataProto:
+    """Add ``advantages``: ragged float32, one for each sampled token, 0 elsewhere."""
+    from asyncrl.algorithms.advantages import load_estimator
+
+    found = _Sampled(batch, by_token)
+    estimator = load_estimator(by_token.estimator, options=by_token.options)
+    columns = {"rewards": found.rewards, "lengths": found.lengths, "token_rewards": found.token_rewards}
+    if "values" in found.columns:
+        columns["values"] = found.of("values")
+    return found.joined("advantages", estimator(columns))
+
+
+def with_returns(batch: DataProto, by_token: TokenAdvantages) -> DataProto:
+    """Add ``returns``, the critic's targets: those of ``gae`` with the critic's ``gae_lambda``."""
+    from asyncrl.algorithms.advantages import gae
+
+    found = _Sampled(batch, by_token)
+    gamma = float(by_token.options.get("gamma", 1.0))
+    _, returns = gae(
+        found.token_rewards, found.of("values"), found.lengths, gamma=gamma, gae_lambda=by_token.gae_lambda
+    )
+    return found.joined("returns", returns)
+
+
+def with_turn_advantages(batch: DataProto) -> DataProto:
+    """Add ``advantages`` (ragged float32): each sampled token gets the advantage of its turn.
+
+    Reads ``turns`` and ``turn_advantages`` (ragged, one for each turn of the row).
+
+    Raises:
+        SchemaError: a row has a turn without an advantage.
+    """
+    import torch
+
+    from asyncrl.data.ragged import lengths, offsets_of, ragged_from_values, values_of
+
+    assert batch.batch is not None
+    turns, by_turn = batch.batch["turns"], batch.batch["turn_advantages"]
+    numbers = values_of(turns).long()
+    rows = torch.repeat_interleave(torch.arange(len(batch)), lengths(turns))
+    counts = lengths(by_turn)
+    if bool((numbers >= counts[rows]).any()):
+        row = int(rows[numbers >= counts[rows]][0])
+        raise SchemaError(f"row {row} has {int(counts[row])} advantages of turns, and tokens of a later turn")
+    places = (offsets_of(by_turn)[rows] + numbers).clamp(min=0)
+    padded = torch.cat([values_of(by_turn).float(), torch.zeros(1)])  # a batch without any turn has nothing to index
+    advantages = torch.where(numbers >= 0, padded[places.clamp(max=len(padded) - 1)], 0.0)
+    return batch.with_columns(advantages=ragged_from_values(advantages, offsets_of(turns)))
+
+
+class _Sampled:
+    """The sampled tokens of a batch, row after row, and their rewards.
+
+    ``weight_versions`` marks them: ``loss_mask`` may leave out stale tokens, which still are steps of the episode.
+    """
+
+    def __init__(self, batch: DataProto, by_token: TokenAdvantages) -> None:
+        import torch
+
+        from asyncrl.data.ragged import lengths, offsets_of, values_of
+
+        assert batch.batch is not None
+        self._batch = batch
+        self.columns: dict[str, Any] = dict(batch.batch.items())
+        versions = self.columns["weight_versions"]
+        self._offsets = offsets_of(versions)
+        self._chosen = values_of(versions) >= 0
+        rows = torch.repeat_interleave(torch.arange(len(batch)), lengths(versions))
+        self.lengths = torch.bincount(rows[self._chosen], minlength=len(batch))
+        self.rewards: Tensor = self.columns["rewards"].float()
+        self.token_rewards = self._rewarded(by_token)
+
+    def of(self, name: str) -> Tensor:
+        from asyncrl.data.ragged import values_of
+
+        if name not in self.columns:
+            raise SchemaError(f"advantages of tokens need {name!r}; the batch has {sorted(self.columns)}")
+        return values_of(self.columns[name])[self._chosen]
+
+    def joined(self, name: str, tokens: Tensor) -> DataProto:
+        import torch
+
+        from asyncrl.data.ragged import ragged_from_values
+
+        column = torch.zeros(len(self._chosen))
+        column[self._chosen] = tokens.float()
+        return self._batch.with_columns(**{name: ragged_from_values(column, self._offsets)})
+
+    def _rewarded(self, by_token: TokenAdvantages) -> Tensor:
+        import torch
+
+        from asyncrl.algorithms.kl import kl_estimate, penalised_token_rewards
+        from asyncrl.data.ragged import rows_of
+
+        divergences = torch.zeros(int(self.lengths.sum()))
+        if by_token.kl_coef:
+            divergences = kl_estimate(
+                self.of("behaviour_log_probs"), self.of("reference_log_probs"), estimator=by_token.kl_estimator
+            )
+        outcomes = self.rewards
+        if by_token.by_turns:
+            earned = rows_of(self.columns["turn_rewards"])
+            outcomes = outcomes - torch.stack([row.sum() for row in earned]) if earned else outcomes
+        tokens = penalised_token_rewards(outcomes, divergences, self.lengths, coefficient=by_token.kl_coef)
+        return tokens + self._turn_rewards() if by_token.by_turns else tokens
+
+    def _turn_rewards(self) -> Tensor:
+        import torch
+
+        from asyncrl.data.ragged import offsets_of, values_of
+
+        numbers = self.of("turns").long()
+        rows = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+        last = torch.ones(len(numbers), dtype=torch.bool)
+        last[:-1] = (numbers[1:] != numbers[:-1]) | (rows[1:] != rows[:-1])
+        earned = torch.zeros(len(numbers))
+        places = offsets_of(self.columns["turn_rewards"])[rows[last]] + numbers[last]
+        earned[last] = values_of(self.columns["turn_rewards"])[places]
+        return earned
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+EngineT = TypeVar("EngineT", TrainingEngine, ValueEngine)
+
+
+class EngineRank(Worker, Generic[EngineT]):
+    """Base of the workers that hold an engine of their own on every rank.
+
+    Collective methods are plain ``def``: they run one after another, in the order of the calls, on every rank.
+    ``group`` and ``name`` are the engine's entry point (or a dotted path), ``options`` its keyword arguments that a
+    user wrote, and ``path``, for messages, is the dotted key of the configuration that names it.
+    """
+
+    def __init__(self, group: str, name: Part, *, options: Mapping[str, Any], path: str) -> None:
+        super().__init__()
+        self._group, self._name, self._options, self._path = group, name, options, path
+        self._engine: EngineT | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save(self, folder: Path) -> None:
+        """Write what training continues from."""
+        self._held().save(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load(self, folder: Path) -> None:
+        """Continue from what :meth:`save` wrote."""
+        self._held().load(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model folder."""
+        self._held().export(folder)
+
+    def close(self) -> None:
+        """Leave the process group and free the model."""
+        self._close_engine()
+
+    def _make_engine(self, model_path: str, settings: Mapping[str, Any]) -> None:
+        self._close_engine()
+        self._engine = make_part(
+            self._group,
+            self._name,
+            model_path,
+            options=self._options,
+            path=self._path,
+            rank=self.rank,
+            world_size=self.world_size,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            **settings,
+        )
+
+    def _close_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _held(self) -> EngineT:
+        if self._engine is None:
+            raise RuntimeError(f"{type(self).__name__} holds no model yet: call build(model_path, settings) first")
+        return self._engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What a trainer rank is made from; picklable. Without ``transport`` it publishes nothing (a reference policy)."""
+
+    engine: Part
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    transport: TransportSpec | None = None
+
+
+class TrainerWorker(EngineRank[TrainingEngine]):
+    """A rank of the trainer: updates the policy, each time to the next version of the weights, and publishes them."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        super().__init__("asyncrl.training_engines", spec.engine, options=spec.engine_options, path="trainer.engine")
+        self._version = 0
+        self._adapted = False
+        self._transport: WeightTransport | None = None
+        if spec.transport is not None and self.rank == 0:
+            self._transport = spec.transport.make()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def build(self, model_path: str, settings: dict[str, Any], weight_version: int = 0) -> None:
+        """Make the training engine for a model, in place of the one held before (a new stage, a new optimizer).
+
+        The model's weights are ``weight_version``; every :meth:`update` makes the next one.
+        """
+        self._version = weight_version
+        self._adapted = settings.get("lora") is not None
+        self._make_engine(model_path, settings)
+
+    # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    def supervise(self, batch: DataProto) -> dict[str, float]:
+        """Take one supervised step."""
+        return self._held().supervise(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    def update(
+        self, batch: DataProto, oldest_version: int | None = None, by_token: TokenAdvantages | None = None
+    ) -> dict[str, float]:
+        """Take one policy step, which makes the weights of the next version.
+
+        Tokens of versions below ``oldest_version`` are masked. Advantages are made by ``by_token``, or come from the
+        columns ``turn_advantages`` or ``advantages``.
+        """
+        if by_token is not None:
+            batch = with_token_advantages(batch, by_token)
+        elif batch.batch is not None and "turn_advantages" in batch.batch.keys():  # noqa: SIM118  iterates rows
+            batch = with_turn_advantages(batch)
+        young = batch if oldest_version is None else mask_stale_tokens(batch, oldest_version)
+        metrics = self._held().update(with_staleness(young, version=self._version))
+        self._version += 1
+        return metrics
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Compute ``log_probs`` (ragged, like ``input_ids``) under the weights held."""
+        return self._held().log_probs(batch).select(["log_probs"])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def reference_log_probs(self, batch: DataProto, estimator: KLEstimator | None = None) -> DataProto:
+        """Compute ``reference_log_probs`` (ragged, like ``input_ids``) under the weights held.
+
+        A policy with LoRA adapters computes them without its adapters: it is its own reference. With an ``estimator``
+        also ``divergences`` [B]: the KL of each row, its sampled tokens summed, in nats.
+        """
+        engine: Any = self._held()  # one that takes `lora` has a method more than the contract
+        scored = engine.reference_log_probs(batch) if self._adapted else engine.log_probs(batch)
+        assert scored.batch is not None
+        reference = scored.batch["log_probs"]
+        found = {"reference_log_probs": reference}
+        if estimator is not None:
+            from asyncrl.algorithms.kl import row_divergences
+
+            assert batch.batch is not None
+            sampled, mask = batch.batch["behaviour_log_probs"], batch.batch["loss_mask"]
+            found["divergences"] = row_divergences(sampled, reference, mask, estimator=estimator)
+        return DataProto.from_dict(tensors=found)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish(self, version: int) -> WeightManifest | None:
+        """Publish the current weights as ``version``; rank 0 returns the manifest, the others None.
+
+        Raises:
+            WeightVersionError: the current weights are not that version: calls came in another order than their labels.
+        """
+        if version != self._version:
+            raise WeightVersionError(f"weights of version {self._version} were to be published as version {version}")
+        tensors = self._held().named_tensors()
+        if self._transport is not None:
+            return self._transport.publish(tensors, version=version)
+        for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
+            del tensor
+        return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the current weights (:mod:`asyncrl.weights`)."""
+        return fingerprint_of(self._held().named_tensors())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def release(self, version: int) -> None:
+        """Free a published version that no replica needs any more."""
+        if self._transport is not None:
+            self._transport.release(version)
+
+    def close(self) -> None:
+        """Leave the process group and unlink what was published."""
+        super().close()
+        if self._transport is not None:
+            self._transport.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSpec:
+    """What a critic rank is made from; picklable. ``path`` is the configuration's key that names the engine."""
+
+    engine: Part
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    path: str = "critic.engine"
+
+
+class CriticWorker(EngineRank[ValueEngine]):
+    """A rank of the critic, or of a reward model in training: computes values and scores, and is trained on them."""
+
+    def __init__(self, spec: CriticSpec) -> None:
+        super().__init__("asyncrl.value_engines", spec.engine, options=spec.engine_options, path=spec.path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def build(self, model_path: str, settings: dict[str, Any]) -> None:
+        """Make the value engine for a model, in place of the one held before."""
+        self._make_engine(model_path, settings)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def values(self, batch: DataProto) -> DataProto:
+        """Compute ``values`` (ragged, like ``input_ids``) under the weights held."""
+        return self._held().values(batch)
+
+    # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    def update(
+        self, batch: DataProto, by_token: TokenAdvantages, oldest_version: int | None = None
+    ) -> dict[str, float]:
+        """Take one step towards the returns of a batch; tokens of versions below ``oldest_version`` are masked."""
+        rows = with_returns(batch, by_token)
+        return self._held().update(rows if oldest_version is None else mask_stale_tokens(rows, oldest_version))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def scores(self, batch: DataProto) -> DataProto:
+        """Compute ``scores`` [B] at the last token of each row."""
+        return self._held().scores(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    def compare(self, pairs: DataProto) -> dict[str, float]:
+        """Take one step on rows chosen, rejected, chosen, rejected, ..."""
+        return self._held().compare(pairs)
+
+
+class RewardWorker(Worker):
+    """Scores rows with a reward model. ``spec`` is its source (entry point or dotted path) and its options.
+
+    It has no state but its model, so a worker whose process died is restarted and its calls are repeated.
+    """
+
+    def __init__(self, spec: tuple[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self._source, self._options = spec
+        self._model: RewardModel | None = None
+        self._making = asyncio.Lock()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, idempotent=True)
+    async def start(self, model_path: str) -> None:
+        """Make the reward model. One that takes a ``tokenizer`` gets the policy's, unless its options name another."""
+        await self._made(model_path)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, idempotent=True)
+    async def score(self, batch: DataProto, model_path: str) -> DataProto:
+        """Compute ``scores`` [B] float32. A restarted worker makes its model first, as :meth:`start` does."""
+        model = await self._made(model_path)
+        scored = await model.score(batch)
+        assert scored.batch is not None
+        return DataProto.from_dict(tensors={"scores": scored.batch["rewards"]})
+
+    async def _made(self, model_path: str) -> RewardModel:
+        async with self._making:
+            if self._model is None:
+                self._model = await self._make(model_path)
+        return self._model
+
+    async def _make(self, model_path: str) -> RewardModel:
+        group, path = "asyncrl.reward_models", "reward.source"
+        options = offered_options(group, self._source, {"tokenizer": model_path}, path=path) | self._options
+        # In a thread: loading a model takes seconds, and this loop serves other calls.
+        model: RewardModel = await in_thread(make_part, group, self._source, options=options, path=path)
+        return model
+
+    async def aclose(self) -> None:
+        if self._model is not None:
+            await self._model.close()

@@ -1,0 +1,167 @@
+"""Published weights: the manifest of a version, the fingerprint of its tensors, and the contract of a transport.
+
+A fingerprint is the XXH3-128 of every tensor's name, shape, dtype and XXH3-64 checksum, in publication order: equal for
+equal tensors, whatever their version and location. A manifest has all of that, so that its fingerprint costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import xxhash
+
+from asyncrl.errors import WeightMismatchError
+from asyncrl.plugins import make_part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor: ``size_bytes`` bytes at ``offset`` (a multiple of 64) of the published block, and how to read them.
+
+    ``name`` is that in the model's checkpoint, ``shape`` the full (unsharded) one, ``dtype`` torch's name without the
+    prefix (``bfloat16``), ``checksum`` the XXH3-64 of the bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    size_bytes: int
+    checksum: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of the weights: small and serialisable, sent from the publisher to the pullers.
+
+    Attributes:
+        version: number of the published weights, from 0, increasing.
+        transport: entry-point name of the transport that holds the bytes.
+        location: where, in the transport's own format.
+        tensors: in publication order.
+    """
+
+    version: int
+    transport: str
+    location: str
+    tensors: tuple[TensorEntry, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.tensors)
+
+    @property
+    def digest(self) -> bytes:
+        """Return 16 bytes (XXH3-128) that identify the version and every tensor's entry, whatever their location."""
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode((self.version, self.tensors)))
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> WeightManifest:
+        """Return the manifest of encoded bytes; raise :class:`WeightMismatchError` if they are none."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise WeightMismatchError(f"{len(data)} bytes are no weight manifest: {error}") from error
+
+
+def manifest_fingerprint(manifest: WeightManifest) -> str:
+    """Return the fingerprint of the tensors that a manifest describes, as 32 hexadecimal digits."""
+    return _digest((entry.name, entry.shape, entry.dtype, entry.checksum) for entry in manifest.tensors)
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the fingerprint of full tensors in publication order, read one at a time: that of their manifest."""
+    import torch
+
+    def entries() -> Iterable[tuple[str, tuple[int, ...], str, int]]:
+        for name, tensor in tensors:
+            plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield name, tuple(tensor.shape), dtype, xxhash.xxh3_64_intdigest(plain.data)
+
+    return _digest(entries())
+
+
+def _digest(entries: Iterable[tuple[str, tuple[int, ...], str, int]]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(list(entries)))
+
+
+class WeightTransport(Protocol):
+    """Carries one version of the weights from the trainer to the engines.
+
+    The publisher calls :meth:`publish`, sends the manifest to the pullers by other means, and calls :meth:`release`
+    when they have left their ``with`` blocks, which may be at the commit of the next version (:class:`ZeroCopyEngine`).
+    A puller that still reads a released version is not disturbed.
+
+    >>> from asyncrl.plugins import load_part
+    >>> transport = load_part("asyncrl.weight_transports", "shared_memory")(namespace="example")
+    >>> manifest = transport.publish([("bias", torch.tensor([1.0, 2.0]))], version=1)
+    >>> manifest.version, manifest.tensors[0].name, manifest.tensors[0].size_bytes
+    (1, 'bias', 8)
+    >>> with transport.pull(manifest) as tensors:
+    ...     tensors["bias"].tolist()
+    [1.0, 2.0]
+    >>> transport.release(1)
+    >>> transport.close()
+    """
+
+    def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> WeightManifest:
+        """Make the tensors available under ``version``. Versions increase; a bounded number of them is held.
+
+        Raises:
+            WeightVersionError: ``version`` is not newer than the last one published.
+        """
+        ...
+
+    def pull(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Return verified tensors by name, valid inside the ``with`` block, without a copy if the transport allows it.
+
+        Raises:
+            WeightMismatchError: bytes differ from the manifest's checksum, or tensors are missing.
+            WeightError: the version is not available any more.
+        """
+        ...
+
+    def release(self, version: int) -> None:
+        """Free the memory of ``version``. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSpec:
+    """How both sides, publisher and pullers, make a transport. Picklable.
+
+    ``namespace`` separates this run's weights from those of other runs; ``options`` are from ``[weights.options]``.
+    """
+
+    name: Any  # a Part; msgspec, which reads it in an engine's process, has no type for that
+    namespace: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self) -> WeightTransport:
+        transport: WeightTransport = make_part(
+            "asyncrl.weight_transports",
+            self.name,
+            options=self.options,
+            path="weights.transport",
+            namespace=self.namespace,
+        )
+        return transport

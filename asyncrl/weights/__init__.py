@@ -1,1 +1,0 @@
-"""Versions of the weights: what is published, and who holds it."""

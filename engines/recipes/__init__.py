@@ -1,1 +1,0 @@
-"""What the environments of vendors' engines consist of, one file a vendor."""

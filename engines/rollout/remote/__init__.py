@@ -1,0 +1,1 @@
+"""Rollout engines in other processes."""

@@ -1,0 +1,478 @@
+"""SGLang as a rollout engine, in a process of its own that starts no server.
+
+    engine = RemoteEngine("path/to/model", engine="sglang", python=".venv-sglang/bin/python", transport=spec)
+
+Token ids go in and come out; SGLang neither tokenises nor detokenises here. What it samples is appended piece by piece
+to rows (:class:`engines.rollout.request.Row`), where stop strings and lengths are watched.
+
+SGLang's scheduler stamps versions (:mod:`engines.rollout.sglang.scheduler`). Its prefix cache ignores them, so
+each request carries the version it begins under as its cache's salt: an entry of older weights is never found.
+Requests that have not sampled anything when weights are committed begin again under the new ones.
+
+Log-probs are SGLang's own of the distribution sampled from: after temperature; under top-p or top-k, of the truncated
+and renormalised one. Greedy ones are those of the untempered distribution.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from asyncrl.errors import AsyncRLError, EngineClosedError, EngineError, InvalidDataError, WeightError
+from asyncrl.interfaces import (
+    EngineHealth,
+    GenerationChunk,
+    GenerationRequest,
+    KVCachePolicy,
+    RolloutEngineStatistics,
+)
+from asyncrl.io import LockedTemporaryDirectory
+from asyncrl.runtime import shield_until_done
+from engines.rollout.checks import check_health
+from engines.rollout.request import ModelTokens, load_tokenizer
+from engines.rollout.sglang.launch import SGLangOptions, launch
+from engines.rollout.sglang.request import SGLangRequest
+from engines.rollout.sglang.weights import StagedWeights
+
+# SGLang lives in an environment of its own, where the type checkers do not look.
+# pyright: reportMissingImports=false
+
+_log = logging.getLogger(__name__)
+
+
+class SGLangControl:
+    """A running SGLang, which carries out each order between two of its steps. Made as ``launch`` demands; blocks.
+
+    ``manager`` is SGLang's TokenizerManager, which takes requests. Any: it has no typed interface.
+    """
+
+    def __init__(self, options: SGLangOptions) -> None:
+        self._ranks = options.tensor_parallel
+        self._folder = LockedTemporaryDirectory("sglang")
+        self._engine = launch(options, self._folder.path)
+        self.manager: Any = self._engine.tokenizer_manager
+        loads = self.manager.load_snapshot_reader
+        if loads.read_all():  # both sides have mapped the file, and SGLang would leave it behind
+            Path(loads.path).unlink(missing_ok=True)
+        self.manager.auto_create_handle_loop()
+        self._half_loaded = False
+
+    async def close(self) -> None:
+        tasks = list(self.manager.asyncio_tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._engine.shutdown)
+        await asyncio.to_thread(self._folder.close)
+
+    async def freeze(self, mode: Literal["in_place", "retract"]) -> None:
+        """Take no more steps. ``retract`` frees the KV cache of running requests, which is computed again later."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self.manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def wait_carried_out(self) -> None:
+        await self.manager.get_internal_state()
+
+    async def thaw(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def load(self, named: Sequence[tuple[str, torch.Tensor]], *, version: int, flush: bool) -> None:
+        """Have it load tensors in shared memory, while it is frozen. ``flush`` empties the cache.
+
+        Raises:
+            WeightError: SGLang did not; its weights are unknown then.
+        """
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            EndWeightUpdateReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        manager = self.manager
+        if self._half_loaded:  # SGLang takes one update at a time
+            await manager.end_weight_update(EndWeightUpdateReqInput(), None)
+        payloads = [MultiprocessingSerializer.serialize(list(named)) for _ in range(self._ranks)]
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, flush_cache=flush, weight_version=str(version)
+        )
+        self._half_loaded = True
+        for call, order in (
+            (manager.begin_weight_update, BeginWeightUpdateReqInput()),
+            (manager.update_weights_from_tensor, update),
+            (manager.end_weight_update, EndWeightUpdateReqInput()),
+        ):
+            done, message = await call(order, None)
+            if not done:
+                raise WeightError(f"SGLang did not take version {version}: {message}")
+        self._half_loaded = False
+
+    async def probe(self, number: int) -> None:
+        async with aclosing(self.manager.generate_request(SGLangRequest.probe(number), None)) as pieces:
+            async for piece in pieces:
+                if piece["output_ids"]:
+                    return
+        raise EngineError("SGLang generated no token for the probe")
+
+    @property
+    def capacity_tokens(self) -> int:
+        return sum(load.max_total_num_tokens for load in self._loads())
+
+    @property
+    def decode_steps(self) -> int:
+        """Return the steps since the start, as of SGLang's last report."""
+        return int(sum(load.decode_moments[0] for load in self._loads() if load.decode_moments))
+
+    def _loads(self) -> list[Any]:
+        return list(self.manager.load_snapshot_reader.read_all())
+
+
+class SGLangEngine:
+    """A :class:`~asyncrl.interfaces.RolloutEngine` over SGLang (0.5.23 is what it was tested with).
+
+    Args:
+        model_path: Hugging Face folder or hub id, with weights of version ``weight_version``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        device: ``auto`` (CUDA where there is one), ``cuda`` or ``cpu``.
+        max_running_requests: most rows in a decode step; others wait.
+        max_model_tokens: context length, prompt included; the model's own by default. SGLang keeps two of them back.
+        kv_cache_tokens: size of the KV cache; by default what memory allows, on CPU 16,384.
+        tensor_parallel: devices that the model is spread over.
+        deterministic: SGLang's deterministic inference, which not every device has. Without it seeds are not followed.
+        truncation_tokens: most tokens that top-p leaves: it chooses among so many of the likeliest.
+        threads: compute threads on CPU.
+        sglang: further arguments of SGLang's server.
+    """
+
+    pulls_weights: ClassVar[bool] = False
+    package: ClassVar[str] = "sglang"
+    package_remedy: ClassVar[str] = (
+        "make an environment with `asyncrl engine install sglang` and name its interpreter: rollout.python"
+    )
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "auto",
+        max_running_requests: int = 64,
+        max_model_tokens: int | None = None,
+        kv_cache_tokens: int | None = None,
+        tensor_parallel: int = 1,
+        deterministic: bool = False,
+        truncation_tokens: int = 4096,
+        weight_version: int = 0,
+        threads: int | None = None,
+        seed: int = 0,
+        sglang: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options = SGLangOptions(
+            model_path=model_path,
+            dtype=dtype,
+            device=device,
+            weight_version=weight_version,
+            max_running_requests=max_running_requests,
+            max_model_tokens=max_model_tokens,
+            kv_cache_tokens=kv_cache_tokens,
+            tensor_parallel=tensor_parallel,
+            deterministic=deterministic,
+            truncation_tokens=truncation_tokens,
+            threads=threads,
+            seed=seed,
+            more=sglang or {},
+        )
+        self._version = weight_version
+        self._sglang: SGLangControl | None = None
+        self._model_tokens: ModelTokens | None = None
+        self._staged: StagedWeights | None = None
+        self._held: dict[str, SGLangRequest] = {}
+        self._numbers = count()
+        self._paused = False
+        self._committing = False
+        self._changed = asyncio.Event()
+        self._starting = asyncio.Lock()
+        self._updating = asyncio.Lock()
+        self._ordering = asyncio.Lock()
+        self._fenced = ""
+        self._closed = False
+        self._warned_of_seeds = False
+        self._tokens = self._prompt_tokens = self._finished = self._aborted = 0
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    # -------------------------------------------------------------------------------------------- start and close
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        async with self._starting:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            if self._sglang is not None:
+                return
+            # Not in a thread: see launch(). Nothing else runs in this process yet.
+            self._sglang = SGLangControl(self._options)
+            self._model_tokens = self._read_tokens(self._sglang.manager.model_config)
+            await self._sglang.probe(next(self._numbers))
+
+    def _read_tokens(self, config: Any) -> ModelTokens:  # Any: SGLang's ModelConfig
+        from transformers import AutoConfig, GenerationConfig
+
+        model_path = self._options.model_path
+        try:
+            generation = GenerationConfig.from_pretrained(model_path)
+        except OSError:  # the folder has none
+            generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_path))
+        return ModelTokens(
+            model_path,
+            load_tokenizer(model_path),
+            eos_token_ids=[generation.eos_token_id],
+            vocabulary=int(config.vocab_size),
+            max_model_tokens=int(config.context_len),
+        )
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._fail_held(EngineClosedError("the engine is closed"))
+        if self._sglang is not None:
+            await self._sglang.close()
+
+    def _serving(self) -> SGLangControl:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        if self._sglang is None:
+            raise EngineError("the engine has not been started: await engine.start() first")
+        return self._sglang
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _fail_held(self, error: EngineError) -> None:
+        for held in self._held.values():
+            held.fail(error)
+        self._notify()
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        self._serving()
+        if self._fenced:
+            raise EngineError(self._fenced)
+        tokens = self._model_tokens
+        assert tokens is not None, "it serves"
+        self._check(request, tokens)
+        await tokens.guide(request, held=self._held)  # within limits, which SGLang does not set
+        row = tokens.row(request, seed=request.sampling.seed or 0)
+        held = self._held[row.request_id] = SGLangRequest(row, vocabulary=tokens.vocabulary)
+        self._prompt_tokens += row.prompt_length + row.continued
+        self._count_busy()
+        row.end_if_complete()
+        if not row.ended:
+            held.begin(self._read(held))
+        try:
+            while True:
+                chunk = await held.reader.next_chunk()
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            del self._held[row.request_id]
+            if row.finish_reason in ("stop", "length"):
+                self._finished += 1
+            else:
+                self._aborted += 1
+            self._count_busy()
+            self._notify()
+            await held.stop()
+
+    def _check(self, request: GenerationRequest, tokens: ModelTokens) -> None:
+        sampling, name = request.sampling, f"request {request.request_id!r}"
+        tokens.check(request, held=self._held)
+        if sampling.top_log_probs and sampling.temperature and (sampling.top_p < 1.0 or sampling.top_k):
+            raise InvalidDataError(
+                f"{name} asks for the likeliest tokens with top_p or top_k, which the sglang engine does not return"
+            )
+        if self._options.truncation_tokens < sampling.top_k < tokens.vocabulary:
+            raise InvalidDataError(
+                f"{name} asks for top_k={sampling.top_k}; the engine was started with "
+                f"truncation_tokens={self._options.truncation_tokens}"
+            )
+        if sampling.seed is not None and not self._options.deterministic and not self._warned_of_seeds:
+            self._warned_of_seeds = True
+            _log.warning("seeds are not followed: SGLang does so only with deterministic=True")
+
+    async def _read(self, held: SGLangRequest) -> None:
+        row = held.row
+        try:
+            await self._wait_until_admitted()
+            order = held.order(next(self._numbers), salt=str(self._version), options=self._options)
+            async with aclosing(self._serving().manager.generate_request(order, None)) as pieces:
+                async for piece in pieces:
+                    self._tokens += held.take(piece)
+                    if row.ended:
+                        break  # leaving the stream makes SGLang drop the request, if it would go on
+            if not row.ended:
+                raise EngineError("SGLang's stream ended before the request did")
+        except AsyncRLError as error:
+            held.fail(error)
+        except ValueError as error:  # SGLang raises it for a request that it does not take
+            held.fail(InvalidDataError(f"request {row.request_id!r}: {error}"))
+        except Exception as error:  # noqa: BLE001 - raised by the reader
+            held.fail(EngineError(f"{type(error).__name__}: {error}"))
+        finally:
+            self._count_busy()
+            self._notify()
+
+    async def _wait_until_admitted(self) -> None:
+        while self._committing or self._paused:
+            self._serving()
+            if self._fenced:
+                break
+            await self._changed.wait()
+        if self._fenced:
+            raise EngineError(self._fenced)
+
+    async def abort(self, request_id: str) -> bool:
+        manager = self._serving().manager
+        held = self._held.get(request_id)
+        if held is None or held.row.ended:
+            return False
+        if held.sglang_id is None or self._paused:  # SGLang sends nothing about it now
+            held.end_here()
+        else:
+            held.aborted = True
+            manager.abort_request(held.sglang_id)
+        self._notify()
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ pause
+
+    async def pause(self) -> None:
+        sglang = self._serving()
+        async with self._ordering:
+            self._paused = True
+            self._count_busy()
+            await sglang.freeze("in_place")
+            await sglang.wait_carried_out()
+        self._notify()
+
+    async def resume(self) -> None:
+        sglang = self._serving()
+        async with self._ordering:
+            if not self._fenced:
+                await sglang.thaw()
+            self._paused = False
+            self._count_busy()
+        self._notify()
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    async def prepare_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
+        self._serving()
+        stop = threading.Event()
+
+        def write() -> None:
+            if self._staged is None:
+                self._staged = StagedWeights.of_model(
+                    self._options.model_path, dtype=self._options.torch_dtype, version=self._version
+                )
+            self._staged.write(tensors, version=version, stop=stop)
+
+        async with self._updating:
+            await shield_until_done(asyncio.to_thread(write), on_cancel=stop.set)
+
+    async def commit_weights(self, version: int, *, kv_cache: KVCachePolicy = "keep") -> None:
+        """Have SGLang load the prepared tensors between two steps.
+
+        With ``recompute`` its whole cache is emptied. A commit that fails half-way (:class:`WeightError`) leaves
+        unknown weights: the engine is fenced then, and serves again after a commit that succeeds.
+        """
+        sglang = self._serving()
+        async with self._updating, self._ordering:
+            staged = self._staged
+            if staged is None:
+                raise WeightError(f"cannot commit weight version {version}: none is prepared")
+            named = staged.staged(version)
+            self._committing = True
+            try:
+                try:
+                    await sglang.freeze("in_place" if kv_cache == "keep" else "retract")
+                    await sglang.load(named, version=version, flush=kv_cache == "recompute")
+                except BaseException as error:
+                    self._fenced = f"version {version} was loaded only in part: {error or type(error).__name__}"
+                    self._fail_held(EngineError(self._fenced))
+                    raise
+                self._fenced = ""
+                self._version = version
+                staged.committed(version)
+                self._restart_early()
+                if not self._paused:
+                    await sglang.thaw()
+            finally:
+                self._committing = False
+                self._notify()
+
+    def _restart_early(self) -> None:
+        """Begin requests that have sampled nothing again, under the new weights; end those that are being aborted."""
+        for held in self._held.values():
+            if held.sglang_id is not None and not held.row.versions and not held.row.ended:
+                if held.aborted:
+                    held.end_here()
+                else:
+                    held.begin(self._read(held))
+
+    # ----------------------------------------------------------------------------------------------- observation
+
+    async def health(self, deadline_s: float) -> EngineHealth:
+        return await check_health(self._probe, lambda: self._version, deadline_s=deadline_s)
+
+    async def _probe(self) -> None:
+        sglang = self._serving()
+        if self._fenced:
+            raise EngineError(self._fenced)
+        if self._paused:
+            raise EngineError("the engine is paused: it decodes nothing until resume()")
+        await sglang.probe(next(self._numbers))
+
+    def _count_busy(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+        busy = not self._paused and any(not held.row.ended for held in self._held.values())
+        self._busy_since = now if busy else None
+
+    def statistics(self) -> RolloutEngineStatistics:
+        sglang = self._serving()
+        live = [held.row for held in self._held.values() if not held.row.ended]
+        running = [row for row in live if row.versions]
+        return RolloutEngineStatistics(
+            running=len(running),
+            waiting=len(live) - len(running),
+            paused=self._paused,
+            weight_version=self._version,
+            tokens_generated=self._tokens,
+            prompt_tokens=self._prompt_tokens,
+            requests_finished=self._finished,
+            requests_aborted=self._aborted,
+            kv_cache_tokens=sum(len(row.tokens) for row in running),
+            kv_cache_capacity_tokens=sglang.capacity_tokens,
+            decode_steps=sglang.decode_steps,
+            busy_s=self._busy_s,
+        )

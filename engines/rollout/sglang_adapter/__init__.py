@@ -1,1 +1,0 @@
-"""What the rollout engine on SGLang is made of."""

@@ -1,0 +1,1 @@
+"""The embedded rollout engine: continuous batching over a transformers model in this process."""

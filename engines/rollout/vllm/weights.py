@@ -1,0 +1,145 @@
+"""The two phases of a weight update of vLLM: fetching into every rank, then loading.
+
+A call into vLLM's workers stops decoding while it runs. So a call only begins a fetch; it goes on in a thread of each
+rank, which reports its end through a Unix socket in a folder that only this user can open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import asyncrl.errors as error_tree
+from asyncrl.errors import EngineError, WeightError
+from asyncrl.weights import TransportSpec, WeightManifest
+from engines.rollout.model_tensors import check_prepared
+from engines.rollout.vllm.launch import GONE, StartedLLM
+
+# vLLM lives in an environment of its own, where the type checkers do not look.
+# pyright: reportMissingImports=false
+
+
+class Confirmation(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one rank's fetch. ``kind`` is the error's class in :mod:`asyncrl.errors`, or empty."""
+
+    number: int
+    rank: int
+    kind: str = ""
+    message: str = ""
+
+
+def confirm(address: str, confirmation: Confirmation) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        connection.sendall(msgspec.msgpack.encode(confirmation))
+
+
+class Confirmations:
+    """Receives confirmations through a socket in ``folder``, from every process that may enter it.
+
+    Fetches are numbered, so that late confirmations of an earlier one are not counted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / "confirmations")
+        self._server: asyncio.Server | None = None
+        self._number = 0
+        self._received: asyncio.Queue[Confirmation] = asyncio.Queue()
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_unix_server(self._receive, self.address)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def expect(self) -> int:
+        self._number += 1
+        return self._number
+
+    async def gather(self, number: int, *, ranks: int) -> list[Confirmation]:
+        received: list[Confirmation] = []
+        while len(received) < ranks:
+            confirmation = await self._received.get()
+            if confirmation.number == number:
+                received.append(confirmation)
+        return received
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            self._received.put_nowait(msgspec.msgpack.decode(await reader.read(), type=Confirmation))
+        finally:
+            writer.close()
+
+
+class WeightUpdates:
+    """Fetches versions into every rank, and loads the one that all have fetched and verified (``prepared``).
+
+    Only this user may enter ``folder``.
+    """
+
+    def __init__(self, started: StartedLLM, folder: Path) -> None:
+        self._started = started
+        self._confirmations = Confirmations(folder)
+        self.prepared: int | None = None
+
+    async def open(self, spec: TransportSpec) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        init_info = {"name": spec.name, "namespace": spec.namespace, "options": dict(spec.options)}
+        await self._started.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._confirmations.open()
+
+    async def close(self) -> None:
+        await self._confirmations.close()
+
+    async def fetch(self, manifest: WeightManifest, *, after: int) -> None:
+        """Have every rank pull and verify a version, while decoding goes on.
+
+        Raises:
+            WeightVersionError: it is not newer than ``after``.
+            WeightMismatchError: a name, shape, dtype or byte is wrong.
+            WeightError: the bytes are not available.
+        """
+        started = self._started
+        names = started.tensors.check_manifest(manifest, held=after)
+        self.prepared = None
+        number = self._confirmations.expect()
+        await self._call("asyncrl_begin_fetch", manifest.encode(), names, self._confirmations.address, number)
+        gathering = asyncio.ensure_future(self._confirmations.gather(number, ranks=started.ranks))
+        try:
+            await asyncio.wait([gathering, started.llm.output_handler], return_when=asyncio.FIRST_COMPLETED)
+            if not gathering.done():
+                raise EngineError(GONE)
+        finally:
+            gathering.cancel()
+        for confirmation in gathering.result():
+            if confirmation.kind:
+                await self._call("asyncrl_drop_fetch")
+                raise getattr(error_tree, confirmation.kind, WeightError)(confirmation.message)
+        self.prepared = manifest.version
+
+    def check(self, version: int) -> None:
+        check_prepared(version, self.prepared)
+
+    async def load(self, version: int) -> None:
+        """Load the prepared version, and label what is sampled from now on. Only while nothing runs."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self._started.llm
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        await llm.finish_weight_update(weight_version=str(version))
+        self.prepared = None
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._started.llm.collective_rpc(method, args=arguments)
+        except EngineDeadError as error:
+            raise EngineError(GONE) from error

@@ -1,0 +1,231 @@
+"""Code that runs inside vLLM's workers: a weight transfer backend that pulls versions by manifest.
+
+    begin_fetch            (any time)  a thread pulls and verifies the version; its bytes stay mapped as the shadow
+    start, update, finish  (paused)    vLLM's own three calls: the mapped bytes are loaded layer by layer
+
+vLLM imports this module in every worker because it is named as ``worker_extension_cls``; that is also the moment at
+which a backend has to be registered, hence the one statement at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from asyncrl.errors import AsyncRLError, WeightVersionError
+from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
+from engines.rollout.vllm.weights import Confirmation, confirm
+
+# vLLM lives in an environment of its own, where the type checkers do not look.
+# pyright: reportMissingImports=false
+
+BACKEND = "asyncrl_manifest"
+_LONGEST_STEP_S = 60.0
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    name: str
+    namespace: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    version: int
+
+
+class _Fetch:
+    """Pulls one version in a thread, and keeps its bytes mapped until they are released.
+
+    ``names`` are vLLM's names of the manifest's tensors; ``report`` is called in the thread with the error or None.
+    """
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        manifest: WeightManifest,
+        names: Mapping[str, str],
+        report: Callable[[Exception | None], None],
+    ) -> None:
+        self.version = manifest.version
+        self.tensors: dict[str, torch.Tensor] | None = None
+        self._transport = transport
+        self._manifest = manifest
+        self._names = names
+        self._report = report
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._ended = self._released = False
+        threading.Thread(target=self._run, name=f"fetching weights {self.version}", daemon=True).start()
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            pulled = self._stack.enter_context(self._transport.pull(self._manifest))
+            self.tensors = {vllm_name: pulled[name] for name, vllm_name in self._names.items()}
+            del pulled
+        except Exception as raised:  # noqa: BLE001 - reported
+            error = raised
+        with self._lock:
+            self._ended = True
+            if self._released:
+                self._close()
+        self._report(error)
+
+    def release(self) -> None:
+        """Unmap the bytes, at the latest when the thread ends; do not wait for it."""
+        with self._lock:
+            self._released = True
+            if self._ended:
+                self._close()
+
+    def _close(self) -> None:
+        self.tensors = None
+        self._stack.close()
+
+
+class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Fetches versions through one rank's end of the transport, and loads them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._transport: WeightTransport | None = None
+        self._fetch: _Fetch | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._transport = TransportSpec(
+            name=init_info.name, namespace=init_info.namespace, options=init_info.options
+        ).make()
+
+    def begin_fetch(
+        self,
+        manifest: WeightManifest,
+        names: Mapping[str, str],
+        report: Callable[[Exception | None], None],
+    ) -> None:
+        assert self._transport is not None, "init_transfer_engine comes first"
+        self.drop_fetch()
+        self._fetch = _Fetch(self._transport, manifest, names, report)
+
+    def drop_fetch(self) -> None:
+        if self._fetch is not None:
+            self._fetch.release()
+            self._fetch = None
+
+    def start_weight_update(self) -> None:
+        if self._fetch is None or self._fetch.tensors is None:
+            raise WeightVersionError("this rank holds no fetched weight version")
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base class, on machines without an accelerator too."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load the fetched version; vLLM converts, merges and packs layer by layer."""
+        fetch = self._fetch
+        if fetch is None or fetch.tensors is None or fetch.version != update_info.version:
+            raise WeightVersionError(f"weight version {update_info.version} is not the fetched one")
+        self.model.load_weights(iter(fetch.tensors.items()))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_tied_heads(self.model)
+        self.drop_fetch()
+
+    def shutdown(self) -> None:
+        self.drop_fetch()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into its worker, to be called through ``collective_rpc``."""
+
+    rank: int
+    weight_transfer_engine: Any
+
+    def asyncrl_begin_fetch(self, manifest: bytes, names: dict[str, str], address: str, number: int) -> None:
+        rank = self.rank
+
+        def report(error: Exception | None) -> None:
+            kind = "" if error is None else type(error).__name__ if isinstance(error, AsyncRLError) else "WeightError"
+            message = "" if error is None else str(error) or type(error).__name__
+            confirm(address, Confirmation(number=number, rank=rank, kind=kind, message=message))
+
+        self.weight_transfer_engine.begin_fetch(WeightManifest.decode(manifest), names, report)
+
+    def asyncrl_drop_fetch(self) -> None:
+        self.weight_transfer_engine.drop_fetch()
+
+
+def pack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack heads that share the embedding's tensor again after a load.
+
+    On a CPU vLLM keeps a packed copy of such a head, which gets no weights of its own and would keep the old ones.
+    """
+    sharing: dict[int, list[Any]] = {}
+    for module in model.modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.numel() and hasattr(module, "quant_method"):  # a packed layer's is empty
+            sharing.setdefault(weight.data_ptr(), []).append(module)
+    for modules in sharing.values():
+        for module in modules[1:]:
+            module.quant_method.process_weights_after_loading(module)
+
+
+class SchedulerMeter(StatLoggerBase):
+    """Keeps the newest figures of vLLM's scheduler, and counts steps and the seconds in which requests ran.
+
+    vLLM calls :meth:`factory` for its stat logger, which is this meter.
+    """
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self.kv_cache_usage = 0.0
+        self.decode_steps = 0
+        self.busy_s = 0.0
+        self._last_s: float | None = None
+
+    def factory(self, vllm_config: Any, engine_index: int = 0) -> SchedulerMeter:
+        return self
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Count a step. Any: vLLM calls these types unstable."""
+        now = time.monotonic()
+        if scheduler_stats is None:
+            return
+        self.kv_cache_usage = float(scheduler_stats.kv_cache_usage)
+        self.decode_steps += 1
+        if self._last_s is not None:
+            self.busy_s += min(now - self._last_s, _LONGEST_STEP_S)
+        self._last_s = now if scheduler_stats.num_running_reqs else None
+
+    def log_engine_initialized(self) -> None:
+        """Required by the base class."""
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, ManifestTransferEngine)

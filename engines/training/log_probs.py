@@ -1,0 +1,268 @@
+"""Log-probs and entropies from hidden states, without holding the logits of all tokens at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.algorithms import log_probs_and_entropy
+
+Extras: TypeAlias = Literal["none", "entropy", "entropy_gradient", "correct"]
+"""Computed beside the log-prob: nothing, entropy without or with its gradient, or whether the token is the argmax."""
+
+
+class TokenScores(NamedTuple):
+    """Scores of N tokens; float32. A named tuple, because FSDP looks for tensors in what a module returns."""
+
+    log_probs: Tensor  # [N]
+    entropy: Tensor  # [N] nats, of the distributions that the tokens come from; empty unless asked for
+    correct: Tensor  # [N] 1 where the token is the most likely one, else 0; empty unless asked for
+
+
+class Head(NamedTuple):
+    """An output head that is one matrix: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None  # bound of the logits' absolute value
+
+
+def token_log_probs(
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    head: Head | Callable[[Tensor], Tensor],
+    vocabulary: int,
+    extras: Extras = "none",
+    temperature: float = 1.0,
+    chunk_bytes: int = 64 * 2**20,
+    kept_bytes: int = 256 * 2**20,
+) -> TokenScores:
+    """Score ``targets`` [N] under softmax(logits / temperature), with logits = ``head`` of ``hidden``.
+
+    ``hidden`` [N, H] are last hidden states, each at the position *before* its target; ``temperature`` is the one the
+    tokens were sampled with; ``head`` is a matrix, or (slower) any function [n, H] -> [n, V].
+
+    Tokens are processed in chunks of ``chunk_bytes`` of float32 logits. The logits of the first chunks, at most
+    ``kept_bytes``, are kept for the backward pass; those of the others are computed again, one chunk at a time, and
+    their gradient is added to those of hidden states and head at once. No other logits are in memory than the kept
+    ones, one chunk, and its gradient.
+    """
+    chunk = max(1, chunk_bytes // (4 * vocabulary))
+    if isinstance(head, Head):
+        kept = kept_bytes // (4 * vocabulary)
+        scores = _HeadScores.apply(  # type: ignore[no-untyped-call]  # torch leaves apply unannotated
+            hidden,
+            targets,
+            head.weight,
+            head.bias,
+            _Options(head.scale, head.softcap, temperature, extras, chunk, kept),
+        )
+        return TokenScores(*scores)
+    return _by_function(hidden, targets, head, extras=extras, temperature=temperature, chunk=chunk)
+
+
+class _Options(NamedTuple):
+    """The arguments of a scoring that are not tensors; ``chunk`` and ``kept`` are numbers of tokens."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    extras: Extras
+    chunk: int
+    kept: int
+
+
+class _HeadScores(torch.autograd.Function):
+    """Head and log-softmax in one. With x = logits / temperature, p = softmax(x), H = -sum p log p.
+
+    d log p_target / d x_j = [j = target] - p_j
+    d H            / d x_j = -p_j (log p_j + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # torch's context object: attributes are set on it freely
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = _wide(hidden.dtype)
+        log_probs = torch.empty(len(targets), dtype=wide, device=hidden.device)
+        nothing = log_probs.new_empty(0)
+        entropy = torch.empty_like(log_probs) if options.extras in ("entropy", "entropy_gradient") else nothing
+        correct = torch.empty_like(log_probs) if options.extras == "correct" else log_probs.new_empty(0)
+        differentiated = any(ctx.needs_input_grad)
+        kept: list[Tensor] = []
+        for part in _parts(len(targets), options.chunk):
+            logits = _logits(hidden[part], weight, bias, options)
+            for block in _blocks(logits):
+                these = slice(part.start + block.start, part.start + block.stop)
+                log_p = _log_softmax(logits[block], options.temperature)
+                log_probs[these] = log_p.gather(1, targets[these, None]).squeeze(1)
+                if len(entropy):
+                    entropy[these] = -_dot(log_p.exp(), log_p)
+                if len(correct):
+                    correct[these] = (log_p.argmax(dim=-1) == targets[these]).to(wide)
+            if differentiated and part.stop <= options.kept:
+                kept.append(logits)
+        ctx.save_for_backward(hidden, targets, weight, bias, entropy, *kept)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(correct, *([entropy] if options.extras != "entropy_gradient" else []))
+        return log_probs, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the parameter's name
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+        by_log_prob, by_entropy, _ = gradients
+        if by_log_prob is None and by_entropy is None:
+            return None, None, None, None, None
+        hidden, targets, weight, bias, entropy, *kept = ctx.saved_tensors
+        options: _Options = ctx.options
+        wants_hidden, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks are float32 even where single products are not.
+        wide = _wide(hidden.dtype)
+        weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+        bias_gradient = torch.zeros(len(weight), dtype=wide, device=weight.device) if wants_bias else None
+        for number, part in enumerate(_parts(len(targets), options.chunk)):
+            logits = kept[number] if number < len(kept) else _logits(hidden[part], weight, bias, options)
+            gradient = torch.empty_like(logits)
+            for block in _blocks(logits):
+                these = slice(part.start + block.start, part.start + block.stop)
+                gradient[block] = _logits_gradient(
+                    logits[block],
+                    targets[these],
+                    by_log_prob[these] if by_log_prob is not None else None,
+                    by_entropy[these] if by_entropy is not None else None,
+                    entropy=entropy[these],
+                    options=options,
+                )
+            if hidden_gradient is not None:
+                torch.mm(gradient, weight, out=hidden_gradient[part])
+            if weight_gradient is not None:
+                if wide == gradient.dtype:
+                    weight_gradient.addmm_(gradient.T, hidden[part])
+                else:
+                    weight_gradient += gradient.T @ hidden[part]
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(dim=0, dtype=wide)
+        return (
+            hidden_gradient,
+            None,
+            weight_gradient.to(weight.dtype) if weight_gradient is not None else None,
+            bias_gradient.to(weight.dtype) if bias_gradient is not None else None,
+            None,
+        )
+
+
+def _logits_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    by_log_prob: Tensor | None,
+    by_entropy: Tensor | None,
+    *,
+    entropy: Tensor,
+    options: _Options,
+) -> Tensor:
+    """Return the gradient [n, V] with respect to the product of hidden states and matrix."""
+    log_p = _log_softmax(logits, options.temperature)
+    p = log_p.exp()
+    if by_entropy is not None:
+        slope = log_p.add_(entropy[:, None]).mul_(by_entropy[:, None])
+        if by_log_prob is not None:
+            slope += by_log_prob[:, None]
+        gradient = p.mul_(slope).neg_()
+    else:
+        assert by_log_prob is not None
+        gradient = p.mul_(by_log_prob[:, None]).neg_()
+    if by_log_prob is not None:
+        gradient.scatter_add_(1, targets[:, None], by_log_prob[:, None])
+    if options.scale != options.temperature:
+        gradient.mul_(options.scale / options.temperature)
+    if options.softcap is not None:
+        gradient.mul_(1.0 - (logits.to(gradient.dtype) / options.softcap).square())
+    return gradient
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+    """Return the logits [n, V] before the division by the temperature."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if options.scale != 1.0:
+        logits.mul_(options.scale)
+    if options.softcap is not None:
+        logits.div_(options.softcap).tanh_().mul_(options.softcap)
+    return logits
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    # log_softmax subtracts the maximum first; x - logsumexp(x) would lose the digits of large logits.
+    wide = logits.to(_wide(logits.dtype))
+    return torch.log_softmax(wide / temperature if temperature != 1.0 else wide, dim=-1)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Return the dot products [n] of the rows of two [n, V], without their product in memory."""
+    return torch.bmm(left.unsqueeze(1), right.unsqueeze(2)).flatten()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _parts(tokens: int, size: int) -> Iterator[slice]:
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Yield blocks of a chunk's rows that fit into the CPU's cache, for several elementwise passes over each."""
+    tokens, vocabulary = logits.shape
+    on_cpu = logits.device.type == "cpu"
+    yield from _parts(tokens, max(1, _BLOCK_BYTES // (4 * vocabulary)) if on_cpu else tokens)
+
+
+_BLOCK_BYTES = 2**20
+
+
+def _by_function(
+    hidden: Tensor,
+    targets: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    *,
+    extras: Extras,
+    temperature: float,
+    chunk: int,
+) -> TokenScores:
+
+    def score(part: Tensor, wanted: Tensor) -> TokenScores:
+        logits = logits_of(part)
+        log_probs, entropy = log_probs_and_entropy(logits, wanted, temperature=temperature)
+        nothing = log_probs.new_zeros(0)
+        correct = nothing
+        if extras == "correct":
+            correct = (logits.argmax(dim=-1) == wanted).to(log_probs.dtype)
+        if extras == "entropy":
+            entropy = entropy.detach()
+        return TokenScores(log_probs, entropy if extras in ("entropy", "entropy_gradient") else nothing, correct)
+
+    if len(targets) <= chunk:
+        return score(hidden, targets)
+    parts: list[TokenScores] = []
+    for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(TokenScores(*checkpoint(score, part, wanted, use_reentrant=False, preserve_rng_state=False)))
+        else:
+            parts.append(score(part, wanted))
+    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -1,0 +1,52 @@
+"""Which cluster a program joins, and which it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from asyncrl.errors import ResourceError
+from asyncrl.single_controller.ray.cluster import RayCluster
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "joined"),
+    [
+        (None, "", "local"),
+        ("local", "", "local"),
+        ("local", "10.0.0.1:6379", "local"),
+        (None, "10.0.0.1:6379", "10.0.0.1:6379"),
+        ("10.0.0.2:6379", "10.0.0.1:6379", "10.0.0.2:6379"),
+    ],
+)
+def test_a_cluster_is_started_unless_an_address_is_given(
+    address: str | None, variable: str, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {}
+
+    def init(**given: Any) -> SimpleNamespace:
+        options.update(given)
+        return SimpleNamespace(address_info={})
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with RayCluster(address=address, num_cpus=3, log_folder=tmp_path):
+        assert options["address"] == joined
+        assert options.get("num_cpus") == (3 if joined == "local" else None)
+
+
+def test_a_start_that_fails_is_an_error_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**given: Any) -> SimpleNamespace:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ResourceError, match="no Ray cluster could be started here: The current node timed out"):
+        RayCluster(log_folder=tmp_path).__enter__()

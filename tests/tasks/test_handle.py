@@ -1,0 +1,311 @@
+"""Training from Python: arguments become a configuration, and a run is a handle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import attach, evaluate, generate, sft, train
+from asyncrl.config import load_config
+from asyncrl.errors import ConfigError, InfrastructureError, RunStoppedError
+from asyncrl.tasks.settings import python_config, with_row_files, write_rows
+from asyncrl.telemetry.run_directory import read_json_lines
+from asyncrl.trainer.report import read_status
+
+ROWS = [{"prompt": f"say {number}", "wanted": number % 10} for number in range(8)]
+SAID = [[{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}] for n in range(8)]
+MODEL = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "max_position": 128}
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": {"source": "scratch", "options": {**MODEL, "tokenizer_conversations": 8}},
+        "data": ROWS,
+        "steps": 2,
+        "runs": folder / "runs",
+        "cluster.backend": "local",
+        "env.options.demonstrations": [{"messages": each} for each in SAID],
+        "rollout": {"max_new_tokens": 4, "max_seq_len": 64},
+        "trainer": {"groups_per_step": 2, "group_size": 2, "lr": 1e-2},
+        "telemetry.progress": "none",
+        **changes,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- configurations
+
+
+def test_arguments_are_the_sections_of_a_file():
+    config, rows = python_config(
+        model="scratch",
+        data="train.jsonl",
+        reward="math",
+        settings={"steps": 3, "trainer.lr": 1e-4, "trainer": {"group_size": 2}, "rollout": {"stop": ["\n"]}},
+    )
+    assert (config.name, config.steps, config.model.source) == ("run", 3, "scratch")
+    assert (config.trainer.lr, config.trainer.group_size, config.rollout.stop) == (1e-4, 2, ("\n",))
+    assert config.env.options == {"files": "train.jsonl", "reward": "math"}
+    assert (config.eval.tasks, rows) == (0, {})
+
+
+def test_arguments_are_added_to_a_file_or_a_configuration(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text('name="first"\nsteps=1\n[model]\npath="m"\n[env]\nname="calculator"\n[trainer]\nlr=0.1\n')
+    config, _ = python_config(file, settings={"trainer.group_size": 4})
+    assert (config.name, config.trainer.lr, config.trainer.group_size) == ("first", 0.1, 4)
+    again, _ = python_config(config, model="other/model", settings={"steps": 2})
+    assert (again.model.path, again.steps, again.trainer) == ("other/model", 2, config.trainer)
+
+
+def test_wrong_settings_are_refused_as_in_a_file():
+    with pytest.raises(ConfigError, match=r"did you mean trainer\.lr"):
+        python_config(model="m", env="calculator", settings={"steps": 1, "trainer.lrr": 0.1})
+    with pytest.raises(ConfigError, match="steps: is missing"):
+        python_config(model="m", env="calculator", settings={})
+
+
+def test_objects_stay_objects_and_the_file_has_their_paths():
+    def mine(rewards: Any, groups: Any) -> Any:
+        return rewards
+
+    config, _ = python_config(model="m", env="calculator", settings={"steps": 1, "algorithm.advantage": mine})
+    assert config.algorithm.advantage is mine
+    assert config.algorithm.estimator().function is mine
+    text = config.to_toml()
+    assert "test_objects_stay_objects_and_the_file_has_their_paths.<locals>.mine" in text
+    assert config.model_dump(mode="json")["algorithm"]["advantage"].endswith("<locals>.mine")
+
+
+def test_a_file_with_the_path_of_an_object_that_has_no_module_is_refused_with_what_to_do(tmp_path: Path):
+    config, _ = python_config(
+        model="m", env="calculator", settings={"steps": 1, "algorithm.advantage": lambda rewards, groups: rewards}
+    )
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    read = load_config(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match="give it again, in Python"):
+        read.algorithm.estimator()
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "pandas"])
+def test_rows_are_written_with_their_own_columns_as_extra_info(tmp_path: Path, kind: str):
+    data: Any = ROWS if kind == "list" else (row for row in ROWS)
+    if kind == "pandas":
+        data = pytest.importorskip("pandas").DataFrame(ROWS)
+    config, rows = python_config(model="m", data=data, reward="exact", settings={"steps": 1})
+    config = with_row_files(config, rows, tmp_path)
+    write_rows(config, rows)
+    (line, *_) = read_json_lines(Path(config.env.options["files"]))
+    assert line == {"prompt": "say 0", "extra_info": {"wanted": 0}}
+
+
+def test_what_is_not_rows_is_refused(tmp_path: Path):
+    for data, message in (({"prompt": ["a"]}, "files is dict, not rows"), ([1], "row 0 of files is int")):
+        config, rows = python_config(model="m", data=data, reward="exact", settings={"steps": 1})
+        with pytest.raises(ConfigError, match=message):
+            write_rows(with_row_files(config, rows, tmp_path), rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_closure_rewards_rows_by_their_columns_and_the_handle_shows_the_run(tmp_path: Path):
+    seen: set[int] = set()
+
+    def right(completion: str, wanted: int) -> float:
+        seen.add(wanted)
+        return float(str(wanted) in completion)
+
+    run = train(**settings(tmp_path, reward=right))
+    steps = [step["step"] for step in run]
+    summary = run.wait()
+    assert steps == [1, 2]
+    assert seen <= set(range(8))
+    assert (summary.steps, run.state, run.step) == (2, "finished", 2)
+    assert run.summary == summary
+    assert "training steps" in run.report()
+    assert len(run.trajectories(last=1)) == 1
+    assert len(run.metrics) >= 2
+    with run.recording() as recording:
+        assert recording.last_step == 2
+    # The rows that it was trained on, some or all of them, are asked without being held out of anything.
+    assert evaluate(checkpoint=run.path, data=ROWS, reward=right)["tasks"] == len(ROWS)
+
+
+async def test_a_run_is_awaited_and_its_steps_arrive_in_order(tmp_path: Path):
+    async def always(completion: str) -> float:
+        return len(completion) / 10
+
+    run = train(**settings(tmp_path, reward=always))
+    assert [step["step"] async for step in run] == [1, 2]
+    assert (await run).steps == 2
+
+
+def test_tools_are_called_on_the_way_to_the_answer(tmp_path: Path):
+    from asyncrl.envs.dataset import DatasetFactory
+
+    def double(number: int) -> int:
+        """Double a number."""
+        return 2 * number
+
+    def last(completion: str, prompt: list[dict[str, Any]]) -> float:
+        return float(completion == prompt[-1]["content"])
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "double 4"}\n')
+    factory = DatasetFactory(files=str(tmp_path / "rows.jsonl"), reward=last, tools=[double])
+
+    async def episode() -> float:
+        environment = factory.make()
+        assert [each.name for each in environment.tools] == ["double"]
+        await environment.reset(factory.task(0, split="train"))
+        call = {"id": "a", "function": {"name": "double", "arguments": {"number": 4}}}
+        step = await environment.step({"role": "assistant", "content": "", "tool_calls": [call]})
+        assert not step.done
+        assert step.messages[0]["content"] == "8"
+        return (await environment.step({"role": "assistant", "content": "8"})).reward
+
+    assert asyncio.run(episode()) == 1.0
+
+
+def test_a_reward_that_needs_a_column_that_rows_lack_is_refused_before_the_start(tmp_path: Path):
+    run = train(**settings(tmp_path, reward=lambda completion, expected: 1.0))
+    with pytest.raises(InfrastructureError, match="ended without a summary"):
+        attach(run.path).wait(60)
+    with pytest.raises(ConfigError, match="needs 'expected', which is neither an option nor a column of the rows"):
+        run.wait()
+    assert run.state == "ended"
+    with pytest.raises(ConfigError, match="expected"):
+        list(run)
+
+
+def test_a_run_is_stopped_and_resumed_with_its_function_given_again(tmp_path: Path):
+    started = threading.Event()
+
+    def reward(completion: str) -> float:
+        started.set()
+        return float(len(completion))
+
+    run = train(**settings(tmp_path, reward=reward, steps=500))
+    assert started.wait(60)
+    run.stop()
+    assert run.state == "ended"
+    with pytest.raises(RunStoppedError, match="was stopped after step"):
+        run.wait()
+    done = run.step
+    with pytest.raises(ConfigError, match="give it again, in Python"):
+        train(resume=run.path, steps=done + 1).wait()
+    again = train(resume=run.path, steps=done + 1, reward=reward)
+    assert again.path == run.path
+    assert again.wait().steps == done + 1
+
+
+def test_an_interrupt_while_it_is_awaited_stops_the_run(tmp_path: Path):
+    interrupts: list[int] = []
+
+    def reward(completion: str) -> float:
+        if not interrupts:
+            interrupts.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1.0
+
+    run = train(**settings(tmp_path, reward=reward, steps=500))
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+    assert run.ended
+    assert not [each for each in threading.enumerate() if each.name == "asyncrl-run"]
+
+
+def test_a_run_of_another_process_is_attached_to(tmp_path: Path):
+    run = train(**settings(tmp_path, reward=lambda completion: float(len(completion))))
+    other = attach(run.path)
+    assert [step["step"] for step in other] == [1, 2]
+    assert other.wait() == run.wait()
+    assert repr(other).endswith("finished, step 2 of 2>")
+    with pytest.raises(InfrastructureError, match="takes no orders now"):
+        other.pause()
+    with pytest.raises(ConfigError, match=r"no config\.toml"):
+        attach(tmp_path)
+
+
+def test_a_run_is_paused_set_resumed_and_stopped_from_elsewhere(tmp_path: Path):
+    run = train(**settings(tmp_path, reward=lambda completion: float(len(completion)), steps=500))
+    steps = iter(run)
+    next(steps)
+    other = attach(run.path)
+    other.pause()
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens cannot be set while a run trains"):
+        other.set("rollout.max_new_tokens", 3)
+    with pytest.raises(ConfigError, match=r"trainer\.lr = -1"):
+        other.set("trainer.lr", -1)
+    other.set("trainer.lr", 5e-3)
+    other.set("algorithm.loss", "gspo")
+    assert read_status(run.path / "status.json").steps == 500
+    other.resume()
+    while run.metrics[-1].get("train/lr") != 5e-3:
+        next(steps)
+    other.stop()
+    with pytest.raises(RunStoppedError, match="stopped by an order"):
+        run.wait()
+    with run.recording() as recording:
+        changed = load_config(run.path / "config.toml")
+        assert (changed.trainer.lr, changed.algorithm.loss) == (5e-3, "gspo")
+        last = recording.last_step
+        assert recording.config_of(last).trainer.lr == 5e-3
+        assert recording.config_of(1).trainer.lr == 1e-2
+        replayed = recording.replay(to_step=last - 1)
+    assert replayed.equal
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tests.tasks.test_handle import settings
+from asyncrl import attach, evaluate, generate, sft, train
+
+run = train(**settings(Path({folder!r}), reward=lambda completion: float(len(completion))))
+"""
+
+
+def test_a_program_that_ends_waits_for_its_run(tmp_path: Path):
+    program = PROGRAM.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "runs").glob("run-*")
+    assert attach(path).state == "finished", done.stderr
+
+
+# ------------------------------------------------------------------------------------------- without training
+
+
+def test_a_model_is_taught_scored_and_asked_from_python(tmp_path: Path):
+    shared: dict[str, Any] = {
+        "runs": tmp_path / "runs",
+        "cluster": {"backend": "local"},
+        "rollout": {"max_new_tokens": 4, "max_seq_len": 64},
+        "telemetry.progress": "none",
+    }
+    taught = sft(
+        model={"source": "scratch", "options": {**MODEL, "tokenizer_conversations": 8}},
+        data=[{"messages": each} for each in SAID],
+        sft={"steps": 60, "batch_size": 8, "lr": 1e-2},
+        **shared,
+    )
+
+    def right(completion: str, wanted: int) -> float:
+        return float(completion == str(wanted))
+
+    scored = evaluate(checkpoint=taught["model"], data=ROWS, reward=right, **shared)
+    assert scored["tasks"] == len(ROWS)
+    assert scored["scores"]["avg@1"].mean > 0.5
+    (answer,) = generate(model=taught["model"], prompt="say 3", **shared)
+    assert "say 3" in answer["text"]
+    answers = generate(model=taught["model"], data=ROWS[:2], **shared)
+    assert [each["task_number"] for each in answers] == [0, 1]

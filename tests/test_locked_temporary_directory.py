@@ -1,0 +1,91 @@
+"""A temporary directory lives as long as the process that made it, however that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from asyncrl.io import LockedTemporaryDirectory
+
+OWNER = """
+import os, sys
+from asyncrl.io import LockedTemporaryDirectory
+folder = LockedTemporaryDirectory("test")
+(folder.path / "inner").mkdir()
+(folder.path / "inner" / "file").write_text("x")
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+assert (folder.path / "inner" / "file").exists(), "a forked child removed it"
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def owner(temporary: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().decode().strip())
+
+
+def test_directories_of_killed_processes_are_removed_and_those_in_use_are_not(temporary: Path) -> None:
+    (temporary / "asyncrl.test.notafold").touch()  # a file
+    (temporary / "asyncrl.test.alink___").symlink_to(temporary)
+    (temporary / "asyncrl-model-12345678").mkdir()  # another naming scheme
+    others = set(temporary.iterdir())
+    living, used = owner(temporary)
+    dying, left = owner(temporary)
+    with living, dying:
+        dying.kill()
+        dying.wait()
+        assert (left / "inner" / "file").exists()
+        with LockedTemporaryDirectory("test") as own:
+            assert set(temporary.iterdir()) == {own, used, *others}
+        assert set(temporary.iterdir()) == {used, *others}
+        living.communicate()  # ends as it should
+    assert set(temporary.iterdir()) == others
+
+
+def test_a_directory_that_is_removed_before_it_is_locked_is_made_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], tempfile.mkdtemp
+
+    def taken(*arguments: object, **named: object) -> str:
+        path = make(*arguments, **named)
+        made.append(path)
+        if len(made) == 1:
+            Path(path).rmdir()
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", taken)
+    with LockedTemporaryDirectory("test") as own:
+        assert list(temporary.iterdir()) == [own] == [Path(made[1])]
+
+
+def test_a_directory_is_removed_with_its_object_and_can_be_closed_twice(temporary: Path) -> None:
+    held = LockedTemporaryDirectory("test")
+    (held.path / "file").touch()
+    assert held.path.stat().st_mode & 0o777 == 0o700
+    del held
+    assert not list(temporary.iterdir())
+    held = LockedTemporaryDirectory("test")
+    held.close()
+    held.close()
+    assert not list(temporary.iterdir())

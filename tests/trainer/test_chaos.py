@@ -1,0 +1,67 @@
+"""Processes of real runs, killed at random: ``benchmarks/chaos.py`` for a few minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.ray
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_whatever_is_killed_nothing_is_lost_repeated_or_made_up():
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "chaos.py"), "--kills", "8", "--seed", "1", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert done.stdout, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    figures = {each["name"]: each["value"] for each in told["figures"]}
+    assert told["problems"] == []
+    assert figures["kills"] == figures["witnesses"] == 8
+    assert (figures["lost"], figures["duplicated"], figures["invented"]) == (0, 0, 0)
+    assert len({fault["kind"] for fault in told["faults"]}) >= 4
+    assert done.returncode == 0
+
+
+@pytest.mark.ray
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_campaign_that_is_ended_early_tells_what_it_found_and_how_little_that_is():
+    """As by Ctrl-C: the signal goes to every process of the group."""
+    program = subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "chaos.py"), "--kills", "1000", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+        start_new_session=True,
+    )
+    assert program.stderr is not None
+    said = []
+    for line in program.stderr:
+        said.append(line)
+        if line == "run 1 begins\n":
+            os.killpg(program.pid, signal.SIGINT)
+    output = program.communicate()[0]
+    assert "SIGINT: the run under way goes on to its end\n" in said
+    told = json.loads(output.splitlines()[-1])
+    figures = {each["name"]: each["value"] for each in told["figures"]}
+    (asked,) = [each for each in told["figures"] if each["name"] == "kills"]
+    assert told["ended_by"] == "SIGINT"
+    assert (asked["goal"], asked["holds"]) == ("at least 1000", False)
+    assert told["problems"] == []
+    assert figures["runs"] == figures["lives, exit code 0"] == 1
+    assert (figures["lost"], figures["duplicated"], figures["invented"]) == (0, 0, 0)
+    assert program.returncode == 0

@@ -1,0 +1,258 @@
+"""The loop on fakes and a virtual clock: what overlaps, what is dropped, what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.errors import EnvironmentFailure, RolloutsLostError
+from asyncrl.interfaces import GroupSummary
+from asyncrl.staleness import POLICIES, AdmissionLaw, certify
+from asyncrl.telemetry.timeline import Timeline
+from asyncrl.testing import EchoFactory
+from asyncrl.testing.clock import run_virtually
+from asyncrl.trainer.driver import Driver, TrainingPlan
+from asyncrl.trainer.evaluation import EvaluationPlan
+from asyncrl.trainer.group import Group
+from asyncrl.trainer.journal import Journal
+from asyncrl.trainer.learner import StepRecord
+from asyncrl.weights import WeightManifest
+from buffers.replay import AsyncReplayBuffer
+
+SAMPLING_S, UPDATE_S = 10.0, 10.0
+GROUPS = 2
+
+
+class Parts:
+    """Stages, learner, trainer, pool and observer in one; sampling and updates take ten seconds each."""
+
+    needed_versions: frozenset[int] = frozenset()
+    environments = EchoFactory()
+    reward = None
+
+    def __init__(self, buffer: AsyncReplayBuffer, *, fails: dict[int, BaseException] | None = None) -> None:
+        self.buffer = buffer
+        self.journal = Journal()
+        self.timeline = Timeline()
+        self.pool = self.trainer = self
+        self.weight_version = 0
+        self.fails = fails or {}
+        self.events: list[tuple[float, str]] = []
+        self.batches: list[list[int]] = []
+        self.records: list[StepRecord] = []
+
+    def _note(self, event: str) -> None:
+        self.events.append((asyncio.get_running_loop().time(), event))
+
+    # stages
+
+    async def sample(self, group: Group, *, show: bool = False) -> Any:
+        version = self.weight_version
+        self._note(f"sample {group.group_id}")
+        await asyncio.sleep(SAMPLING_S)
+        if (failure := self.fails.get(group.group_id)) is not None:
+            return failure, None
+        summary = GroupSummary(
+            group_id=group.group_id,
+            rows=1,
+            oldest_version=version,
+            tokens=4,
+            version_tokens={version: 4},
+            rewards=(1.0,),
+            lengths=(4,),
+        )
+        group.summary, group.rows = summary, _rows()
+        return None, {"text": ""} if show else None
+
+    async def complete(self, group: Group) -> None:
+        self.buffer.put(group.known, group.sampled_rows)
+
+    # learner
+
+    def oldest_version(self, step: int) -> None:
+        return None
+
+    async def learn(self, step: int, groups: list[Group], *, first: bool, drops: Any) -> StepRecord:
+        self._note(f"train {step}")
+        await asyncio.sleep(UPDATE_S)
+        self.batches.append([group.group_id for group in groups])
+        summaries = [group.known for group in groups]
+        certificate = certify(summaries, trainer_version=step - 1, dropped_rows=drops.rows, dropped_tokens=drops.tokens)
+        return StepRecord(
+            step=step,
+            trainer_metrics={"tokens_trained": float(certificate.tokens)},
+            certificate=certificate,
+            reused=certify([], trainer_version=step - 1),
+            rewards=tuple(summary.rewards[0] for summary in summaries),
+            lengths=tuple(summary.lengths[0] for summary in summaries),
+        )
+
+    # trainer and pool
+
+    async def publish(self, version: Any) -> Any:
+        if isinstance(version, int):
+            return [WeightManifest(version=version, transport="none", location="", tensors=())]
+        self.weight_version = version.version
+        return None
+
+    async def release(self, version: int) -> None: ...
+
+    def explain(self) -> list[str]:
+        return ["pool: fine"]
+
+    # observer
+
+    def stepped(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def evaluated(self, result: Any, *, step: int) -> None:
+        self._note(f"evaluated {step}")
+
+    def sampled(self, trajectory: Any, *, step: int, group_id: int) -> None:
+        self._note(f"shown {group_id}")
+
+
+def _rows() -> DataProtoFuture:
+    return DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(1)}))
+
+
+def driver(
+    *, max_staleness: int, steps: int = 3, fails: dict[int, BaseException] | None = None, **options: Any
+) -> tuple[Driver, Parts]:
+    window = GROUPS * (max_staleness + 1)
+    buffer = AsyncReplayBuffer(capacity=window, max_staleness=max_staleness)
+    parts: Any = Parts(buffer, fails=fails)
+    parts.advantages = SimpleNamespace(kl_coef=None)
+    parts.policy = POLICIES["wait"]
+    made = Driver(
+        plan=TrainingPlan(steps=steps, groups_per_step=GROUPS, group_size=1, **options),
+        law=AdmissionLaw(GROUPS, max_staleness=max_staleness, total_groups=steps * GROUPS),
+        stages=parts,
+        learner=parts,
+        observer=parts,
+    )
+    return made, parts
+
+
+def finish(story: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(3600):
+            await story
+
+    run_virtually(bounded())
+
+
+@pytest.mark.parametrize(("max_staleness", "end_s"), [(0, 60.0), (1, 40.0), (2, 40.0)])
+def test_one_number_makes_it_synchronous_or_overlapping(max_staleness: int, end_s: float) -> None:
+    """Three steps of ten seconds sampling and ten training: in turns they take sixty, overlapping forty."""
+    made, parts = driver(max_staleness=max_staleness)
+
+    async def story() -> None:
+        await made.run()
+        parts._note("end")
+
+    finish(story())
+    assert parts.batches == [[0, 1], [2, 3], [4, 5]]
+    assert parts.events[-1] == (end_s, "end")
+    stalest = max(record.certificate.maximum for record in parts.records)
+    assert stalest == min(max_staleness, 2)
+    assert made.groups == {}
+    assert made.balance(generated=24, in_flight=0).difference == 0
+
+
+def test_a_group_that_fails_is_dropped_and_a_later_one_takes_its_place() -> None:
+    failure = EnvironmentFailure("broken", tokens_generated=3)
+    made, parts = driver(max_staleness=0, fails={1: failure, 4: RolloutsLostError("replicas died")})
+    finish(made.run())
+    assert parts.batches == [[0, 2], [3, 5], [6, 7]]
+    assert made.journal.dropped_tokens == {"environment_failed": 3}
+    assert [(record.certificate.dropped_rows, record.certificate.dropped_tokens) for record in parts.records] == [
+        (1, 3),
+        (1, 0),
+        (0, 0),
+    ]
+    assert made.balance(generated=27, in_flight=0).difference == 0
+
+
+def test_groups_that_fail_one_after_another_end_the_run_by_name() -> None:
+    fails: dict[int, BaseException] = {group_id: EnvironmentFailure(f"broken {group_id}") for group_id in range(100)}
+    made, parts = driver(max_staleness=0, fails=fails)
+    with pytest.raises(ExceptionGroup) as caught:
+        finish(made.run())
+    assert caught.group_contains(EnvironmentFailure, match="broken 4")  # the fifth, with two groups a step
+    assert parts.batches == []
+
+
+def test_a_version_is_published_while_the_next_step_trains() -> None:
+    made, parts = driver(max_staleness=1)
+
+    async def slowly(manifest: Any) -> Any:
+        if isinstance(manifest, int):
+            return [WeightManifest(version=manifest, transport="none", location="", tensors=())]
+        await asyncio.sleep(5.0)
+        parts.weight_version = manifest.version
+        return None
+
+    parts.publish = slowly  # type: ignore[method-assign]
+    finish(made.run())
+    trained = [at for at, event in parts.events if event.startswith("train")]
+    assert trained == [10.0, 20.0, 35.0]  # step 2 does not wait for version 1; the groups of step 3 do
+
+
+def test_checkpoints_and_evaluations_stand_between_steps() -> None:
+    saved: list[int] = []
+
+    async def save(of: Driver, step: int) -> None:
+        saved.append(step)
+        assert made.stages.pool.weight_version == step  # its weights serve
+
+    made, parts = driver(
+        max_staleness=1,
+        steps=4,
+        checkpoint_every=2,
+        evaluation=EvaluationPlan(tasks=1, every=1),
+        trajectories_per_step=1,
+    )
+    made.save_checkpoint = save
+
+    async def evaluate() -> Any:
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "evaluate", lambda self: evaluate())
+        finish(made.run())
+    assert saved == [2, 4]
+    assert [event for _, event in parts.events if event.startswith("evaluated")] == [
+        "evaluated 1",
+        "evaluated 2",
+        "evaluated 3",
+    ]
+    assert [event for _, event in parts.events if event.startswith("shown")] == [
+        "shown 0",
+        "shown 2",
+        "shown 4",
+        "shown 6",
+    ]
+
+
+def test_an_error_of_a_step_ends_everything() -> None:
+    made, parts = driver(max_staleness=2)
+
+    async def broken(*_: Any, **__: Any) -> StepRecord:
+        raise ValueError("loss is no number")
+
+    parts.learn = broken  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup) as caught:
+        finish(made.run())
+    assert caught.group_contains(ValueError, match="loss is no number")
+
+
+def test_it_explains_what_everything_waits_for() -> None:
+    made, _ = driver(max_staleness=0)
+    assert made.explain() == ["admission: group 0 may be issued", *made.buffer.explain(), "pool: fine"]

@@ -1,0 +1,113 @@
+"""The held-out score where some of its tasks fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config import Config
+from asyncrl.data import DataProto, DataProtoFuture
+from asyncrl.errors import EnvironmentFailure, RewardError, RolloutsLostError, WeightError
+from asyncrl.tasks.run import train
+from asyncrl.trainer.evaluation import EvaluationResult, evaluate
+
+
+class Numbers:
+    """Task n is the number n."""
+
+    def task(self, index: int, *, split: str) -> dict[str, Any]:
+        return {"number": index}
+
+
+class Pool:
+    """Answers task n with reward n % 2 and 10 tokens, but fails a call that has a task of ``failing``."""
+
+    weight_version = 3
+
+    def __init__(self, failing: dict[int, Exception]) -> None:
+        self.failing = failing
+        self.calls: list[list[int]] = []
+
+    async def rollout(self, prompts: DataProto) -> DataProtoFuture:
+        numbers = [task["number"] for task in prompts.non_tensor_batch["task"]]
+        self.calls.append(numbers)
+        await asyncio.sleep(0)
+        for number in numbers:
+            if number in self.failing:
+                raise self.failing[number]
+        rewards = [float(number % 2) for number in numbers]
+        summary = {"rewards": rewards, "tokens": 10 * len(numbers), "reward_parts": {}}
+        return DataProtoFuture.of(
+            DataProto.from_dict({"rewards": torch.tensor(rewards)}, meta_info={"summary": summary})
+        )
+
+
+async def scored(pool: Any, *, tasks: int = 40) -> EvaluationResult:
+    return await evaluate(pool, Numbers(), tasks=tasks, seed=0)  # type: ignore[arg-type]
+
+
+async def test_tasks_that_fail_are_left_out_and_counted():
+    pool = Pool({3: EnvironmentFailure("ill"), 5: RolloutsLostError("lost")})
+    result = await scored(pool)
+    assert (result.tasks, result.failed) == (38, 2)
+    assert (result.success, result.tokens_mean) == (18 / 38, 10.0)  # 20 odd numbers, less 3 and 5
+    # The call of tasks 0..31 fails as one, so each of its tasks is asked again alone; the other call is left as it is.
+    assert sorted(pool.calls, key=len) == [*([number] for number in range(32)), [*range(32, 40)], [*range(32)]]
+
+
+async def test_without_failures_no_task_is_asked_twice():
+    pool = Pool({})
+    result = await scored(pool)
+    assert (result.tasks, result.failed, result.success) == (40, 0, 0.5)
+    assert pool.calls == [[*range(32)], [*range(32, 40)]]
+
+
+async def test_a_score_of_nothing_is_none():
+    with pytest.raises(EnvironmentFailure, match="ill"):
+        await scored(Pool(dict.fromkeys(range(3), EnvironmentFailure("ill"))), tasks=3)
+
+
+@pytest.mark.parametrize(("failing", "scored_tasks"), [({1, 3}, 3), ({1, 2, 3, 4, 5}, 0)])
+async def test_an_answer_that_cannot_be_scored_is_left_out_and_counted(failing: set[int], scored_tasks: int):
+    calls = 0
+
+    def score(rows: DataProtoFuture) -> DataProtoFuture:
+        nonlocal calls
+        calls += 1
+        if calls in failing:  # call 1 is of all rows, the others are of one each
+            raise RewardError("raised")
+        return DataProtoFuture.of(DataProto.from_dict({"scores": torch.ones(1)}))
+
+    evaluation = evaluate(Pool({}), Numbers(), tasks=4, seed=0, score=score)  # type: ignore[arg-type]
+    if not scored_tasks:
+        with pytest.raises(RewardError, match="raised"):
+            await evaluation
+    else:
+        result = await evaluation
+        assert (result.tasks, result.failed, result.reward_mean) == (scored_tasks, 1, 1.0)
+
+
+async def test_any_other_failure_ends_it_by_name():
+    with pytest.raises(WeightError, match="no weights"):
+        await scored(Pool({3: EnvironmentFailure("ill"), 35: WeightError("no weights")}))
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_last_longer_than_the_steps_to_the_next(small_config: Callable[..., Config]):
+    config = small_config(steps=5, max_staleness=4, env={"latency_s": 0.3}, eval={"tasks": 4, "every": 1})
+    assert train(config)["weight_version"] == 5
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_past_a_held_out_task_that_fails(small_config: Callable[..., Config]):
+    config = small_config(env={"options": {"fails_on": [10_001]}}, eval={"tasks": 4, "every": 1})
+    assert train(config)["weight_version"] == 3
+    (run,) = config.runs.glob("small-2*")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = [(line["eval/tasks"], line["eval/failed"]) for line in lines if "eval/success" in line]
+    assert told == [(3.0, 1.0)] * 4

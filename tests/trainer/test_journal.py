@@ -1,0 +1,18 @@
+from dataclasses import asdict
+
+from asyncrl.trainer.journal import Journal
+
+
+def test_every_token_has_one_fate():
+    journal = Journal(trained=70)
+    journal.drop_tokens("stale", 20)
+    journal.drop_tokens("environment_failed", 0)
+    balance = journal.balance(generated=100, in_flight=10)
+    assert balance.difference == 0
+    assert asdict(balance) == {"generated": 100, "trained": 70, "dropped": {"stale": 20}, "in_flight": 10}
+
+
+def test_a_lost_and_a_doubled_token_both_show():
+    journal = Journal(trained=5)
+    assert journal.balance(generated=6, in_flight=0).difference == 1
+    assert journal.balance(generated=4, in_flight=0).difference == -1

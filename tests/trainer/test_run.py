@@ -1,0 +1,309 @@
+"""Whole runs on the local backend: real engine, real trainer, a small world."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure, TokenBalanceError, WeightVersionError
+from asyncrl.rollout.worker import TokenAccount, TokenMeter
+from asyncrl.staleness import POLICIES
+from asyncrl.tasks.run import evaluate, generate, sft, train
+from asyncrl.telemetry import report_text
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.trainer.assembly import make_environments
+from asyncrl.trainer.checkpoint import DriverState
+from asyncrl.trainer.journal import TokenBalance
+from asyncrl.trainer.recovery import starting_point
+from asyncrl.trainer.workers import TrainerSpec, TrainerWorker
+
+MakeConfig = Callable[..., Config]
+
+
+def only_run(config: Config, *, pattern: str = "small-2*") -> Path:
+    (folder,) = config.runs.glob(pattern)
+    return folder
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_tells_where_every_token_went_and_keeps_its_bound(small_config: MakeConfig):
+    config = small_config(steps=4, max_staleness=2)
+    summary = train(config)
+    tokens = summary["tokens"]
+    assert tokens["generated"] == tokens["trained"] > 0
+    assert (tokens["dropped"], tokens["in_flight"]) == ({}, 0)
+    assert summary["staleness"]["max"] <= 2
+    assert sum(summary["staleness"]["histogram"].values()) == tokens["trained"]
+    assert (summary["steps"], summary["weight_version"], summary["max_staleness"]) == (4, 4, 2)
+    assert summary["idle"].keys() == {"trainer", "driver", "rollout-0"}
+    for causes in summary["idle"].values():
+        assert sum(causes.values()) == pytest.approx(100)
+        assert causes.get("not recorded", 0) <= 5
+
+    run = only_run(config)
+    assert json.loads((run / "summary.json").read_text())["tokens"] == tokens
+    steps = [line for line in metrics_of(run) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(line["staleness_max"] <= 2 for line in steps)
+    assert {"rollout", "train", "publish", "evaluate"} <= {
+        event["cat"].split(",")[1]
+        for event in json.loads((run / "timeline.json").read_text())["traceEvents"]
+        if "," in event.get("cat", "")
+    }
+    assert len((run / "trajectories.jsonl").read_text().splitlines()) == 4
+
+
+def test_the_warm_start_teaches_and_its_model_can_be_scored_and_shown(small_config: MakeConfig):
+    config = small_config(steps=0, sft={"steps": 30, "batch_size": 16, "lr": 1e-2})
+    folder = Path(sft(config)["model"])
+    losses = [line["sft/loss"] for line in metrics_of(only_run(config))]
+    assert len(losses) == 30
+    assert losses[-1] < 0.5 * losses[0]
+    scored = evaluate(config, checkpoint=folder)
+    assert scored["tasks"] == 4
+    (shown,) = generate(config, checkpoint=folder, prompt="3+4")
+    assert "3+4" in shown["text"]
+    whole = generate(config, checkpoint=folder, tasks=2, out=config.runs / "shown.jsonl")
+    assert [record["task"]["index"] for record in whole] == [10_000, 10_001]
+    assert len((config.runs / "shown.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_group_whose_world_is_broken_is_replaced_and_its_tokens_are_counted(small_config: MakeConfig):
+    config = small_config(env={"name": "worlds:DigitsFactory", "options": {"fails_on": [1, 2]}})
+    summary = train(config)
+    dropped = summary["tokens"]["dropped"]
+    assert dropped["environment_failed"] > 0
+    assert dropped.keys() <= {"environment_failed", "masked"}  # a slow machine may sample past the bound
+    assert summary["tokens"]["generated"] == summary["tokens"]["trained"] + sum(dropped.values())
+    assert summary["steps"] == 3
+
+
+def test_failures_are_counted_by_cause_with_one_example_and_a_resumed_run_goes_on_counting(small_config: MakeConfig):
+    config = small_config(steps=1, env={"name": "worlds:DigitsFactory", "options": {"fails_on": [1, 2]}})
+    summary = train(config)
+    ((cause, found),) = summary["failures"].items()
+    assert re.fullmatch(r"OSError in .*/worlds\.py:\d+ step", cause)
+    assert found["count"] >= 3  # an episode failed three times, and the others of its group as often as they could
+    assert re.search(r'File ".*worlds.py", line \d+, in step', found["example"])
+    assert found["example"].endswith("OSError: the world of task 1 is broken")
+    assert "asyncrl/rollout" not in found["example"]
+    run = only_run(config)
+    assert (run / "logs/driver.log").read_text().count("OSError: the world of task 1 is broken") == 1
+    assert f"{found['count']:,} times" in report_text(summary)
+    resumed = train(config.model_copy(update={"steps": 2}), resume=run)
+    assert resumed["failures"][cause]["count"] >= found["count"]
+
+
+def test_a_world_that_hangs_meets_its_deadline(small_config: MakeConfig):
+    config = small_config(
+        steps=1,
+        env={"name": "worlds:DigitsFactory", "options": {"hangs_on": [0]}, "deadline_s": 0.2},
+        rollout={"max_attempts": 1},
+    )
+    summary = train(config)
+    assert summary["tokens"]["dropped"]["environment_failed"] > 0
+    (cause,) = summary["failures"]
+    assert re.fullmatch(r"EnvironmentDeadlineError in .*/worlds\.py:\d+ step", cause)
+
+
+def test_a_world_that_is_always_broken_ends_the_run_by_name(small_config: MakeConfig):
+    config = small_config(env={"name": "worlds:DigitsFactory", "options": {"fails_on": list(range(100))}})
+    with pytest.raises(EnvironmentFailure, match="is broken") as caught:
+        train(config)
+    assert "worlds.py" in "".join(traceback.format_exception(caught.value))  # the line of the user's code that raised
+
+
+def test_rewards_of_a_function_and_a_reference_take_their_place_in_the_loop(small_config: MakeConfig):
+    config = small_config(
+        steps=2,
+        reward={"source": "function", "options": {"function": "worlds:generous_score"}},
+        algorithm={"kl_coef": 0.1},
+        model={"source": "scratch"},
+    )
+    summary = train(config)
+    assert 0 < summary["reward_first"] < 1
+    steps = [line for line in metrics_of(only_run(config)) if "train/loss" in line]
+    assert steps[0]["train/reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert steps[1]["train/reference_kl"] > 0
+    scores = [line["eval/reward_mean"] for line in metrics_of(only_run(config)) if "eval/success" in line]
+    assert len(scores) == 2
+    assert all(score >= 0.5 for score in scores)  # held-out answers are rewarded by the same function
+
+
+def test_the_held_out_score_is_of_the_configured_reward_or_of_the_environments(
+    small_config: MakeConfig, tmp_path: Path
+):
+    reward = {"source": "function", "options": {"function": "worlds:generous_score"}}
+    config = small_config(steps=0, reward=reward, eval={"tasks": 4, "success_reward": 0.5})
+    file = tmp_path / "answers.jsonl"
+    scores = evaluate(config, out=file)["scores"]
+    rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
+    assert scores["reward"].mean == pytest.approx(sum(rewards) / 4)
+    assert scores["avg@1"].mean == 1.0
+    plain = config.model_copy(update={"eval": config.eval.model_copy(update={"reward": "environment"})})
+    assert evaluate(plain)["scores"]["reward"].mean < 0.5
+
+
+def test_a_run_goes_on_from_its_checkpoint(small_config: MakeConfig):
+    config = small_config(steps=2, checkpoint={"every": 2})
+    first = train(config)
+    run = only_run(config)
+    longer = config.model_copy(update={"steps": 5})
+    second = train(longer, resume=run)
+    assert second["weight_version"] == 5
+    assert second["success_before"] == first["success_before"]
+    tokens = second["tokens"]
+    assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values())
+    assert tokens["trained"] > first["tokens"]["trained"]
+    assert [line["step"] for line in metrics_of(run) if "train/loss" in line] == [1, 2, 3, 4, 5]
+    with pytest.raises(CheckpointError, match="all its 5 steps"):
+        train(longer, resume=run)
+
+
+def test_a_resumed_run_keeps_its_first_reference_and_its_model(small_config: MakeConfig):
+    config = small_config(steps=2, max_staleness=2, checkpoint={"every": 1}, algorithm={"kl_coef": 0.1})
+    train(config)
+    run = only_run(config)
+    with pytest.raises(ConfigError, match="must be unchanged"):
+        train(small_config(steps=3, model={"options": {"hidden_size": 64}}), resume=run)
+    train(config.model_copy(update={"steps": 3}), resume=run)
+    steps = [line for line in metrics_of(run) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert steps[2]["train/reference_kl"] > 1e-6  # 0 if the checkpoint had become the reference
+
+
+@pytest.mark.parametrize("fails_on", [[], [1, 2]])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_meter_that_counts_wrong_ends_the_run_by_name(small_config: MakeConfig, monkeypatch, fails_on, change):
+    count, calls = TokenMeter.count, itertools.count()
+
+    def wrong(meter: TokenMeter, account: TokenAccount, tokens: int) -> None:
+        count(meter, account, tokens + (change if next(calls) % 7 == 0 else 0))
+
+    monkeypatch.setattr(TokenMeter, "count", wrong)
+    config = small_config(steps=1, env={"name": "worlds:DigitsFactory", "options": {"fails_on": fails_on}})
+    with pytest.raises(
+        TokenBalanceError, match=r"^-?\d+ tokens are unaccounted for: \d+ were generated, \d+ trained on"
+    ):
+        train(config)
+
+
+def test_a_balance_with_a_negative_count_is_no_balance():
+    TokenBalance(generated=5, trained=3, dropped={"masked": 2}, in_flight=0).check()
+    with pytest.raises(TokenBalanceError, match="-2 environment_failed"):
+        TokenBalance(generated=5, trained=7, dropped={"environment_failed": -2}, in_flight=0).check()
+
+
+def test_a_refused_resume_leaves_the_configuration_and_an_accepted_one_names_what_it_changes(small_config: MakeConfig):
+    config = small_config(steps=1, checkpoint={"every": 1})
+    train(config)
+    run = only_run(config)
+    text = (run / "config.toml").read_text()
+    refused = small_config(steps=2, env={"name": "no_such_environment"}, checkpoint={"every": 1})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no_such_environment"):
+            train(refused, resume=run)
+        assert (run / "config.toml").read_text() == text
+    for meter in (run / "meters").glob("*.tokens"):
+        meter.write_bytes(b"")
+    train(config.model_copy(update={"steps": 2, "seed": 7}), resume=run)
+    assert (run / "config-1.toml").read_text() == text
+    assert load_config(run / "config.toml").seed == 7
+    log = (run / "logs" / "driver.log").read_text()
+    assert f"resumed after step 1 with seed = 7 (was {config.seed})" in log
+    assert "tokens is damaged" in log
+
+
+def test_a_run_may_be_resumed_to_fewer_steps_than_it_had_issued_groups_for():
+    state = DriverState(
+        step=1,
+        next_group_id=8,
+        outstanding=(2, 3, 4, 5, 6, 7),
+        generated=20,
+        trained=10,
+        dropped={},
+        staleness={},
+        history={},
+    )
+    law = starting_point(state, steps=2, groups_per_step=2, max_staleness=1, policy=POLICIES["wait"]).law
+    assert [law.issue(), law.issue()] == [2, 3]
+    assert law.finished
+
+
+def test_a_run_without_steps_needs_no_falling_rate(small_config: MakeConfig):
+    config = small_config(steps=0, trainer={"lr_scheduler_type": "linear"})
+    assert train(config)["weight_version"] == 0
+
+
+def test_what_cannot_be_done_is_told_before_anything_starts(small_config: MakeConfig, tmp_path: Path):
+    with pytest.raises(ConfigError, match="no task to score"):
+        evaluate(small_config(eval={"tasks": 0}))
+    with pytest.raises(ConfigError, match="folder does not exist"):
+        generate(small_config(), out=tmp_path / "absent" / "shown.jsonl")
+    assert not (tmp_path / "runs").exists()
+    config = small_config(buffer={"selection": "fifa"}, sft={"steps": 1})
+    with pytest.raises(ConfigError, match="no selection is called 'fifa'"):
+        train(config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resuming_nothing_is_refused(small_config: MakeConfig, tmp_path: Path):
+    with pytest.raises(ConfigError, match="no run to resume"):
+        train(small_config(), resume=tmp_path)
+    with RunDirectory.create(tmp_path, "empty") as run:
+        run.write_config("")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        train(small_config(), resume=run.path)
+
+
+def test_an_option_a_part_does_not_have_is_told_with_the_nearest(small_config: MakeConfig):
+    with pytest.raises(ConfigError, match="did you mean 'fails_on'") as caught:
+        train(small_config(env={"name": "worlds:DigitsFactory", "options": {"fail_on": [1]}}))
+    assert caught.value.path == "env.options.fail_on"
+    with pytest.raises(ConfigError, match="max_running_requests"):
+        train(small_config(rollout={"options": {"max_runing_requests": 1}}))
+
+
+def test_weights_under_another_versions_name_are_refused():
+    worker = TrainerWorker(TrainerSpec(engine="fsdp"))
+    with pytest.raises(WeightVersionError, match="weights of version 0 were to be published as version 1"):
+        worker.publish(1)
+
+
+def test_the_seed_of_a_run_is_the_seed_of_its_tasks(small_config: MakeConfig):
+    def first_task(run_seed: int, **options: Any) -> str:
+        config = small_config(seed=run_seed, env={"name": "calculator", "options": options})
+        return str(make_environments(config).task(0, split="train")["question"])
+
+    assert first_task(1) != first_task(2)
+    assert first_task(1) == first_task(2, seed=1)
+
+
+@pytest.mark.parametrize("broken", ["Assembly", "make_progress"])
+@pytest.mark.parametrize("command", [train, evaluate])
+def test_a_run_that_fails_before_its_work_begins_leaves_its_folder_unlocked(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, broken: str, command: Callable[[Config], object]
+):
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ConfigError("no such thing", path="cluster")
+
+    opened: list[RunDirectory] = []
+    create = RunDirectory.create
+    monkeypatch.setattr(RunDirectory, "create", lambda *given: (opened.append(create(*given)), opened[-1])[1])
+    for module in ("asyncrl.tasks.run", "asyncrl.trainer.run"):
+        monkeypatch.setattr(f"{module}.{broken}", fails, raising=False)
+    with pytest.raises(ConfigError, match="no such thing"):
+        command(small_config(eval={"tasks": 1}))
+    (run,) = opened
+    assert run._lock.closed

@@ -26,7 +26,7 @@ from asyncrl.runtime import BackgroundProgram, in_thread
 from asyncrl.tasks import run
 from asyncrl.tasks.checks import check_start
 from asyncrl.tasks.settings import Data, python_config, with_row_files, with_stored_rows, write_rows
-from asyncrl.telemetry.notebook import run_html, show_while
+from asyncrl.telemetry.notebook import marimo_output, run_html, show_while
 from asyncrl.telemetry.report import report_text
 from asyncrl.telemetry.run_directory import RunDirectory, read_json_lines
 from asyncrl.trainer.control import give_order
@@ -486,6 +486,9 @@ class Run(Generic[_Result]):
 
     def _ipython_display_(self) -> None:
         show_while(self._repr_html_, lambda: self.ended)
+
+    def _display_(self) -> object:  # of marimo
+        return marimo_output(self._repr_html_, lambda: self.ended)
 
     def report(self) -> str:
         """Return the report of its end as text; empty before."""

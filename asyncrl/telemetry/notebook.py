@@ -44,18 +44,36 @@ def _curve(label: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def show_while(draw: Callable[[], str], ended: Callable[[], bool]) -> None:
-    """Display HTML in a notebook, and again every second until ``ended``, from a thread."""
+    """Display HTML in a Jupyter notebook, and again every second until ``ended``, from a thread."""
     from IPython import display
 
     html: Any = display.HTML  # without annotations
     show: Any = display.display
     handle = show(html(draw()), display_id=True)
+    if handle is not None and not ended():
+        again = _repeat(lambda: handle.update(html(draw())), ended)
+        threading.Thread(target=again, name="asyncrl-display", daemon=True).start()
 
-    def update() -> None:
+
+def marimo_output(draw: Callable[[], str], ended: Callable[[], bool]) -> Any:
+    """Return HTML as the output of a marimo cell, replaced every second until ``ended`` or the cell runs again."""
+    import marimo  # type: ignore[import-not-found]
+
+    def left() -> bool:
+        thread: Any = threading.current_thread()
+        return ended() or thread.should_exit
+
+    if not ended():
+        again = _repeat(lambda: marimo.output.replace(marimo.Html(draw())), left)
+        marimo.Thread(target=again, name="asyncrl-display", daemon=True).start()
+    return marimo.Html(draw())
+
+
+def _repeat(update: Callable[[], None], ended: Callable[[], bool]) -> Callable[[], None]:
+    def repeat() -> None:
         pause = threading.Event()
         while not ended():
             pause.wait(_EVERY_S)
-            handle.update(html(draw()))
+            update()
 
-    if handle is not None and not ended():
-        threading.Thread(target=update, name="asyncrl-display", daemon=True).start()
+    return repeat

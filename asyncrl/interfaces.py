@@ -534,6 +534,18 @@ class EnvironmentReplay(Environment, Protocol):
     replayable: bool
 
 
+@runtime_checkable
+class DeterministicEnvironment(Environment, Protocol):
+    """Optional capability of an environment: the same turns of the same task earn the same rewards again.
+
+    ``deterministic`` is read once it is reset, so that it may depend on the task. Where it is True, a share of the
+    finished rows is played again in a new environment, to check that every row has the reward it earned.
+    """
+
+    @property
+    def deterministic(self) -> bool: ...
+
+
 class EnvironmentFactory(Protocol):
     """Provides tasks by number, and environments for them. Made from ``[env.options]`` of the configuration.
 
@@ -849,6 +861,9 @@ class OutOfProcessReplayBuffer(ReplayBuffer, Protocol):
 
 class RewardModel(Protocol):
     """Scores rows.
+
+    One with an attribute ``deterministic = True`` scores the same row alike again, whatever rows are beside it; some
+    rows are scored twice, to check that every row has its own score.
 
     >>> class Brevity:
     ...     async def score(self, batch):

@@ -63,6 +63,7 @@ WAIT = {
     "staleness": {"policy": "wait"},
     "env": {"name": "digits_world:UnevenFactory", "options": WORLD | {"waits": [0, 3, 0, 0, 4]}},
 }
+SCORED = {"reward": {"source": "function", "options": {"function": "digits_world:text_score", "deterministic": True}}}
 
 DEFECTS = (
     # seeds
@@ -197,6 +198,45 @@ DEFECTS = (
         WAIT,
     ),
     # rewards, advantages and other columns
+    Defect(
+        "rollout: each row of a group has the reward of the next one",
+        ROLLOUT,
+        "        batch = trajectories_to_batch(trajectories, group_id=group_id)\n",
+        "        earned = [(each.reward, each.turns) for each in trajectories]\n"
+        "        trajectories = [\n"
+        "            replace(each, reward=reward, turns=tuple(\n"
+        "                replace(turn, reward=other.reward) for turn, other in zip(each.turns, turns, strict=False)\n"
+        "            ))\n"
+        "            for each, (reward, turns) in zip(trajectories, earned[1:] + earned[:1], strict=True)\n"
+        "        ]\n"
+        "        batch = trajectories_to_batch(trajectories, group_id=group_id)\n",
+    ),
+    Defect(
+        "rollout: every fourth group has rewards of an earlier one",
+        ROLLOUT,
+        "        batch = trajectories_to_batch(trajectories, group_id=group_id)\n",
+        "        batch = trajectories_to_batch(trajectories, group_id=group_id)\n"
+        '        earlier = getattr(self, "_earlier", None)\n'
+        '        self._earlier = (batch.batch["rewards"], batch.meta_info["summary"]["rewards"])\n'
+        "        if group_id % 4 == 3 and earlier is not None and len(earlier[1]) == len(trajectories):\n"
+        '            batch.batch["rewards"], batch.meta_info["summary"]["rewards"] = earlier\n',
+    ),
+    Defect(
+        "episode: a turn is rewarded for the reply before it",
+        EPISODE,
+        '                returned = await _call(environment.step, reply, what="step", deadline_s=deadline_s)\n',
+        "                before = messages[-2] if number else reply\n"
+        '                returned = await _call(environment.step, before, what="step", deadline_s=deadline_s)\n',
+    ),
+    Defect(
+        "reward model: scores are given to the wrong rows",
+        GROUP,
+        '            return scores, tuple(await fetch_numbers(scores, "scores"))\n',
+        "            if (await scores.header()).rows == self.group_size:\n"
+        "                scores = scores.reorder([*range(1, self.group_size), 0])\n"
+        '            return scores, tuple(await fetch_numbers(scores, "scores"))\n',
+        SCORED,
+    ),
     Defect(
         "learner: rewards are given to the wrong groups",
         LEARNER,
@@ -360,7 +400,7 @@ def main() -> int:
     assert not any(name.startswith("asyncrl") for name in sys.modules), "the defect would come too late"
     chosen = [defect for defect in DEFECTS if arguments.only in defect.what]
     assert all(defect.mutant for defect in DEFECTS)  # every text is found before anything is run
-    for settings in ({}, WAIT):
+    for settings in ({}, WAIT, SCORED):
         control = judged("none", None, settings)
         if control["by"]:
             print(f"a run without a defect fails: {control}", file=sys.stderr)

@@ -221,6 +221,9 @@ class RolloutConfig(Section):
     """Longest time of a group of rollouts, all attempts included; past it the run ends and names the replica."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Most attempts of a rollout whose environment fails, before its group is dropped and counted."""
+    reward_check_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Share of the time of rollouts in which rows are scored again, to check their rewards; 0 checks none. Only rewards
+    that are declared deterministic are checked."""
     num_cpus: Cores = 1.0
     """CPUs reserved for one replica."""
     num_gpus: Cores = 0.0

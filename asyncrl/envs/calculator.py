@@ -48,6 +48,8 @@ class CalculatorEnvironment:
     1.0
     """
 
+    deterministic = True
+
     def __init__(self, *, instructions: str = "") -> None:
         self._instructions = instructions
         self._toolbox = Toolbox([calculator])

@@ -40,6 +40,12 @@ class DatasetEnvironment:
     def tools(self) -> Sequence[Tool]:
         return self._toolbox.declarations if self._toolbox is not None else ()
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether the task's rule declares itself deterministic, and there are no tools."""
+        task = self._task
+        return task is not None and self._toolbox is None and self._rules.deterministic(task["data_source"])
+
     async def reset(self, task: Task) -> Sequence[Message]:
         self._task, self._messages = task, list(task["prompt"])
         return list(self._messages)

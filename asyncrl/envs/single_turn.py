@@ -12,6 +12,8 @@ from asyncrl.interfaces import Message, Step, Task, Tool
 class SingleTurnEnvironment:
     """Sends ``task["prompt"]`` as the user and ends with the first answer; the reward is 0."""
 
+    deterministic = True
+
     @property
     def tools(self) -> Sequence[Tool]:
         return ()

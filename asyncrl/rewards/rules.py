@@ -54,6 +54,9 @@ class Verdict:
 class RewardRule(Protocol):
     """Judges answers. All calls come from one event loop and may overlap.
 
+    A rule with an attribute ``deterministic = True`` judges the same answer alike again; some of its answers are judged
+    twice, to check that every row has the reward that it earned.
+
     >>> class Brief:
     ...     async def judge(self, answer):
     ...         return Verdict(score=1.0 / len(answer.solution_str))
@@ -84,6 +87,8 @@ class FunctionRule:
     keys of the row's ``extra_info``, and further options; it returns a number, or a table of numbers with ``score``.
     :class:`asyncrl.rewards.scoring.UserFunction` runs it and documents its limits and errors.
 
+    ``deterministic`` declares that the same answer gets the same score again (:class:`RewardRule`).
+
     A function that raises, or returns no number, ends the run with its traceback. One that passes its deadline or whose
     process dies costs only the rollout, because the answer may have caused that.
 
@@ -100,8 +105,10 @@ class FunctionRule:
         processes: int = 1,
         concurrency: int = 64,
         start_deadline_s: float = 60.0,
+        deterministic: bool = False,
         **options: Any,
     ) -> None:
+        self.deterministic = deterministic
         self._function = UserFunction(
             function,
             deadline_s=deadline_s,
@@ -155,6 +162,8 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info", "comp
 class NoRule:
     """Scores every answer 0, for runs that only generate; the part ``judged`` is 0, too."""
 
+    deterministic = True
+
     async def judge(self, answer: Answer) -> Verdict:
         del answer
         return Verdict(score=0.0, parts={"judged": 0.0})
@@ -178,6 +187,10 @@ class WeightedSum:
     def __init__(self, rules: Sequence[tuple[str, float, RewardRule]]) -> None:
         self._rules = tuple(rules)
 
+    @property
+    def deterministic(self) -> bool:
+        return all(_is_deterministic(rule) for _, _, rule in self._rules)
+
     async def judge(self, answer: Answer) -> Verdict:
         verdicts = await run_all(rule.judge(answer) for _, _, rule in self._rules)
         score, parts = 0.0, {}
@@ -190,6 +203,10 @@ class WeightedSum:
     async def close(self) -> None:
         for _, _, rule in self._rules:
             await rule.close()
+
+
+def _is_deterministic(rule: RewardRule) -> bool:
+    return bool(getattr(rule, "deterministic", False))
 
 
 _GROUP = "asyncrl.reward_rules"
@@ -263,6 +280,10 @@ class Rulebook:
         """Judge with the rule of the answer's source; see :meth:`RewardRule.judge`."""
         return await self._rule(answer.data_source).judge(answer)
 
+    def deterministic(self, data_source: str) -> bool:
+        """Return whether the rule of this source declares that it judges the same answer alike again."""
+        return _is_deterministic(self._rule(data_source))
+
     async def close(self) -> None:
         """Close the rules that were made."""
         for rule in self._rules.values():
@@ -328,6 +349,8 @@ def _one(table: Mapping[str, Any], columns: Collection[str] | None, *, key: str)
         return made
     if (check := getattr(part, "check_options", None)) is not None:
         check(key, **options)
+    if getattr(part, "deterministic", False):
+        options = {"deterministic": True, **options}
     return _function(name, part if ":" not in name else rule, options, columns, key=key)
 
 
@@ -342,7 +365,7 @@ def _function(
         raise ConfigError(
             f"{key}: {name!r} has no option {unknown[0]!r}",
             path=f"{key}.{unknown[0]}",
-            remedy=f"it takes {', '.join(sorted(rule.parameters))}; and deadline_s, processes",
+            remedy=f"it takes {', '.join(sorted(rule.parameters))}; and deadline_s, processes, deterministic",
         )
     if columns is not None and (missing := sorted(rule.missing_options(columns))):
         raise ConfigError(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, SupportsFloat, TypeVar
 
 from asyncrl.errors import (
@@ -23,7 +23,9 @@ from asyncrl.errors import (
     RequestAbortedError,
 )
 from asyncrl.interfaces import (
+    DeterministicEnvironment,
     Environment,
+    EnvironmentReplay,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -86,11 +88,8 @@ async def run_episode(
     """
     episode = _Episode(task)
 
-    def outside() -> AbstractContextManager[None]:
-        return times.at("environment") if times is not None else nullcontext()
-
     async def play() -> EpisodeEnd:
-        with outside():
+        with _outside(times):
             first = await _call(environment.reset, episode.task, what="reset", deadline_s=deadline_s)
         messages = _messages(first, what="reset", least=1)
         tools = await _call(_tools, environment, what="tools", deadline_s=deadline_s)
@@ -124,7 +123,7 @@ async def run_episode(
             episode.add_turn(generation, reply)
             if generation.finish_reason == "length" and episode.length >= max_seq_len:
                 return "max_seq_len"
-            with outside():
+            with _outside(times):
                 if latency_s > 0:
                     await asyncio.sleep(latency_s)
                 returned = await _call(environment.step, reply, what="step", deadline_s=deadline_s)
@@ -143,20 +142,78 @@ async def run_episode(
         return "max_turns"
 
     try:
-        try:
+        async with _closing(environment, deadline_s=deadline_s, times=times):
             reason = await play()
-        except BaseException as error:
-            try:
-                await _call(environment.close, what="close", deadline_s=deadline_s)
-            except AsyncRLError as failure:  # what went wrong first counts, a cancellation above all
-                error.add_note(f"closing the environment failed too: {failure}")
-            raise
-        with outside():
-            await _call(environment.close, what="close", deadline_s=deadline_s)
     except EnvironmentFailure as failure:
         failure.tokens_generated = episode.sampled_tokens
         raise
     return episode.trajectory(reason)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedEpisode:
+    """The steps of an episode that was played again; none if it is not ``deterministic``."""
+
+    deterministic: bool
+    steps: Sequence[Step] = ()
+
+
+async def replay_episode(
+    environment: Environment,
+    task: Task,
+    replies: Sequence[Message],
+    *,
+    deadline_s: float,
+    times: EpisodeTimes | None = None,
+) -> ReplayedEpisode | None:
+    """Pass the replies of a finished episode to another environment, which is closed whatever happens.
+
+    No reply is passed after the step that is done. Return None from an environment that does not declare whether it is
+    deterministic, or is not replayable.
+
+    Raises:
+        EnvironmentFailure: as :func:`run_episode`.
+        EnvironmentDeadlineError: as :func:`run_episode`.
+    """
+    async with _closing(environment, deadline_s=deadline_s, times=times):
+        if not isinstance(environment, DeterministicEnvironment):
+            return None
+        if isinstance(environment, EnvironmentReplay) and not environment.replayable:
+            return None
+        with _outside(times):
+            first = await _call(environment.reset, task, what="reset", deadline_s=deadline_s)
+        _messages(first, what="reset", least=1)
+        if not environment.deterministic:
+            return ReplayedEpisode(deterministic=False)
+        steps: list[Step] = []
+        for reply in replies:
+            with _outside(times):
+                steps.append(_step(await _call(environment.step, reply, what="step", deadline_s=deadline_s)))
+            if steps[-1].done:
+                break
+        return ReplayedEpisode(deterministic=True, steps=steps)
+
+
+@asynccontextmanager
+async def _closing(
+    environment: Environment, *, deadline_s: float, times: EpisodeTimes | None
+) -> AsyncGenerator[None, None]:
+    """Close the environment at the end; what went wrong before counts, a cancellation above all."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            await _call(environment.close, what="close", deadline_s=deadline_s)
+        except AsyncRLError as failure:
+            error.add_note(f"closing the environment failed too: {failure}")
+        raise
+    with _outside(times):
+        await _call(environment.close, what="close", deadline_s=deadline_s)
+
+
+def _outside(times: EpisodeTimes | None) -> AbstractContextManager[None]:
+    """Count the time as that of the environment."""
+    return times.at("environment") if times is not None else nullcontext()
 
 
 class _Episode:

@@ -36,6 +36,11 @@ class EpisodeTimes:
         self._requests_s = 0.0
         self._trained = 0
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one episode was anywhere, up to the last change."""
+        return sum(self.totals.get(f"{where}_s", 0.0) for where in _WHERE)
+
     @contextmanager
     def episode(self, *, trained: bool = True) -> Iterator[None]:
         self._move(None, "episodes")

@@ -38,6 +38,7 @@ from asyncrl.interfaces import (
 from asyncrl.plugins import Part, load_part, make_part
 from asyncrl.rollout.chat import ChatRenderer, load_renderer
 from asyncrl.rollout.episode import Diverged, run_episode
+from asyncrl.rollout.recheck import ReplayedRewards
 from asyncrl.rollout.replica import fetch_into
 from asyncrl.rollout.trajectory import (
     REWARD_PARTS,
@@ -202,6 +203,7 @@ class RolloutSpec:
         meter_folder: where token counts are kept so that they outlive the process; None for nowhere.
         gather_s: seconds for which turns that are to be recorded are gathered.
         seed: of the run, which the seeds of rows to train on must follow from; None does not check them.
+        reward_check_share: of the time of rollouts, in which finished rows are played again to check their rewards.
     """
 
     engine: Part
@@ -216,6 +218,7 @@ class RolloutSpec:
     meter_folder: Path | None = None
     gather_s: float = 0.2
     seed: int | None = None
+    reward_check_share: float = 0.0
 
 
 class RolloutWorker(Worker):
@@ -249,6 +252,13 @@ class RolloutWorker(Worker):
             "asyncrl.environments", spec.environment, options=spec.environment_options, path="env.name"
         )
         self._transport = spec.transport.make()
+        self._rewards = ReplayedRewards(
+            self._environments,
+            share=spec.reward_check_share,
+            max_seq_len=spec.limits.max_seq_len,
+            deadline_s=spec.limits.deadline_s,
+            times=self._times,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def start(self, model_path: str, weight_version: int) -> float:
@@ -282,12 +292,13 @@ class RolloutWorker(Worker):
         """Run one episode per row (:func:`asyncrl.rollout.trajectory.prompt_rows`), all at once.
 
         Return the trajectory columns [B] of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
-        group's summary and, by cause, the ``failures`` of attempts. With a ``purpose`` of ``eval`` or ``baseline`` they
-        are greedy, or as ``sampling`` says.
+        group's summary; by cause, the ``failures`` of attempts; and ``checks``, what became of rewards that were
+        checked. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says.
 
         Raises:
             EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
                 sampled for the group, finished episodes included.
+            InvariantError: a row has another reward than it earns when it is played again, or a seed is not the run's.
         """
         assert prompts.batch is not None
         purpose: str = prompts.meta_info["purpose"]
@@ -331,6 +342,9 @@ class RolloutWorker(Worker):
                 raise failure from failure.__cause__
         trajectories = [task.result() for task in running]
         batch = trajectories_to_batch(trajectories, group_id=group_id)
+        assert self._renderer is not None
+        checks = await self._rewards.check(batch, trajectories, self._renderer, group_id=group_id)
+        batch.meta_info["checks"] = checks.as_meta()
         continued = continuation.outcome()
         batch.meta_info |= {"wasted_tokens": account.wasted, "continued": asdict(continued), "failures": dict(failures)}
         batch.meta_info["times"] = dict(self._times.totals)

@@ -483,6 +483,7 @@ def rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | 
         meter_folder=meter_folder.absolute() if meter_folder is not None else None,
         gather_s=config.ledger.commit_latency_s,
         seed=config.seed,
+        reward_check_share=rollout.reward_check_share,
         transport=transport,
         sampling=SamplingParams(
             **rollout.model_dump(include={"max_new_tokens", "temperature", "top_p", "top_k", "stop"})

@@ -274,6 +274,7 @@ class Driver:
             groups_ready=ready,
             groups_pending=pending,
             reward_parts=part_means(group.known.reward_parts for group in groups),
+            checks=self.journal.take_checks(),
         )
 
     async def _publish(self, version: int, manifest: Awaitable[Sequence[WeightManifest | None]]) -> None:

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +23,9 @@ from asyncrl.errors import EnvironmentFailure, InvalidDataError, RolloutsLostErr
 from asyncrl.interfaces import EnvironmentFactory, GroupSummary, ReplayBuffer
 from asyncrl.ledger import Rewarded
 from asyncrl.rollout.pool import RolloutPool
+from asyncrl.rollout.recheck import CheckBudget, check_reward, chosen_rows
 from asyncrl.rollout.trajectory import derive_seed, prompt_rows
+from asyncrl.runtime import run_all
 from asyncrl.staleness import check_summary
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.trainer.invariants import check_stamps
@@ -87,6 +89,7 @@ class GroupStages:
         values: adds ``values`` of the critic.
         needs_baseline: whether each prompt is also answered greedily.
         needs_divergences: whether the KL from the reference is kept by row.
+        checks: how many rows are scored again, to compare; None for none.
     """
 
     group_size: int
@@ -102,6 +105,8 @@ class GroupStages:
     values: Score | None = None
     needs_baseline: bool = False
     needs_divergences: bool = False
+    checks: CheckBudget | None = None
+    _begun_s: float | None = field(default=None, init=False)
 
     async def sample(self, group: Group, *, show: bool = False) -> tuple[Failure | None, dict[str, Any] | None]:
         """Roll a group out, with the greedy baseline beside it. A group whose rows were recorded has them already.
@@ -207,6 +212,30 @@ class GroupStages:
             scores, rewards = await self.score(group.sampled_rows, name=f"group {group.group_id}")
             self.journal.record(Rewarded(group_id=group.group_id, rewards=rewards))
         self.buffer.extend(group.group_id, ("scores",), scores, rewards=rewards)
+        if not group.rewarded and self.checks is not None:
+            await self._check_scores(group, scores, rewards, self.checks)
+
+    async def _check_scores(
+        self, group: Group, scores: DataProtoFuture, rewards: Sequence[float], budget: CheckBudget
+    ) -> None:
+        """Score some rows again, each alone, if the reward model declares itself deterministic.
+
+        Raises:
+            InvariantError: a row gets another score.
+        """
+        now_s = asyncio.get_running_loop().time()
+        self._begun_s = now_s if self._begun_s is None else self._begun_s
+        elapsed_s = now_s - self._begun_s
+        rows = chosen_rows(len(rewards), budget.rows(len(rewards), elapsed_s=elapsed_s), group_id=group.group_id)
+        if not rows or not (await scores.meta_info()).get("deterministic", False):
+            return
+        with budget.checking(rows=len(rows)):
+            again = await run_all(
+                self.score(group.sampled_rows.slice(row, row + 1), name=f"check {group.group_id}") for row in rows
+            )
+        for row, (_, (score,)) in zip(rows, again, strict=True):
+            check_reward(f"row {row} of group {group.group_id}", given=rewards[row], again=score)
+        self.journal.count_checks({"rows": len(rows)})
 
     async def _add_reference(self, group: Group) -> None:
         assert self.reference is not None

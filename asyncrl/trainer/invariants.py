@@ -15,9 +15,10 @@ versions follow one another, and engines hold them        driver                
 engine and trainer give the same log-probs                rollout engine              the trainer, under that version
 ========================================================  ==========================  =================================
 
-Two more are checked where the rows are: seeds by the rollout worker (:func:`asyncrl.rollout.trajectory.check_seeds`);
-number and rewards of a row's group by the trainer's, where the columns that go with advantages are joined to the rows'
-own (:attr:`asyncrl.trainer.learner.Advantages.own_columns`).
+Others are checked where the rows are: seeds by the rollout worker (:func:`asyncrl.rollout.trajectory.check_seeds`), and
+rewards of some rows, which are scored again (:mod:`asyncrl.rollout.recheck`); number and rewards of a row's group by
+the trainer's, where the columns that go with advantages are joined to the rows' own
+(:attr:`asyncrl.trainer.learner.Advantages.own_columns`).
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ class Journal:
         continued: trajectories, and tokens in them, that went on from turns which an interrupted process recorded.
         restarted: trajectories that began again instead, by reason.
         failures: failed attempts of episodes, by cause.
+        check_failures: rows whose reward could not be checked, by cause.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class Journal:
         self.restarted: Counter[str] = Counter()
         self.failures = Failures()
         self.failures.merge(failures or {})
+        self.check_failures = Failures()
+        self._checks: Counter[str] = Counter()
         self._drops = Drops()
         self._unfinished = {group_id: turns.tokens for group_id, turns in self.recovered.turns.items()}
 
@@ -170,6 +173,7 @@ class Journal:
         self.record(event, rows=meta.get("record"))
         self._settle_unfinished(group_id, meta.get("continued", {}))
         self.count_failures(meta.get("failures", {}))
+        self.count_checks(meta.get("checks", {}))
         self.drop_tokens("environment_failed", wasted)
         self._drops = Drops(self._drops.rows, self._drops.tokens + wasted)
 
@@ -177,6 +181,19 @@ class Journal:
         """Count failed attempts by cause; log a cause once."""
         for cause in self.failures.merge(failures):
             _log.warning("an environment failed: %s\n%s", cause, self.failures[cause]["example"])
+
+    def count_checks(self, checks: Mapping[str, Any]) -> None:
+        """Count rows whose rewards were checked, and those that could not be; log each cause once."""
+        failures: Mapping[str, Mapping[str, Any]] = checks.get("failures", {})
+        for cause in self.check_failures.merge(failures):
+            example = self.check_failures[cause]["example"]
+            _log.warning("a row could not be scored again, to check its reward: %s\n%s", cause, example)
+        self._checks.update(rows=checks.get("rows", 0), failed=sum(each["count"] for each in failures.values()))
+
+    def take_checks(self) -> Mapping[str, int]:
+        """Return how many rewards were checked since the last call, and how many checks failed."""
+        checks, self._checks = self._checks, Counter()
+        return {"rewards_checked": checks["rows"], "reward_checks_failed": checks["failed"]}
 
     def failed(self, group_id: int) -> None:
         """Record that the rollouts of a group failed: turns recorded for it are lost."""

@@ -258,6 +258,7 @@ class StepRecord:
         reward_parts: mean of each part of the rewards.
         groups_ready: groups in the buffer that could be trained on, after the step.
         groups_pending: groups admitted whose rows or columns were not finished.
+        checks: ``rewards_checked``, rows scored again since the step before, and ``reward_checks_failed``.
     """
 
     step: int
@@ -269,6 +270,7 @@ class StepRecord:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     groups_ready: int = 0
     groups_pending: int = 0
+    checks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def reward_mean(self) -> float:
@@ -288,6 +290,7 @@ class StepRecord:
             "groups_ready": self.groups_ready,
             "groups_pending": self.groups_pending,
             "groups_without_signal": self._groups_without_signal(),
+            **self.checks,
             **{f"reward/{name}": value for name, value in self.reward_parts.items()},
             **{f"train/{name}": value for name, value in self.trainer_metrics.items()},
         }

@@ -26,6 +26,7 @@ from asyncrl.model_folder import check_model
 from asyncrl.plugins import make_part
 from asyncrl.rollout.chat import load_renderer
 from asyncrl.rollout.engine_worker import resolve_model
+from asyncrl.rollout.recheck import CheckBudget
 from asyncrl.rollout.work import sum_totals
 from asyncrl.rollout.worker import metered_tokens
 from asyncrl.runtime import in_thread
@@ -293,6 +294,7 @@ class TrainingRun:
                 values=assembly.critic.values if assembly.critic is not None else None,
                 needs_baseline=advantages.needs_baseline,
                 needs_divergences=advantages.needs_divergences,
+                checks=CheckBudget(config.rollout.reward_check_share),
             ),
             learner=self._learner(advantages),
             observer=self._recorder,

@@ -506,11 +506,17 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, idempotent=True)
     async def score(self, batch: DataProto, model_path: str) -> DataProto:
-        """Compute ``scores`` [B] float32. A restarted worker makes its model first, as :meth:`start` does."""
+        """Compute ``scores`` [B] float32. A restarted worker makes its model first, as :meth:`start` does.
+
+        ``meta_info["deterministic"]`` tells whether the model declares itself so.
+        """
         model = await self._made(model_path)
         scored = await model.score(batch)
         assert scored.batch is not None
-        return DataProto.from_dict(tensors={"scores": scored.batch["rewards"]})
+        deterministic = bool(getattr(model, "deterministic", False))
+        return DataProto.from_dict(
+            tensors={"scores": scored.batch["rewards"]}, meta_info={"deterministic": deterministic}
+        )
 
     async def _made(self, model_path: str) -> RewardModel:
         async with self._making:

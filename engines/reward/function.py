@@ -93,6 +93,7 @@ class FunctionReward:
         function: ``package.module:name``.
         tokenizer: name or folder, as ``transformers.AutoTokenizer`` takes it.
         deadline_s, processes, concurrency, start_deadline_s: as for the user function.
+        deterministic: declares that a row gets the same score again; a share of the rows is scored twice, to compare.
 
     Raises:
         ConfigError: as for the user function; or it takes texts, and no tokenizer is given.
@@ -107,7 +108,9 @@ class FunctionReward:
         tokenizer: str | None = None,
         concurrency: int = 64,
         start_deadline_s: float = 60.0,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         self._name = function
         self._function = UserFunction(
             function,

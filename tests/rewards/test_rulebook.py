@@ -94,3 +94,23 @@ def test_check_refuses_unknown_rules_and_options(reward: Any, rewards: dict[str,
         Rulebook(reward, rewards, key="env.options").check({"x": ()})
     if path is not None:
         assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("written", "declared"),
+    [
+        ("exact", True),
+        ("math", False),
+        ("none", True),
+        (SHOUT, False),
+        (LENGTH, False),
+        ({"rule": SHOUT, "marks": "!", "deterministic": True}, True),
+        ({"rule": "regex", "pattern": "a", "deterministic": False}, False),
+        ([{"rule": "exact"}, {"rule": "none"}], True),
+        ([{"rule": "exact"}, {"rule": LENGTH}], False),
+    ],
+)
+async def test_rules_declare_whether_they_judge_alike_again(written: Any, declared: bool):
+    rules = Rulebook({"rule": SHOUT, "marks": "?"} if written == SHOUT else written)
+    assert rules.deterministic("x") is declared
+    await rules.close()

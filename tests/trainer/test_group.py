@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, InvalidDataError
+from asyncrl.errors import EnvironmentFailure, InvalidDataError, InvariantError
 from asyncrl.interfaces import GroupSummary
+from asyncrl.rollout.recheck import CheckBudget
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.testing import EchoFactory
 from asyncrl.trainer.group import Group, GroupStages
@@ -97,6 +98,33 @@ async def test_a_group_is_sampled_and_completed() -> None:
     assert made.journal.take_drops().tokens == 1  # wasted by rows that had to start again
     await made.complete(group)
     assert (buffer.put_groups, buffer.extended) == ([(7, 0, 0)], {"scores": (0.5, 2.0)})
+
+
+def scoring(*, shifted: bool, deterministic: bool = True) -> Callable[[DataProtoFuture], DataProtoFuture]:
+    """Scores each row by its number; ``shifted``, it gives the scores of a group to the wrong rows."""
+
+    def score(rows: DataProto) -> DataProto:
+        assert rows.batch is not None
+        scores = rows.batch["row"].float()
+        meta = {"deterministic": deterministic}
+        return DataProto.from_dict({"scores": scores.roll(1) if shifted else scores}, meta_info=meta)
+
+    return lambda rows: rows.then(score)
+
+
+@pytest.mark.parametrize(("shifted", "deterministic"), [(False, True), (True, False), (True, True)])
+async def test_some_rows_are_scored_again(shifted: bool, deterministic: bool) -> None:
+    made = stages(Pool(), Buffer(), reward=scoring(shifted=shifted, deterministic=deterministic), checks=CheckBudget(1))
+    group = Group(group_id=7)
+    await made.sample(group)
+    if shifted and deterministic:
+        with pytest.raises(ExceptionGroup) as failed:
+            await made.complete(group)
+        assert isinstance(failed.value.exceptions[0], InvariantError)
+        assert "of group 7 has the reward" in str(failed.value.exceptions[0])
+        return
+    await made.complete(group)
+    assert made.journal.take_checks()["rewards_checked"] == deterministic
 
 
 async def test_the_greedy_baseline_is_sampled_beside_the_rollouts() -> None:

@@ -1,5 +1,7 @@
 from dataclasses import asdict
 
+import pytest
+
 from asyncrl.trainer.journal import Journal
 
 
@@ -16,3 +18,13 @@ def test_a_lost_and_a_doubled_token_both_show():
     journal = Journal(trained=5)
     assert journal.balance(generated=6, in_flight=0).difference == 1
     assert journal.balance(generated=4, in_flight=0).difference == -1
+
+
+def test_checks_of_rewards_are_counted_once_and_their_failures_told(caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal()
+    failed = {"KeyError in world.py:3 step": {"count": 2, "example": "Traceback: KeyError"}}
+    for _ in range(2):
+        journal.count_checks({"rows": 3, "failures": failed})
+    assert journal.take_checks() == {"rewards_checked": 6, "reward_checks_failed": 4}
+    assert journal.take_checks() == {"rewards_checked": 0, "reward_checks_failed": 0}
+    assert caplog.text.count("KeyError in world.py:3 step") == 1

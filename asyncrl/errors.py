@@ -12,7 +12,8 @@
     │   ├── ResourceError           the cluster lacks requested resources
     │   ├── EngineError             a rollout or training engine failed
     │   │   ├── EngineClosedError   ... because it was closed
-    │   │   └── RequestAbortedError ... because this request was aborted
+    │   │   ├── RequestAbortedError ... because this request was aborted
+    │   │   └── ContinuationError   ... to go on where another replica ended; safe to repeat from the beginning
     │   ├── RolloutsLostError       the same rollouts were lost with one replica after the other
     │   ├── WeightError             weights could not be published or pulled
     │   │   ├── WeightMismatchError     ... they differ from their manifest
@@ -152,6 +153,10 @@ class RequestAbortedError(EngineError):
     def __init__(self, message: str, *, tokens_generated: int = 0) -> None:
         super().__init__(message)
         self.tokens_generated = tokens_generated
+
+
+class ContinuationError(EngineError):
+    """The engine cannot go on with what another replica began. No replica is to blame, nor is the request."""
 
 
 class WeightError(InfrastructureError): ...

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 
-from asyncrl.errors import DeadlineError, EngineError, InfrastructureError, InvalidDataError
+from asyncrl.errors import ContinuationError, DeadlineError, EngineError, InfrastructureError, InvalidDataError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, PauseMode
 from asyncrl.rollout.admission import Admission, Ticket
 from asyncrl.rollout.engine_replica import Attempt, AttemptEnded, EngineReplica
@@ -335,7 +335,7 @@ class Dispatcher:
         except AttemptEnded as lost:
             self._attempt_failed(held, replica, lost, counts=lost.blames_request)
             return None
-        except InvalidDataError:  # the request's fault
+        except (InvalidDataError, ContinuationError):  # not the replica's fault
             raise
         except Exception as error:  # noqa: BLE001 - whatever else an engine raises is its replica's failure
             if not isinstance(error, InfrastructureError):

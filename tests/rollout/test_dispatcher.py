@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import ContinuationError, EngineError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
@@ -95,6 +95,32 @@ def test_streams_that_are_given_up_without_a_token_count_as_failures(faulty_flee
             with pytest.raises(EngineError, match="3 replicas in a row failed at request 'r'"):
                 await collect(pool, request("r", 9))
             assert pool.statistics().failed == 1
+
+    virtually(story())
+
+
+def test_an_engine_that_cannot_go_on_ends_the_request_and_keeps_its_health(faulty_fleet: Any):
+    async def story() -> None:
+        make = quitting(faulty_fleet().factory("a"), after=2, saying=None, streams=1)
+
+        def resumes_nothing() -> Any:
+            engine = make()
+            generate = engine.generate
+
+            async def checks(asked: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+                if asked.continued_tokens:
+                    raise ContinuationError("send it again")
+                async for chunk in generate(asked):
+                    yield chunk
+
+            engine.generate = checks
+            return engine
+
+        async with ReplicaPool({"a": resumes_nothing}, options=OPTIONS) as pool:
+            with pytest.raises(ContinuationError, match="send it again"):
+                await collect(pool, request("r", 9))
+            assert (pool.statistics().failed, pool.replicas()[0].restarts) == (1, 0)
+            assert numbers(await collect(pool, request("again", 3))) == [0, 1, 2]
 
     virtually(story())
 

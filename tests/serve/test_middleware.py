@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from asyncrl.errors import ContinuationError
 from asyncrl.serve import middleware
 from asyncrl.serve.limits import BodyWatch, Limits, json_problem
 from asyncrl.serve.middleware import KeyRing
@@ -324,6 +325,17 @@ async def test_a_failed_engine_is_reported_without_its_traceback(serve, caplog):
         assert answer["error"]["message"] == "the replica that served this request failed"
         assert answer["error"]["id"] in caplog.text
         assert "RuntimeError: secret of the engine" in caplog.text, "its traceback is in the log"
+
+
+async def test_an_answer_that_no_other_replica_can_go_on_with_is_no_fault_of_the_client(serve):
+    def unable(prompt):
+        raise ContinuationError("it was begun with bad_words by a replica that is gone")
+
+    async with (
+        serve(unable) as served,
+        served.client.post(f"{served.url}/generate", json=GENERATE) as answer,
+    ):
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/messages"])

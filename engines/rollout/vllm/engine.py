@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from asyncrl.errors import EngineClosedError, EngineError, InvalidDataError, WeightError
+from asyncrl.errors import ContinuationError, EngineClosedError, EngineError, InvalidDataError, WeightError
 from asyncrl.interfaces import (
     EngineHealth,
     GenerationChunk,
@@ -239,7 +239,7 @@ class VLLMEngine:
         depends = ("grammar", "presence_penalty", "frequency_penalty", "bad_words")
         named = [name for name in depends if getattr(request.sampling, name)]
         if named and request.continued_tokens:
-            raise InvalidDataError(
+            raise ContinuationError(
                 f"request {request.request_id!r} was begun with {', '.join(named)} by a replica that is gone, and vLLM "
                 "cannot go on in the middle of that: send the request again"
             )

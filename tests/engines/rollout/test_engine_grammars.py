@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import InvalidDataError
+from asyncrl.errors import ContinuationError, InvalidDataError
 from asyncrl.interfaces import Generation, GenerationRequest
 from asyncrl.serve.chat import json_grammar
 from engines.rollout.remote.engine import RemoteEngine
@@ -80,7 +80,7 @@ async def test_a_grammar_is_followed(
         if name == "sglang":
             assert (await collect(hosted, begun)).token_ids == expected.token_ids[6:]
         else:
-            with pytest.raises(InvalidDataError, match="begun with grammar by"):
+            with pytest.raises(ContinuationError, match="begun with grammar by"):
                 await collect(hosted, begun)
             likeliest = request_of("top", [20, 21], 4, temperature=0.7, top_k=5, top_log_probs=3, seed=1)
             sampled = 0

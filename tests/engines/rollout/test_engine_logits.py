@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from asyncrl.errors import InvalidDataError
+from asyncrl.errors import ContinuationError, InvalidDataError
 from asyncrl.interfaces import Generation, GenerationRequest, RolloutEngine
 from engines.rollout.logits import LogitRules
 from engines.rollout.remote.engine import RemoteEngine
@@ -153,7 +153,7 @@ async def test_a_row_that_was_begun_elsewhere_counts_what_it_has(
             continued_tokens=9,
         )
         if name == "vllm" and "repetition_penalty" not in way:
-            with pytest.raises(InvalidDataError, match=f"begun with {next(iter(way))}"):
+            with pytest.raises(ContinuationError, match=f"begun with {next(iter(way))}"):
                 await collect(engine, begun)
             continue
         rest: Generation = await collect(engine, begun)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.errors import InvalidDataError
+from asyncrl.errors import ContinuationError, InvalidDataError
 from asyncrl.interfaces import Generation, GenerationRequest, SamplingParams, Tool
 from asyncrl.serve.chat import calls_grammar, json_grammar
 from engines.rollout.remote.protocol import Chunk, EngineMessage
@@ -203,7 +203,7 @@ async def test_what_engines_refuse_before_their_vendor_sees_it() -> None:
     texts: Any = SimpleNamespace(tokens=SimpleNamespace(check=lambda request, held: None))
     vllm._started = texts
     begun = replace(wishing(grammar="start: /a/"), continued_tokens=1)
-    with pytest.raises(InvalidDataError, match="begun with grammar by"):
+    with pytest.raises(ContinuationError, match="begun with grammar by"):
         await anext(vllm.generate(begun))
 
 

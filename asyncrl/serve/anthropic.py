@@ -19,47 +19,63 @@ from asyncrl.serve.text import Choice, ModelText, ParsedTurn
 ToolSchema: TypeAlias = dict[str, Any]  # Any: a JSON schema
 
 
-class TextBlock(Struct, tag="text", tag_field="type"):
+class TextBlock(Struct, tag="text", tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
     text: str
+    cache_control: Ignored = None
+    citations: Ignored = None
 
 
-class ToolUseBlock(Struct, tag="tool_use", tag_field="type", kw_only=True):
+class ToolUseBlock(
+    Struct, tag="tool_use", tag_field="type", kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     id: str
     name: Text
     input: dict[str, Any]  # Any: what the tool takes
+    cache_control: Ignored = None
+    caller: Ignored = None
 
 
-class ToolResultBlock(Struct, tag="tool_result", tag_field="type", kw_only=True):
+class ToolResultBlock(Struct, tag="tool_result", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    """Templates have no place for ``is_error``: the content has to say so."""
+
     tool_use_id: str
     content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
+    is_error: Ignored = None
+    cache_control: Ignored = None
 
 
-class ThinkingBlock(Struct, tag="thinking", tag_field="type"):
+class ThinkingBlock(Struct, tag="thinking", tag_field="type", forbid_unknown_fields=True):
     """Reasoning of an earlier turn, which is not shown to the model."""
 
     thinking: str
+    signature: Ignored = None
 
 
-class RedactedThinkingBlock(Struct, tag="redacted_thinking", tag_field="type"):
+class RedactedThinkingBlock(Struct, tag="redacted_thinking", tag_field="type", forbid_unknown_fields=True):
     data: str
 
 
 Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
-class InputMessage(Struct):
-    role: Literal["user", "assistant"]
+class InputMessage(Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class ToolParam(Struct, kw_only=True):
+class ToolParam(Struct, kw_only=True, forbid_unknown_fields=True):
+    """``strict`` makes no difference."""
+
     name: Text
     input_schema: ToolSchema
     description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: Ignored = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
 
 
-class ToolChoice(Struct, kw_only=True):
+class ToolChoice(Struct, kw_only=True, forbid_unknown_fields=True):
     """``any`` and ``tool`` (which has a ``name``) restrict what is sampled to calls."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -67,20 +83,20 @@ class ToolChoice(Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct):
+class Thinking(Struct, forbid_unknown_fields=True):
     """Only ``disabled``: a model's reasoning is part of its text."""
 
     type: Literal["disabled"]
 
 
-class OutputFormat(Struct, kw_only=True):
+class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     """Restricts what is sampled to JSON of ``schema``."""
 
     schema: ToolSchema
     type: Literal["json_schema"] = "json_schema"
 
 
-class OutputConfig(Struct, kw_only=True):
+class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 

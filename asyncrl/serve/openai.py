@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeAlias
 
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from asyncrl.interfaces import Generation, GenerationChunk, Message, Tool, TopLogProbs
 from asyncrl.serve.call import Call, Version, version_spans
@@ -55,50 +55,72 @@ NotServed: TypeAlias = None
 ToolSchema: TypeAlias = dict[str, Any]  # Any: a JSON schema
 
 
-class FunctionCall(Struct):
+class FunctionCall(Struct, forbid_unknown_fields=True):
     """``arguments`` is JSON in a string; an object is accepted too."""
 
     name: Text
     arguments: str | dict[str, Any] = "{}"  # Any: what the tool takes
 
 
-class ToolCall(Struct):
+class ToolCall(Struct, forbid_unknown_fields=True):
+    """``index`` is that of a stream's delta, which clients send back."""
+
     function: FunctionCall
     id: str = ""
     type: Literal["function"] = "function"
+    index: Ignored = None
 
 
-class ContentPart(Struct):
+class ContentPart(Struct, forbid_unknown_fields=True):
     """Text only; no URL is ever fetched."""
 
     text: str
     type: Literal["text"]
+    cache_control: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
 
 
-class ChatMessage(Struct):
+class ChatMessage(Struct, forbid_unknown_fields=True):
+    """What answers have besides, in several dialects, is accepted; reasoning is not shown to the model."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: Ignored = None
+    reasoning_content: Ignored = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    audio: NotServed = None
+    function_call: NotServed = None
 
 
-class FunctionDefinition(Struct):
+class FunctionDefinition(Struct, forbid_unknown_fields=True):
+    """``strict`` makes no difference."""
+
     name: Text
     description: str | None = None
     parameters: ToolSchema | None = None
+    strict: Ignored = None
 
 
-class ToolDefinition(Struct):
+class ToolDefinition(Struct, forbid_unknown_fields=True):
     function: FunctionDefinition
     type: Literal["function"] = "function"
+    cache_control: Ignored = None
 
 
-class StreamOptions(Struct):
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """``continuous_usage_stats`` is vLLM's: with ``include_usage``, each event has the usage so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored = None
 
 
-class JsonSchema(Struct, kw_only=True):
+class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
     """``strict`` makes no difference: the schema always holds."""
 
     name: str | None = None
@@ -107,29 +129,29 @@ class JsonSchema(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, kw_only=True):
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     """``json_object`` and ``json_schema`` restrict what is sampled, token by token."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class FunctionName(Struct):
+class FunctionName(Struct, forbid_unknown_fields=True):
     name: Text
 
 
-class NamedTool(Struct, tag="function", tag_field="type"):
+class NamedTool(Struct, tag="function", tag_field="type", forbid_unknown_fields=True):
     """The tool that must be called."""
 
     function: FunctionName
 
 
-class ToolSelection(Struct, kw_only=True):
+class ToolSelection(Struct, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Meta(min_length=1)]
 
 
-class AllowedTools(Struct, tag="allowed_tools", tag_field="type"):
+class AllowedTools(Struct, tag="allowed_tools", tag_field="type", forbid_unknown_fields=True):
     """Only these tools are declared; with mode ``required`` one of them must be called."""
 
     allowed_tools: ToolSelection
@@ -240,6 +262,8 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeAnswer(Struct, kw_only=True):
+    """``token_strs`` are the vocabulary's entries."""
+
     count: int
     max_model_len: int | None
     tokens: Sequence[int]
@@ -328,10 +352,12 @@ class ChatCompletion(Struct, kw_only=True):
 
 
 class CompletionLogProbs(Struct, kw_only=True):
+    """``top_logprobs`` have the token itself besides the likeliest ones, as OpenAI's have."""
+
     tokens: list[str]
     token_logprobs: Sequence[float | None]
     text_offset: list[int]
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(Struct, kw_only=True):
@@ -385,7 +411,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     choices: list[ChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | None = None
-    prompt_token_ids: Sequence[int] | None = None
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):
@@ -505,8 +531,14 @@ def _last_tokens(call: Call, body: ChatCompletionRequest | CompletionRequest) ->
     return body.truncate_prompt_tokens
 
 
-def _wants_usage(body: ChatCompletionRequest | CompletionRequest) -> bool:
-    return bool(body.stream_options is not None and body.stream_options.include_usage)
+def _usage_events(body: ChatCompletionRequest | CompletionRequest) -> Literal["none", "last", "all"]:
+    """Return the events of a stream that have the usage; an API error for options of a stream that is none."""
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise APIError(400, "stream_options are of streams: leave them out, or set stream")
+    if options is None or not options.include_usage:
+        return "none"
+    return "all" if options.continuous_usage_stats else "last"
 
 
 def token_usage(prompt_tokens: int, completion_tokens: int) -> Usage:
@@ -536,10 +568,10 @@ async def chat_tokens(call: Call) -> web.StreamResponse:
 async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...] = ()) -> web.StreamResponse:
     call.state.check_model(body.model)
     _check_neutral(body, top_logprobs=(None if body.logprobs else body.top_logprobs, 0), echo=(body.echo, False))
-    tools = _tool_use(body)
+    tools, usage = _tool_use(body), _usage_events(body)
     turn = await ChatTurn.begin(
         call,
-        _messages(body.messages),
+        await call.off_loop(lambda: _messages(body.messages)),
         tools.declared,
         sampling_params(
             call.state.limits,
@@ -558,7 +590,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
     if body.stream:
         if body.prompt_logprobs is not None:
             raise APIError(400, "prompt_logprobs are part of a whole answer: leave out stream")
-        return await _stream_chat(call, body, turn)
+        return await _stream_chat(call, body, turn, usage)
     await turn.collect()
     return call.answer(
         ChatCompletion(
@@ -634,13 +666,18 @@ def _chat_choice(call: Call, body: ChatCompletionRequest, turn: ChatTurn, number
     )
 
 
-async def _stream_chat(call: Call, body: ChatCompletionRequest, turn: ChatTurn) -> web.StreamResponse:
+async def _stream_chat(
+    call: Call, body: ChatCompletionRequest, turn: ChatTurn, usage: Literal["none", "last", "all"]
+) -> web.StreamResponse:
     events = call.events()
     created = int(time.time())
     text = call.state.chat_text()
 
     def chunk(choices: list[ChunkChoice]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(id=f"chatcmpl-{call.id}", created=created, model=body.model, choices=choices)
+        made = ChatCompletionChunk(id=f"chatcmpl-{call.id}", created=created, model=body.model, choices=choices)
+        if usage == "all" or not choices:
+            made.usage = token_usage(len(turn.prompt.token_ids), turn.completion_tokens)
+        return made
 
     opened: set[int] = set()
     async with aclosing(call.stream_all(turn.requests)) as stream:
@@ -672,12 +709,11 @@ async def _stream_chat(call: Call, body: ChatCompletionRequest, turn: ChatTurn) 
             if body.return_token_ids:
                 answer.token_ids = piece.token_ids
                 answer.weight_versions = version_spans(piece.weight_versions, offset=before)
-                event.prompt_token_ids = turn.prompt.token_ids if first else None
+                if first:
+                    event.prompt_token_ids = turn.prompt.token_ids
             await events.send(event)
-    if _wants_usage(body):
-        event = chunk([])
-        event.usage = token_usage(len(turn.prompt.token_ids), turn.completion_tokens)
-        await events.send(event)
+    if usage != "none":
+        await events.send(chunk([]))
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
@@ -737,12 +773,14 @@ async def tokenize(call: Call) -> web.StreamResponse:
         raise APIError(400, "give a prompt or messages")
     text = state.model_text()
     if body.messages is not None:
-        prompt = await render_prompt(call, _messages(body.messages), _tools(body), None, _rendering(body))
+        given = body.messages
+        messages = await call.off_loop(lambda: _messages(given))
+        prompt = await render_prompt(call, messages, _tools(body), None, _rendering(body))
         ids: Sequence[int] = prompt.token_ids
     else:
         special = body.add_special_tokens is not False
         ids = await call.off_loop(lambda: text.encode(body.prompt or "", add_special_tokens=special))
-    spellings = await call.off_loop(lambda: [text.spelling(each) for each in ids]) if body.return_token_strs else None
+    spellings = await call.off_loop(lambda: [text.piece(each) for each in ids]) if body.return_token_strs else None
     return call.answer(
         TokenizeAnswer(count=len(ids), max_model_len=state.context_tokens, tokens=ids, token_strs=spellings)
     )
@@ -768,7 +806,7 @@ async def completions(call: Call) -> web.StreamResponse:
     body, state = call.body_as(CompletionRequest), call.state
     state.check_model(body.model)
     _check_neutral(body, best_of=(body.best_of, body.n or 1), suffix=(body.suffix, ""))
-    text = state.model_text()
+    text, usage = state.model_text(), _usage_events(body)
     encoded = await call.off_loop(lambda: _prompts(text, body.prompt))
     prompts = [last_tokens(prompt, _last_tokens(call, body)) for prompt in encoded]
     choices = _choices(call, body)
@@ -818,9 +856,9 @@ async def completions(call: Call) -> web.StreamResponse:
             choice.weight_versions = version_spans(chunk.weight_versions, offset=begin)
         return choice
 
-    def answer(parts: list[CompletionChoice], *, usage: bool) -> Completion:
+    def answer(parts: list[CompletionChoice], *, with_usage: bool) -> Completion:
         completion = Completion(id=f"cmpl-{call.id}", created=created, model=body.model, choices=parts)
-        if usage:
+        if with_usage:
             completion.usage = token_usage(sum(map(len, prompts)), sum(len(reader.token_ids) for reader in readers))
         return completion
 
@@ -833,16 +871,16 @@ async def completions(call: Call) -> web.StreamResponse:
     if not body.stream:
         parts = [part(number, generation) for number, generation in enumerate(await call.collect_all(requests))]
         record()
-        return call.answer(answer(parts, usage=True))
+        return call.answer(answer(parts, with_usage=True))
     events = call.events()
     async with aclosing(call.stream_all(requests)) as stream:
         async for number, piece in stream:
             choice = part(number, piece, offset=len(readers[number].text))
             if choice.text or piece.finish_reason or body.return_token_ids or body.logprobs is not None:
-                await events.send(answer([choice], usage=False))
+                await events.send(answer([choice], with_usage=usage == "all"))
     record()
-    if _wants_usage(body):
-        await events.send(answer([], usage=True))
+    if usage != "none":
+        await events.send(answer([], with_usage=True))
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
@@ -869,23 +907,25 @@ def _log_probs(
     text: ModelText, reader: Choice, begin: int, offset: int, *, prompt: tuple[int, ...]
 ) -> CompletionLogProbs:
     """Return those of ``prompt``, if it is echoed, and of the tokens from ``begin`` on."""
+    sampled = len(reader.token_ids) - begin
     tokens = [text.spelling(token) for token in (*prompt, *reader.token_ids[begin:])]
     offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
     values: list[float | None] = [*reader.prompt_log_probs[: len(prompt)], *reader.log_probs[begin:]]
-    tops: list[TopLogProbs] = [*reader.prompt_top_log_probs[: len(prompt)], *reader.top_log_probs[begin:]]
-    log_probs = CompletionLogProbs(tokens=tokens, token_logprobs=values, text_offset=offsets)
-    if any(tops):
-        log_probs.top_logprobs = []
-        for top in tops:
-            # Tokens with one spelling (parts of characters have) share an entry: the likeliest one's.
-            by_spelling: dict[str, float] = {}
-            for token_id, log_prob in top:
-                by_spelling.setdefault(text.spelling(token_id), log_prob)
-            log_probs.top_logprobs.append(by_spelling)
+    tops: list[TopLogProbs] = [
+        *(reader.prompt_top_log_probs[: len(prompt)] or [()] * len(prompt)),
+        *(reader.top_log_probs[begin:] or [()] * sampled),
+    ]
+    log_probs = CompletionLogProbs(tokens=tokens, token_logprobs=values, text_offset=offsets, top_logprobs=[])
+    for token, value, top in zip(tokens, values, tops, strict=True):
+        # Tokens with one spelling (parts of characters have) share an entry: the likeliest one's.
+        by_spelling: dict[str, float] = {}
+        for token_id, log_prob in top:
+            by_spelling.setdefault(text.spelling(token_id), log_prob)
+        if value is not None:
+            by_spelling.setdefault(token, value)
+        log_probs.top_logprobs.append(by_spelling)
     if prompt:
-        values[0] = None
-        if log_probs.top_logprobs:
-            log_probs.top_logprobs[0] = None
+        values[0] = log_probs.top_logprobs[0] = None
     return log_probs
 
 

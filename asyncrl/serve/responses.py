@@ -74,7 +74,7 @@ class NamedFunction(FunctionName, tag="function", tag_field="type"):
     """The function that must be called."""
 
 
-class AllowedFunctions(Struct, tag="allowed_tools", tag_field="type", kw_only=True):
+class AllowedFunctions(Struct, tag="allowed_tools", tag_field="type", kw_only=True, forbid_unknown_fields=True):
     """Only these functions are declared; with mode ``required`` one of them must be called."""
 
     mode: Literal["auto", "required"]

@@ -150,9 +150,13 @@ class ModelText:
             self._spellings[token_id] = text
         return text
 
+    def piece(self, token_id: int) -> str:
+        """Return one token as the vocabulary has it, which is not always readable."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
+
     def spelled_bytes(self, token_id: int) -> list[int]:
         """Return the bytes of one token, also of part of a character where the tokenizer works on bytes."""
-        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        piece = self.piece(token_id)
         if self._by_bytes and token_id not in self._added_ids and all(char in _BYTES for char in piece):
             return [_BYTES[char] for char in piece]
         if len(piece) == 6 and piece.startswith("<0x"):  # how SentencePiece writes a byte that is no character

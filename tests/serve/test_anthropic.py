@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 BODY = {"model": "tiny", "max_tokens": 500, "messages": [{"role": "user", "content": "say it again please"}]}
 CALL = 'sum:<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
 TOOLS = [{"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}]
@@ -116,3 +118,35 @@ async def test_stop_sequences_and_errors(serve):
         assert refused["request_id"]
         image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         await served.post("/v1/messages", {**BODY, "messages": [{"role": "user", "content": [image]}]}, status=400)
+
+
+async def test_a_system_message_may_stand_between_others(serve, text):
+    async with serve(lambda prompt: "it again<|end|>") as served:
+        between = [*BODY["messages"], {"role": "system", "content": "be short"}, {"role": "user", "content": "again"}]
+        await served.post("/v1/messages", {**BODY, "messages": between})
+        assert list(served.engines[0].requests[0].prompt_token_ids) == text.renderer.prompt(between)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "defer_loading"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "it", "lang": "de"}]}]}, "lang"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+    ],
+)
+async def test_fields_within_fields_are_refused_by_name(serve, fields, named):
+    async with serve() as served:
+        refused = await served.post("/v1/messages", {**BODY, **fields}, status=400)
+        assert f"{named} is not served" in refused["error"]["message"]
+
+
+async def test_marks_of_a_cache_and_signatures_are_accepted(serve):
+    mark = {"cache_control": {"type": "ephemeral"}}
+    said = [{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "it", "citations": None}]
+    asked = [{"type": "text", "text": "say it", **mark}]
+    history = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}, *BODY["messages"]]
+    async with serve(lambda prompt: "it again<|end|>") as served:
+        tools = [{**TOOLS[0], "type": "custom", **mark}]
+        await served.post("/v1/messages", {**BODY, "messages": history, "tools": tools})

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl import __version__
 from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.serve import openai
 from asyncrl.serve.text import ModelText
 from engines.rollout.request import Grammars
 
@@ -48,6 +49,58 @@ async def test_a_stream_equals_the_whole_answer(serve):
             assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"model": "tiny", "prompt": "say it"})]
+)
+async def test_the_usage_of_a_stream(serve, path, body):
+    async with serve(lambda prompt: "it again, gladly<|end|>") as served:
+        used = []
+        for options in ({}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
+            lines = await served.events(path, {**body, "stream": True, "stream_options": options})
+            used.append([chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in payloads(lines)])
+        none, last, every = used
+        assert not any(none)
+        assert not any(last[:-1])
+        assert every == sorted(every)
+        assert every[0] == 1
+        assert every[-1] == last[-1] > 1
+        for options in ({}, {"include_usage": True}):
+            refused = await served.post(path, {**body, "stream_options": options}, status=400)
+            assert "stream_options are of streams" in refused["error"]["message"]
+
+
+async def test_only_the_first_event_has_the_ids_of_the_prompt(serve):
+    async with serve(lambda prompt: "it again") as served:
+        lines = await served.events("/v1/chat/completions", {**CHAT, "stream": True, "return_token_ids": True})
+        first, *rest = payloads(lines)
+        assert first["prompt_token_ids"]
+        assert all("prompt_token_ids" not in chunk for chunk in rest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": [{"role": "user", "content": "say it", "speaker": 1}]}, "messages[0].speaker"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "it", "lang": "de"}]}]}, "lang"),
+        ({"stream": True, "stream_options": {"every": True}}, "stream_options.every"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"tools": [{"type": "function", "function": {"name": "add", "returns": {}}}]}, "returns"),
+    ],
+)
+async def test_fields_within_fields_are_refused_by_name(serve, fields, named):
+    async with serve() as served:
+        refused = await served.post("/v1/chat/completions", {**CHAT, **fields}, status=400)
+        assert f"{named} is not served" in refused["error"]["message"]
+
+
+async def test_an_answer_may_be_sent_back_whole(serve):
+    said = {"role": "assistant", "content": "it", "refusal": None, "annotations": [], "audio": None}
+    said |= {"function_call": None, "tool_calls": None, "reasoning_content": "hm", "reasoning": None}
+    async with serve() as served:
+        history = [*CHAT["messages"], said, {"role": "user", "content": "again"}]
+        await served.post("/v1/chat/completions", {**CHAT, "messages": history})
 
 
 async def test_stop_strings_are_cut_off_and_length_is_reported(serve):
@@ -98,7 +151,8 @@ async def test_completions_of_text_and_of_ids(serve, text):
         assert [choice["token_ids"] for choice in answer["choices"]] == [[6] * 3, [6] * 3, [7] * 3, [7] * 3]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
-        assert answer["choices"][0]["logprobs"]["top_logprobs"] is None  # with 0, the tokens that were sampled alone
+        alone = [{text.spelling(6): -0.5}] * 3  # with 0, the tokens that were sampled
+        assert answer["choices"][0]["logprobs"]["top_logprobs"] == alone
         without = await served.post("/v1/completions", {**body, "logprobs": None})
         assert without["choices"][0]["logprobs"] is None
         assert answer["choices"][2]["prompt_token_ids"] == [7]
@@ -125,19 +179,24 @@ async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatc
     for owner, name in (
         (ModelText, "encode"),
         (ModelText, "decode"),
-        (ModelText, "spelling"),
+        (ModelText, "piece"),
         (ChatRenderer, "prompt"),
+        (openai, "tool_call"),
     ):
         watch(owner, name)
     long, fields = "it again " * 3000, {f"property {n}": {"type": "string"} for n in range(999)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}
+    call = {"function": {"name": "f", "arguments": json.dumps({"text": long})}}
+    called = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
     async with serve() as served:
         for path, body, name in (
+            ("/v1/chat/completions", {**CHAT, "messages": called}, "tool_call"),
+            ("/tokenize", {"messages": called}, "tool_call"),
             ("/v1/completions", {"model": "tiny", "prompt": long}, "encode"),
             ("/v1/completions", {"model": "tiny", "prompt": ["it", long]}, "encode"),
             ("/v1/chat/completions", {**CHAT, "tools": [tool]}, "prompt"),
             ("/tokenize", {"prompt": long}, "encode"),
-            ("/tokenize", {"prompt": long, "return_token_strs": True}, "spelling"),
+            ("/tokenize", {"prompt": long, "return_token_strs": True}, "piece"),
             ("/detokenize", {"tokens": [70] * 9000}, "decode"),
         ):
             await served.post(path, body)
@@ -381,7 +440,8 @@ async def test_tokens_of_text_and_text_of_tokens(serve, text):
     async with serve() as served:
         got = await served.post("/tokenize", {"model": "tiny", "prompt": "again", "return_token_strs": True})
         assert (got["tokens"], got["count"]) == (text.encode("again"), len(text.encode("again")))
-        assert "".join(got["token_strs"]) == "again"
+        pieces = [text.renderer.tokenizer.convert_ids_to_tokens(token) for token in got["tokens"]]
+        assert got["token_strs"] == pieces
         chat = await served.post("/tokenize", {"messages": CHAT["messages"]})
         assert chat["tokens"] == text.renderer.prompt(CHAT["messages"])
         bare = await served.post("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": False})

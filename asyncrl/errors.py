@@ -17,6 +17,7 @@
     │   ├── RolloutsLostError       the same rollouts were lost with one replica after the other
     │   ├── WeightError             weights could not be published or pulled
     │   │   ├── WeightMismatchError     ... they differ from their manifest
+    │   │   ├── LiveWeightsError        ... an engine serves other ones than it was sent
     │   │   └── WeightVersionError      ... their version does not follow the one held
     │   ├── BufferClosedError       the replay buffer is closed
     │   └── DeadlineError           a wait passed its deadline (also a TimeoutError)
@@ -164,6 +165,10 @@ class WeightError(InfrastructureError): ...
 
 class WeightMismatchError(WeightError):
     """Received weights differ from their manifest (name, shape, dtype or checksum)."""
+
+
+class LiveWeightsError(WeightError):
+    """An engine says that it serves a version, and its tensors are not those that were published."""
 
 
 class WeightVersionError(WeightError):

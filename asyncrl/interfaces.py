@@ -431,6 +431,18 @@ class ZeroCopyEngine(RolloutEngine, Protocol):
 
 
 @runtime_checkable
+class LiveWeightsEngine(RolloutEngine, Protocol):
+    """Optional capability: read the tensors that it serves from, to compare them with the published ones."""
+
+    async def live_checksums(self, names: Collection[str]) -> Mapping[str, tuple[str, int]]:
+        """Return the dtype and the checksum of published tensors as they serve, as in a ``TensorEntry``.
+
+        Decoding waits meanwhile.
+        """
+        ...
+
+
+@runtime_checkable
 class OutOfProcessEngine(RolloutEngine, Protocol):
     """Optional capability: the engine runs in a process of its own, which pulls weights itself and can die at any time.
 

@@ -85,15 +85,20 @@ def manifest_fingerprint(manifest: WeightManifest) -> str:
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the fingerprint of full tensors in publication order, read one at a time: that of their manifest."""
-    import torch
 
     def entries() -> Iterable[tuple[str, tuple[int, ...], str, int]]:
         for name, tensor in tensors:
-            plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            yield name, tuple(tensor.shape), dtype, xxhash.xxh3_64_intdigest(plain.data)
+            yield name, tuple(tensor.shape), *dtype_and_checksum(tensor)
 
     return _digest(entries())
+
+
+def dtype_and_checksum(tensor: Tensor) -> tuple[str, int]:
+    """Return the dtype and the checksum that the :class:`TensorEntry` of a full tensor has."""
+    import torch
+
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return str(tensor.dtype).removeprefix("torch."), xxhash.xxh3_64_intdigest(plain.data)
 
 
 def _digest(entries: Iterable[tuple[str, tuple[int, ...], str, int]]) -> str:

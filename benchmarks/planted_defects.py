@@ -32,7 +32,7 @@ from mutants import ROOT, Mutant, Planted
 STEPS = 10
 GROUPS = 3
 GOAL = 28
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0  # a replica that fails is started again, five times
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,20 @@ DEFECTS = (
         SHADOW,
         "            live.data = tensor\n        self._shadow.tensors.clear()",
         '            live.data = live.data if "down_proj" in owner else tensor\n        self._shadow.tensors.clear()',
+    ),
+    Defect(
+        "publication: an engine keeps the weights of every fourth version to itself",
+        SHADOW,
+        "            live.data = tensor\n        self._shadow.tensors.clear()",
+        "            live.data = live.data if version % 4 == 3 else tensor\n        self._shadow.tensors.clear()",
+    ),
+    Defect(
+        "publication: a tensor is changed after it was verified",
+        SHADOW,
+        "            self.prepared = version\n        finally:",
+        '            owner = next(name for name in self._shadow.tensors if "norm" in name)\n'
+        "            self._shadow.tensors[owner] = self._shadow.tensors[owner] * 1.0001\n"
+        "            self.prepared = version\n        finally:",
     ),
     # stamps of tokens
     Defect(

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias, cast
 
-from asyncrl.errors import EngineError, InfrastructureError, WeightError
+from asyncrl.errors import EngineError, InfrastructureError, LiveWeightsError, WeightError
 from asyncrl.interfaces import (
     FinishReason,
     GenerationChunk,
@@ -17,6 +17,7 @@ from asyncrl.interfaces import (
     RolloutEngine,
     TokenGenerator,
 )
+from asyncrl.rollout.live_weights import commit_into
 from asyncrl.rollout.replica import Replica, ReplicaSet, ReplicaStatus
 from asyncrl.rollout.router import ReplicaLoad
 from asyncrl.weights import WeightManifest
@@ -170,6 +171,7 @@ class EngineReplica(Replica[RolloutEngine]):
         self._factory = factory
         self._fetch = fetch
         self._kv_cache: KVCachePolicy = kv_cache
+        self._manifest: WeightManifest | None = None
 
     @property
     def engine(self) -> RolloutEngine | None:
@@ -295,14 +297,19 @@ class EngineReplica(Replica[RolloutEngine]):
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         engine = self.running()
+        self._manifest = manifest
         with self._lease():
             await self._fetch(engine, manifest)
 
     async def commit_weights(self, version: int) -> None:
         engine = self.running()
+        incarnation = self.health.incarnation
         with self._lease():
-            if engine.weight_version != version:
-                await engine.commit_weights(version, kv_cache=self._kv_cache)
+            try:
+                await commit_into(engine, version, kv_cache=self._kv_cache, manifest=self._manifest)
+            except LiveWeightsError as error:
+                self.mark_dead(incarnation, str(error))
+                raise
         if self.engine is None or self.engine.weight_version != version:
             raise WeightError(f"the engine does not hold version {version}, although it committed it")
         self._changes.notify()  # requests that have tokens of this version may go there now

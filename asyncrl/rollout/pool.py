@@ -22,6 +22,7 @@ from asyncrl.errors import (
     EngineError,
     EnvironmentFailure,
     GroupClosedError,
+    LiveWeightsError,
     RequestAbortedError,
     ResourceError,
     RolloutsLostError,
@@ -39,7 +40,7 @@ from asyncrl.weights import WeightManifest
 
 _log = logging.getLogger(__name__)
 
-_LOST_INSTANCE = (WorkerDiedError, GroupClosedError, EngineError)
+_LOST_INSTANCE = (WorkerDiedError, GroupClosedError, EngineError, LiveWeightsError)
 """What a call of a worker group raises when the group, or its engine, cannot go on."""
 
 

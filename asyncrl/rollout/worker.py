@@ -38,6 +38,7 @@ from asyncrl.interfaces import (
 from asyncrl.plugins import Part, load_part, make_part
 from asyncrl.rollout.chat import ChatRenderer, load_renderer
 from asyncrl.rollout.episode import Diverged, run_episode
+from asyncrl.rollout.live_weights import commit_into
 from asyncrl.rollout.recheck import ReplayedRewards
 from asyncrl.rollout.replica import fetch_into
 from asyncrl.rollout.trajectory import (
@@ -247,6 +248,7 @@ class RolloutWorker(Worker):
         self._times = EpisodeTimes()
         self._turns = TurnFeed(gather_s=spec.gather_s)
         self._engine: RolloutEngine | None = None
+        self._manifest: WeightManifest | None = None
         self._renderer: ChatRenderer | None = None
         self._environments: EnvironmentFactory = make_part(
             "asyncrl.environments", spec.environment, options=spec.environment_options, path="env.name"
@@ -443,18 +445,20 @@ class RolloutWorker(Worker):
             WeightError: the bytes are missing, or not the manifest's, or not the model's. The old weights stay.
         """
         started = time.monotonic()
+        self._manifest = manifest
         await fetch_into(self._running_engine(), manifest, transport=self._transport)
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> float:
-        """Sample under ``version`` from the next token on. Return the seconds it took.
+        """Sample under ``version`` from the next token on; check some live tensors. Return the seconds it took.
 
         Raises:
+            LiveWeightsError: the engine serves other tensors than those that were published.
             WeightVersionError: ``version`` is not the prepared one.
         """
         started = time.monotonic()
-        await self._running_engine().commit_weights(version, kv_cache=kv_cache)
+        await commit_into(self._running_engine(), version, kv_cache=kv_cache, manifest=self._manifest)
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)

@@ -13,6 +13,7 @@ a token is sampled under a version that serves            engines' stamps       
 no token passes the staleness bound, none is miscounted   certificate, from headers   the trainer, from its own rows
 versions follow one another, and engines hold them        driver                      the pool's version
 engine and trainer give the same log-probs                rollout engine              the trainer, under that version
+a replica serves the tensors that were published          rollout engine              the manifest's checksums
 ========================================================  ==========================  =================================
 
 Others are checked where the rows are: seeds by the rollout worker (:func:`asyncrl.rollout.trajectory.check_seeds`), and

@@ -15,6 +15,7 @@ from asyncrl.errors import (
     DeadlineError,
     EngineClosedError,
     EngineError,
+    LiveWeightsError,
     ResourceError,
     RolloutsLostError,
     WeightError,
@@ -473,3 +474,45 @@ async def test_a_pool_that_was_not_started_says_so():
         _ = pool.weight_version
     with pytest.raises(EngineError, match="call start"):
         await pool.publish(manifest(1))
+
+
+class WrongTensors(FakeWorker):
+    """Serves other tensors than it was sent, from version 1 on, unless it was started again."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name)
+        self._wrong = options["wrong"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def commit_weights(self, version: int, kv_cache: str) -> None:
+        if self._wrong:
+            raise LiveWeightsError(f"it serves other tensors than version {version}")
+        await super().commit_weights(version, kv_cache)
+
+
+@pytest.mark.parametrize("persists", [False, True])
+async def test_a_replica_that_serves_other_tensors_is_started_again(persists: bool):
+    every: list[LocalWorkerGroup] = []
+
+    def made(name: str, *, wrong: bool) -> LocalWorkerGroup:
+        every.append(LocalWorkerGroup(ClassWithInitArgs(WrongTensors, name, wrong=wrong), name=name))
+        return every[-1]
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        return made(name, wrong=persists)
+
+    pool = RolloutPool({"a": made("a", wrong=True)}, revive=revive, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    try:
+        await pool.publish(manifest(1))
+        if persists:
+            with pytest.raises(ResourceError, match="no rollout replica serves: a: it serves other tensors"):
+                await by(pool)
+            assert len(every) == 6
+        else:
+            assert (await meta_of(pool, rows(2)))["version"] == 1
+            assert len(every) == 2
+    finally:
+        await pool.aclose()
+        for one in every:
+            await one.aclose()

@@ -26,9 +26,10 @@ from typing import Any, cast
 from asyncrl.errors import AsyncRLError, EngineError, InvalidDataError
 from asyncrl.interfaces import GenerationChunk, OutOfProcessEngine, RolloutEngine, SleepingEngine
 from asyncrl.plugins import load_part, make_part
+from asyncrl.rollout.live_weights import commit_into
 from asyncrl.rollout.replica import fetch_into
 from asyncrl.runtime import freeze_gc
-from asyncrl.weights import WeightTransport
+from asyncrl.weights import WeightManifest, WeightTransport
 from engines.rollout.remote.protocol import (
     PROTOCOL,
     Abort,
@@ -71,6 +72,7 @@ class EngineHost:
             _ENGINES, launch.engine, launch.model_path, options=launch.options, path="engine.name", **given
         )
         self._transport: WeightTransport | None = None
+        self._manifest: WeightManifest | None = None
         if launch.transport is not None and not pulls:
             self._transport = launch.transport.make()
 
@@ -160,9 +162,10 @@ class EngineHost:
                     raise EngineError(f"{type(engine).__name__} cannot give its memory back: it does not sleep")
                 return await (engine.sleep() if isinstance(order, Sleep) else engine.wake())
             case Prepare(manifest=manifest):
+                self._manifest = manifest
                 return await fetch_into(engine, manifest, transport=self._transport)
             case Commit(version=version, kv_cache=kv_cache):
-                return await engine.commit_weights(version, kv_cache=kv_cache)
+                return await commit_into(engine, version, kv_cache=kv_cache, manifest=self._manifest)
             case Health(deadline_s=deadline_s):
                 return asdict(await engine.health(deadline_s))
 

@@ -18,7 +18,7 @@ import asyncio
 import concurrent.futures
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar, TypeVar
 
@@ -293,6 +293,10 @@ class TransformersEngine:
         generation = self._running()
         async with self._updating:
             await self._call(lambda: generation.commit(version, kv_cache=kv_cache))
+
+    async def live_checksums(self, names: Collection[str]) -> Mapping[str, tuple[str, int]]:
+        generation = self._running()
+        return await self._call(lambda: generation.weights.checksums(names))
 
     # ----------------------------------------------------------------------------------------------- observation
 

@@ -8,12 +8,13 @@ an earlier version used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from asyncrl.weights import dtype_and_checksum
 from engines.rollout.model_tensors import ModelTensors, check_prepared
 
 
@@ -88,6 +89,10 @@ class ShadowWeights:
         self._serving, self._shadow = self._shadow, _Version()
         self.version = version
         self.prepared = None
+
+    def checksums(self, names: Collection[str]) -> dict[str, tuple[str, int]]:
+        """Return the dtype and the checksum of live tensors, by published name."""
+        return {name: dtype_and_checksum(self._tensors.live[self._tensors.owners[name]]) for name in names}
 
     def sleep(self) -> None:
         """Move the weights to the host, and free what does not serve. Versions may be prepared meanwhile."""

@@ -1,0 +1,137 @@
+"""The tensors that an engine serves from are those that were published, or the replica is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.errors import LiveWeightsError
+from asyncrl.interfaces import LiveWeightsEngine
+from asyncrl.rollout.live_weights import commit_into, sampled_entries
+from asyncrl.rollout.replica import fetch_into
+from asyncrl.weights import TensorEntry, WeightManifest
+from engines.rollout.remote.process import EngineHost
+from engines.rollout.remote.protocol import Commit, Launch, Prepare
+from engines.rollout.transformers.engine import TransformersEngine
+from engines.rollout.transformers.weights import ShadowWeights
+from engines.weights.shared_memory import SharedMemoryTransport
+
+FolderOf = Callable[..., Path]
+
+
+@pytest.fixture
+async def engine(folder_of: FolderOf) -> AsyncIterator[TransformersEngine]:
+    made = TransformersEngine(str(folder_of()), device="cpu", threads=1)
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def publish(model_of: Callable[..., Any], tmp_path: Path) -> Any:
+    transport = SharedMemoryTransport(namespace="live", directory=str(tmp_path))
+    yield lambda version, dtype=torch.float32: transport.publish(
+        [(name, tensor.to(dtype)) for name, tensor in model_of("llama", seed=version).named_parameters()],
+        version=version,
+    )
+    transport.close()
+
+
+@pytest.fixture
+def pulled(tmp_path: Path) -> Any:
+    transport = SharedMemoryTransport(namespace="live", directory=str(tmp_path))
+    yield transport
+    transport.close()
+
+
+def keep_old(self: ShadowWeights, version: int) -> None:
+    self._shadow.tensors.clear()
+    self.version, self.prepared = version, None
+
+
+async def test_versions_that_arrived_pass(engine: TransformersEngine, publish: Any, pulled: Any) -> None:
+    assert isinstance(engine, LiveWeightsEngine)
+    for version in (1, 2):
+        await fetch_into(engine, manifest := publish(version), transport=pulled)
+        for _ in range(2):  # a commit that was given up and was over: it is checked all the same
+            await commit_into(engine, version, kv_cache="keep", manifest=manifest)
+    live = await engine.live_checksums([each.name for each in manifest.tensors])
+    assert live == {each.name: (each.dtype, each.checksum) for each in manifest.tensors}
+
+
+async def test_an_engine_that_took_the_number_alone_is_found(
+    engine: TransformersEngine, publish: Any, pulled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShadowWeights, "swap", keep_old)
+    await fetch_into(engine, manifest := publish(1), transport=pulled)
+    with pytest.raises(LiveWeightsError, match=r"says that it serves weight version 1, but its tensor .* has"):
+        await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
+
+
+async def test_memory_that_changed_after_it_was_verified_is_found(
+    engine: TransformersEngine, publish: Any, pulled: Any
+) -> None:
+    await fetch_into(engine, manifest := publish(1), transport=pulled)
+    shadow = engine._running().weights._shadow.tensors
+    name = next(name for name in shadow if "down_proj" in name)
+    changed = shadow[name].clone()
+    changed[0, 0] += 1e-3
+    shadow[name] = changed
+    with pytest.raises(LiveWeightsError, match=r"its tensor .*down_proj"):
+        await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
+
+
+async def test_tensors_that_the_engine_casts_are_left_out(
+    engine: TransformersEngine, publish: Any, pulled: Any
+) -> None:
+    await fetch_into(engine, manifest := publish(1, torch.bfloat16), transport=pulled)
+    await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
+
+
+async def test_an_engine_in_a_process_of_its_own_checks_itself(
+    folder_of: FolderOf, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl.weights import TransportSpec
+
+    launch = Launch(
+        engine="transformers",
+        model_path=str(folder_of()),
+        options={"device": "cpu", "threads": 1},
+        transport=TransportSpec(name="shared_memory", namespace="live", options={"directory": str(tmp_path)}),
+    )
+    host = EngineHost(launch)
+    await host.start()
+    try:
+        for version in (1, 2):
+            await host._carry_out(Prepare(0, publish(version)))
+            if version == 2:
+                monkeypatch.setattr(ShadowWeights, "swap", keep_old)
+                with pytest.raises(LiveWeightsError):
+                    await host._carry_out(Commit(0, version, "keep"))
+            else:
+                await host._carry_out(Commit(0, version, "keep"))
+    finally:
+        monkeypatch.undo()
+        await host.close()
+
+
+def entry(name: str, size_bytes: int) -> TensorEntry:
+    return TensorEntry(name=name, shape=(size_bytes,), dtype="uint8", offset=0, size_bytes=size_bytes, checksum=0)
+
+
+def test_every_tensor_has_its_turn_and_no_version_reads_much() -> None:
+    tensors = (*(entry(f"t{number}", 3 << 20) for number in range(40)), entry("embedding", 1 << 30))
+    manifest = WeightManifest(version=0, transport="", location="", tensors=tensors)
+    seen: set[str] = set()
+    for version in range(200):
+        chosen = sampled_entries(msgspec.structs.replace(manifest, version=version))
+        assert sum(each.size_bytes for each in chosen) <= 8 << 20
+        seen |= {each.name for each in chosen}
+    assert seen == {f"t{number}" for number in range(40)}
+    one = msgspec.structs.replace(manifest, tensors=tensors[-1:])
+    assert sampled_entries(one) == [tensors[-1]]

@@ -74,6 +74,7 @@ class ReplicaHealth:
         self._weight_failures = 0
         self._leases = 0
         self._failed_starts = 0
+        self._hopeless = False
         self.incarnation = -1
         """Number of the newest start; -1 before the first."""
         self.state: HealthState = "dead"
@@ -90,7 +91,8 @@ class ReplicaHealth:
     @property
     def given_up(self) -> bool:
         limit = self._policy.max_failed_starts
-        return self.state == "dead" and self.incarnation >= 0 and limit is not None and self._failed_starts >= limit
+        failed = self._hopeless or (limit is not None and self._failed_starts >= limit)
+        return self.state == "dead" and self.incarnation >= 0 and failed
 
     @property
     def coming_back(self) -> bool:
@@ -165,10 +167,14 @@ class ReplicaHealth:
         self._generation_failures += 1
         return self._doubt(reason)
 
-    def ended(self, incarnation: int, reason: str) -> bool:
-        """Enter ``dead``: the instance is gone for certain (its process ended, or it could not be started)."""
+    def ended(self, incarnation: int, reason: str, *, hopeless: bool = False) -> bool:
+        """Enter ``dead``: the instance is gone for certain (its process ended, or it could not be started).
+
+        A ``hopeless`` end, which another start would not mend, gives the replica up.
+        """
         if self.state == "dead" or incarnation != self.incarnation:
             return False
+        self._hopeless = hopeless
         return self._become("dead", reason)
 
     def lease(self, incarnation: int) -> None:

@@ -102,6 +102,7 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         super().__init__(name, owner)
         self._start_group = start
         self._kv_cache: KVCachePolicy = kv_cache
+        self._wrong_tensors = False
         self.on_state: Callable[[str, str], None] = lambda _name, _state: None
 
     def react(self, changed: bool) -> None:
@@ -127,10 +128,15 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         return await self._start_group(self.name)
 
     def lost(self, instance: _WorkerGroup, error: Exception) -> None:
-        """Mark the instance dead, if it still runs: a call of it found it so."""
+        """Mark the instance dead, if it still runs: a call of it found it so.
+
+        Where one instance after another serves other tensors than it was sent, no further one is made.
+        """
         if self.instance is instance:
             _log.warning("replica %s is lost: %s", self.name, error)
-            self.mark_dead(self.health.incarnation, str(error).partition("\n")[0])
+            wrong = isinstance(error, LiveWeightsError)
+            hopeless, self._wrong_tensors = wrong and self._wrong_tensors, wrong
+            self.mark_dead(self.health.incarnation, str(error).partition("\n")[0], hopeless=hopeless)
 
     def requeue(self, reason: str, *, died: bool = False) -> None:
         if self.instance is not None:
@@ -145,6 +151,7 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
     async def commit_weights(self, version: int) -> None:
         instance = self.running()
         await self._update(instance, instance.group.commit_weights(version, self._kv_cache))
+        self._wrong_tensors = False
 
     async def _update(self, instance: _WorkerGroup, call: Any) -> None:
         try:

@@ -259,9 +259,9 @@ class Replica(ABC, Generic[_InstanceT]):
         self.requeue(reason)
         self.settled.set()
 
-    def mark_dead(self, incarnation: int, reason: str) -> None:
-        """Requeue the work of this incarnation's instance, which is gone, and replace it."""
-        self.react(self.health.ended(incarnation, reason))
+    def mark_dead(self, incarnation: int, reason: str, *, hopeless: bool = False) -> None:
+        """Requeue the work of this incarnation's instance, which is gone, and replace it, unless that is hopeless."""
+        self.react(self.health.ended(incarnation, reason, hopeless=hopeless))
 
     def react(self, changed: bool) -> None:
         """Act on an event of :attr:`health` that changed the state."""

@@ -4,6 +4,7 @@
     python benchmarks/trainer.py --device cuda --model 135m --rows 256    # bfloat16; prints MFU too
     python benchmarks/trainer.py --trl-python trl/bin/python              # a Python that has TRL, torch, transformers
     python benchmarks/trainer.py --attention                              # ways to attend within packed rows
+    python benchmarks/trainer.py --loading                                # the memory of ranks that load a model
 
 All train the same rows with the same objective: lengths lognormal with mean 256 (sigma 1), at most 2048, a prompt of 16
 tokens. The plain loop is the obvious one: rows in the order they come, padded to the longest of a micro-batch with an
@@ -15,6 +16,9 @@ own CPU time, so that other programs do not count; otherwise it is wall time.
 
 Peak memory is that of a forward and backward pass from hidden states to log-probs and entropies, 1024 tokens and a
 vocabulary of 151,936, in processes of their own: the highest resident size minus that before.
+
+``load_peak_over_model`` is the sum of the highest resident sizes of four ranks that load a model of 135M parameters
+(0.5 GB in float32), minus what the same ranks need for one of 0.4M, over the bytes of the large one.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -349,6 +354,51 @@ def measure_memory() -> Figure:
     return _at_most("peak_memory_of_log_probs", found["fused"] / 2**20, "MiB", found["naive"] / 2**20, 0.35)
 
 
+LOADING_RANKS = 4
+
+
+def peak_of_a_rank(folder: str, rank: int, port: int) -> int:
+    """Bytes resident at most in a process that has loaded its shards of a model."""
+    engine = FSDPEngine(
+        folder,
+        objective=PolicyObjective(),
+        lr=LR,
+        rank=rank,
+        world_size=LOADING_RANKS,
+        master_port=port,
+        device="cpu",
+    )
+    peak = _status("VmHWM")
+    engine.close()
+    return peak
+
+
+def measure_loading() -> Figure:
+    peaks: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for model in ("0.5m", "135m"):
+        with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
+            whole = AutoModelForCausalLM.from_config(MODELS[model])
+            sizes[model] = sum(each.nbytes for each in whole.parameters())
+            whole.save_pretrained(folder)
+            del whole
+            port = probe.getsockname()[1]
+            probe.close()
+            programs = [
+                subprocess.Popen(
+                    [sys.executable, __file__, "--load", folder, str(rank), str(port)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(LOADING_RANKS)
+            ]
+            printed = [program.communicate()[0] for program in programs]
+            if any(program.returncode for program in programs):
+                raise RuntimeError("a rank failed to load the model; see what it printed above")
+            peaks[model] = sum(int(each.split()[-1]) for each in printed)
+    return _at_most("load_peak_over_model", (peaks["135m"] - peaks["0.5m"]) / 2**20, "MiB", sizes["135m"] / 2**20, 1.3)
+
+
 # ---------------------------------------------------------------------------------------------------------- attention
 
 
@@ -425,6 +475,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     parser.add_argument("--attention", action="store_true", help="compare ways of attention, and nothing else")
+    parser.add_argument("--loading", action="store_true", help="memory of ranks that load a model, and nothing else")
+    parser.add_argument("--load", nargs=3, metavar=("FOLDER", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--peak", choices=["fused", "naive"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.disable_progress_bar()
@@ -432,14 +484,20 @@ def main() -> None:
     if arguments.peak:
         print(peak_of_a_pass(arguments.peak))
         return
+    if arguments.load:
+        folder, rank, port = arguments.load
+        print(peak_of_a_rank(folder, int(rank), int(port)))
+        return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured", file=sys.stderr)
         return
     notes: dict[str, object] = {}
     if arguments.attention:
         figures = measure_attention(max(arguments.rounds, 5))
+    elif arguments.loading:
+        figures = [measure_loading()]
     else:
-        figures = [*measure(arguments, notes), measure_memory()]
+        figures = [*measure(arguments, notes), measure_memory(), measure_loading()]
     machine = {
         "cpus": os.cpu_count(),
         "threads": arguments.threads,

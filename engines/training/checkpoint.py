@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles, verify_folder
+from engines.training.loading import model_file
 from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
 from engines.training.optimizer import MOMENTS, ShardedAdamW
@@ -202,21 +203,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return local_shard(tensor).detach()  # full_tensor() would take 0.1 ms to find out
     with torch.no_grad():
         return tensor.full_tensor()
-
-
-def model_file(model_path: str, name: str) -> Path | None:
-    """Find a file of a model's folder, or of its repository on the hub; None if there is none of that name."""
-    if (folder := Path(model_path)).is_dir():
-        return folder / name if (folder / name).is_file() else None
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        model_path,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)
 
 
 def _write_folder(

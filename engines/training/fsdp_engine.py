@@ -55,6 +55,7 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
                 layout=self.layout,
                 lora=lora,
                 seed=self.seed,
+                sharded=self.world_size > 1,
             ),
             temperature=self.temperature,
         )

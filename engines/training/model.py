@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError
+from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors
 from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
 from engines.training.lora import LoRA, add_adapters, merged_tensors
 from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowLayout, register_packed_attention
@@ -50,6 +52,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.layout: Layout = "padded"  # until pack() finds that the model allows the other
         self.lora: LoRA | None = None  # its adapters: only they are trained then
+        self.unread: WeightFiles | None = None  # what :func:`shard` fills a model without memory from
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -208,31 +211,35 @@ def load_policy_model(
     layout: Layout | Literal["auto"] = "auto",
     lora: LoRA | None = None,
     seed: int = 0,
+    sharded: bool = False,
 ) -> PolicyModel:
     """Load a causal LM from a folder or the hub, in float32 on the CPU.
 
     Layout ``auto`` packs rows if the model allows it, and logs a warning if not. With ``lora`` the model is frozen and
     gets adapters, drawn from ``seed``. Dropout is switched off: the trained policy must be the one that is sampled
-    from, and a training step is then a function of its batch alone.
+    from, and a training step is then a function of its batch alone. A ``sharded`` model gets memory and weights in
+    :func:`shard` only, where it can (:func:`~engines.training.loading.empty_causal_lm`).
 
     Raises:
         ConfigError: the model changes its logits in an unsupported way, cannot be packed although ``layout`` is
-            ``packed``, or lacks the target modules of ``lora``.
+            ``packed``, or lacks the target modules of ``lora``; of a sharded one, a file of weights is missing or
+            damaged, or a tensor is not there or of another shape.
         OSError: there is no such model.
     """
-    causal_lm = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing)
-    model = PolicyModel(causal_lm)
+    loaded = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing, sharded=sharded)
+    model = PolicyModel(loaded.causal_lm)
     if lora is not None:
-        add_adapters(causal_lm, lora, seed=seed)
+        with _one_element_each(loaded):
+            add_adapters(loaded.causal_lm, lora, seed=seed)
         model.lora = lora
     model.train()
-    _check_logits(model)
-    choose_layout(model, layout)
+    _check_logits(model if loaded.files is None else PolicyModel(loaded.twin))
+    choose_layout(model, layout, loaded)
     return model
 
 
-def load_causal_lm(path: str, *, gradient_checkpointing: bool) -> Any:
-    """Load a model of transformers in float32 on the CPU, with every dropout switched off."""
+def load_causal_lm(path: str, *, gradient_checkpointing: bool, sharded: bool = False) -> LoadedModel:
+    """Load a model of transformers in float32 on the CPU, with every dropout switched off; see the function above."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(path)
@@ -241,22 +248,58 @@ def load_causal_lm(path: str, *, gradient_checkpointing: bool) -> Any:
             if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
                 setattr(part, name, 0.0)
     with model_loading_lock:
-        causal_lm: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+        loaded = empty_causal_lm(path, config) if sharded else None
+        if loaded is None:
+            loaded = LoadedModel(AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32))
+    causal_lm = loaded.causal_lm
     for module in causal_lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if gradient_checkpointing:
         enable = getattr(causal_lm, "activation_checkpointing_enable", causal_lm.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return causal_lm
+    return loaded
 
 
-def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"]) -> None:
-    """Set the layout; raise :class:`ConfigError` if the model cannot be packed although ``layout`` is ``packed``."""
-    if layout != "padded" and (reason := model.pack()):
+def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"], loaded: LoadedModel) -> None:
+    """Set the layout, and check the files of a model without memory.
+
+    Raises:
+        ConfigError: the model cannot be packed although ``layout`` is ``packed``, or the files do not fit it.
+    """
+    if loaded.files is not None:
+        empty = {name: each for name, each in stored_tensors(model.causal_lm).items() if each.is_meta}
+        loaded.files.check({name: tuple(each.shape) for name, each in empty.items()})
+        model.unread = loaded.files
+    if layout == "padded":
+        return
+    # A model without memory is judged by its twin.
+    judged = model if loaded.files is None else PolicyModel(loaded.twin)
+    if reason := judged.pack():
         if layout == "packed":
             raise ConfigError(reason, path="layout", remedy="'padded', or 'auto'")
         _log.warning("rows are padded, not packed: %s", reason)
+    elif judged is not model:
+        model.causal_lm.set_attn_implementation(PACKED_ATTENTION)
+        model.layout = judged.layout
+
+
+@contextmanager
+def _one_element_each(loaded: LoadedModel) -> Iterator[None]:
+    """Let parameters without memory be views of one element on the CPU meanwhile.
+
+    peft draws adapters on the device of the weight beside them: on the meta device they would get no values.
+    """
+    empty = [] if loaded.files is None else list(loaded.causal_lm.named_modules())
+    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for _, module in empty:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            held.append((module, name, parameter))
+            module.register_parameter(name, nn.Parameter(torch.zeros(()).expand(parameter.shape)))
+    yield
+    for module, name, parameter in held:
+        parameter.requires_grad_(getattr(module, name).requires_grad)
+        module.register_parameter(name, parameter)
 
 
 def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
@@ -264,12 +307,22 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
 
     Weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
 
+    A model without memory gets its shards, and reads them, afterwards (:class:`~asyncrl.errors.ConfigError` if a file
+    cannot be read).
+
     One rank that computes in float32 has nothing to shard or to cast, so its model is only moved to the device: FSDP
     would hold the weights twice and copy them before every forward pass (10% of an update of 8 rows, 135M parameters).
     """
-    if mesh.size() == 1 and dtype == "float32":
+    if mesh.size() > 1 or dtype != "float32":
+        _shard_layers(model, mesh, dtype=dtype)
+    elif model.unread is None:
         model.to(mesh.device_type)
-        return
+    if model.unread is not None:
+        fill(model, model.causal_lm, model.unread, device=torch.device(mesh.device_type))
+        model.unread = None
+
+
+def _shard_layers(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -60,7 +60,7 @@ class ShardedEngine(Generic[ModelT]):
         collective_timeout_s: how long a rank waits for the others before it fails.
 
     Raises:
-        ConfigError: a value that cannot be used; the message names it.
+        ConfigError: a value that cannot be used, or a damaged file of the model; the message names it.
         OSError: there is no such model.
     """
 
@@ -92,7 +92,7 @@ class ShardedEngine(Generic[ModelT]):
     collective_timeout_s: float = 1800.0
 
     def _open(self, load: Callable[[], ModelT], *, temperature: float = 1.0) -> None:
-        """Check the options, join the ranks, and shard the model that ``load`` makes on the CPU."""
+        """Check the options, join the ranks, and shard the model that ``load`` makes."""
         self._check_options(temperature)
         self._rate = LearningRate(
             peak=self.lr,
@@ -117,7 +117,9 @@ class ShardedEngine(Generic[ModelT]):
         try:
             self._model: ModelT = self._ranks.call_together(load, doing="loading the model")
             self._cost = self._model.row_cost()
-            shard(self._model, self._ranks.mesh, dtype=self.dtype)
+            self._ranks.call_together(
+                lambda: shard(self._model, self._ranks.mesh, dtype=self.dtype), doing="reading the weights"
+            )
             self._optimizer = ShardedAdamW(
                 self._model.parameters_by_name(), weight_decay=self.weight_decay, betas=self.betas, eps=self.eps
             )

@@ -19,7 +19,7 @@ from asyncrl.algorithms import TokenLosses, ValueObjective, bradley_terry_losses
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
-from engines.training.checkpoint import model_file
+from engines.training.loading import model_file
 from engines.training.log_probs import Extras, TokenScores
 from engines.training.model import PolicyModel, choose_layout, load_causal_lm
 from engines.training.packing import Layout, PackedRows
@@ -100,16 +100,24 @@ class ValueModel(PolicyModel):
 
 
 def load_value_model(
-    path: str, *, gradient_checkpointing: bool = False, layout: Layout | Literal["auto"] = "auto"
+    path: str,
+    *,
+    gradient_checkpointing: bool = False,
+    layout: Layout | Literal["auto"] = "auto",
+    sharded: bool = False,
 ) -> ValueModel:
     """Load a causal LM (its head is replaced by zeros) or a model for sequence classification with one label.
 
+    ``sharded`` is as in :func:`~engines.training.model.load_policy_model`.
+
     Raises:
-        ConfigError: the head has more than one label or is not in the files, or rows cannot be packed and must be.
+        ConfigError: the head has more than one label or is not in the files, or rows cannot be packed and must be; of a
+            sharded model, also what :func:`~engines.training.model.load_policy_model` raises.
         OSError: there is no such model.
     """
     with _without_missing_head_warning():
-        causal_lm = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing)
+        loaded = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing, sharded=sharded)
+    causal_lm = loaded.causal_lm
     head = _head_of(path)
     headed = set(causal_lm.config.architectures or ()) & set(_headed_architectures().values())
     if head is None and headed:
@@ -120,7 +128,7 @@ def load_value_model(
         )
     model = ValueModel(causal_lm, head=head)
     model.train()
-    choose_layout(model, layout)
+    choose_layout(model, layout, loaded)
     return model
 
 
@@ -180,7 +188,10 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
     def __post_init__(self) -> None:
         self._open(
             lambda: load_value_model(
-                self.model_path, gradient_checkpointing=self.gradient_checkpointing, layout=self.layout
+                self.model_path,
+                gradient_checkpointing=self.gradient_checkpointing,
+                layout=self.layout,
+                sharded=self.world_size > 1,
             )
         )
 

@@ -208,3 +208,13 @@ def test_an_error_on_one_rank_is_raised_on_both_and_both_can_continue(outcome: O
     assert rank_1[3].startswith("EngineError: writing")
     assert rank_0[4].startswith("CheckpointError")
     assert len(rank_0) == len(rank_1) == 5
+
+
+def test_each_rank_reads_its_own_shards_and_a_damaged_file_is_an_error_on_both(outcome: Outcome) -> None:
+    here, there = (outcome.report(outcome.two, "loaded", rank) for rank in range(2))
+    assert here == "EngineError: loading the model failed on rank 1 (of 1 that failed); see its error"
+    assert there.startswith("ConfigError: ")
+    assert "model.safetensors cannot be read" in there
+    stored = load_file(outcome.two / "damaged.0" / "model.safetensors")
+    saved = load_file(outcome.two / "loaded" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())

@@ -1,0 +1,262 @@
+"""Models whose weights every rank reads for itself: made without memory, sharded, then filled from safetensors files.
+
+    empty_causal_lm     parameters without memory (torch's meta device), buffers as the model's own code computes them
+    small_causal_lm     a twin with few layers and random weights, by which the model's code is judged meanwhile
+    WeightFiles         names and shapes checked by the files' headers, before any memory is asked for
+    fill                memory for the shards, and the rows of each tensor that lie in them
+
+No rank holds more than its shards and a piece of :data:`PIECE_BYTES`, however large a tensor is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from asyncrl.errors import ConfigError
+
+PIECE_BYTES = 8 << 20
+"""What is read before a file is mapped anew: pages that were read stay in a process's memory while it is mapped."""
+
+_TWIN_VOCABULARY = 256
+
+
+def model_file(model_path: str, name: str) -> Path | None:
+    """Find a file of a model's folder, or of its repository on the hub; None if there is none of that name."""
+    if (folder := Path(model_path)).is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        model_path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+class WeightFiles:
+    """The tensors of a model's safetensors files, by name.
+
+    Raises:
+        ConfigError: a file that the index names is missing, or one cannot be read.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = dict(files)  # by name of tensor
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in dict.fromkeys(files.values()):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118  # no mapping
+                    if files.get(name) == path:
+                        self._shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    @staticmethod
+    def of(model_path: str) -> WeightFiles | None:
+        """Find the files of a model; None if its weights are not in safetensors files."""
+        index = model_file(model_path, "model.safetensors.index.json")
+        if index is None:
+            path = model_file(model_path, "model.safetensors")
+            if path is None:
+                return None
+            with _opened(path) as file:
+                return WeightFiles(dict.fromkeys(file.keys(), path))
+        try:
+            names: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise _unusable(f"{index} cannot be read: {error!r}") from error
+        found = {name: model_file(model_path, name) for name in dict.fromkeys(names.values())}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise _unusable(f"{model_path} has no {missing[0]}, which its index names")
+        return WeightFiles({name: path for name, file in names.items() if (path := found[file]) is not None})
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise :class:`ConfigError` unless the files have these tensors, of these shapes."""
+        for name, shape in shapes.items():
+            if name not in self._shapes:
+                raise _unusable(f"{self._files.get(name, 'the weights')}: there is no tensor {name}")
+            if self._shapes[name] != shape:
+                raise _unusable(f"{self._files[name]}: {name} is {self._shapes[name]}, the model's is {shape}")
+
+    def read(self, targets: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Copy rows of tensors into ``targets``: (rows to fill, index of the first) by name."""
+        for path in dict.fromkeys(self._files[name] for name in targets):
+            pieces = _pieces((name, *target) for name, target in targets.items() if self._files[name] == path)
+            for piece in pieces:
+                with _opened(path) as file:
+                    for name, rows, first in piece:
+                        _copy(rows, file, name, first=first)
+
+
+def _copy(rows: Tensor, file: Any, name: str, *, first: int) -> None:
+    # A function of its own: a variable that outlived the file would keep it mapped.
+    rows.copy_(file.get_slice(name)[first : first + len(rows)] if rows.ndim else file.get_tensor(name))
+
+
+def _pieces(targets: Iterator[tuple[str, Tensor, int]]) -> Iterator[list[tuple[str, Tensor, int]]]:
+    """Cut targets into lists of about :data:`PIECE_BYTES`."""
+    piece: list[tuple[str, Tensor, int]] = []
+    size = 0
+    for name, rows, first in targets:
+        if rows.numel() == 0:
+            continue
+        at_once = max(1, PIECE_BYTES // rows[0].nbytes) if rows.ndim else 1
+        for start in range(0, len(rows) if rows.ndim else 1, at_once):
+            part = rows[start : start + at_once] if rows.ndim else rows
+            piece.append((name, part, first + start))
+            size += part.nbytes
+            if size >= PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise _unusable(f"{path} cannot be read: {error}") from error
+
+
+def _unusable(message: str) -> ConfigError:
+    return ConfigError(message, path="model_path", remedy="a complete folder, as save_pretrained writes it")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal LM of transformers; without memory if it has ``files`` to be filled from."""
+
+    causal_lm: Any  # then on torch's meta device, but for buffers that are computed
+    files: WeightFiles | None = None
+    twin: Any = None  # then a small model of the same code, with random weights
+
+
+def empty_causal_lm(path: str, config: Any) -> LoadedModel | None:
+    """Make a model of ``config`` without memory; None if it must be read as a whole.
+
+    That is so where its weights are not in safetensors files, are quantised or are stored in another form (experts that
+    transformers fuses), and where its buffers cannot be told from those of a smaller model. Must be called under
+    ``model_loading_lock``.
+
+    Raises:
+        ConfigError: a file is missing or cannot be read.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if getattr(config, "quantization_config", None) or (files := WeightFiles.of(path)) is None:
+        return None
+    # The twin is drawn on the CPU, and nothing else in the process may notice.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        causal_lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    if get_model_conversion_mapping(causal_lm, add_legacy=False):
+        return None
+    twin = small_causal_lm(config)
+    computed = dict(twin.named_buffers())
+    for prefix, module in causal_lm.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:  # noqa: SLF001  # torch has no public way
+                found = computed.get(f"{prefix}.{name}" if prefix else name)
+                if found is None or found.shape != buffer.shape:
+                    return None
+                module.register_buffer(name, found.clone(), persistent=False)
+    if model_file(path, "generation_config.json") is not None:
+        causal_lm.generation_config = GenerationConfig.from_pretrained(path)
+    return LoadedModel(causal_lm, files, twin)
+
+
+def small_causal_lm(config: Any) -> Any:
+    """Make a model of the same code with one layer of each kind at least, 256 ids and random weights.
+
+    Its head is scaled so that logits are about -10 to 10, where a cap or a scale of them shows.
+    """
+    from transformers import AutoModelForCausalLM
+
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    layers: int = text.num_hidden_layers
+    kinds = list(getattr(text, "layer_types", None) or ())
+    kept = min(layers, max([1, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == layers:
+            setattr(text, name, value[:kept])
+    text.num_hidden_layers = kept
+    text.vocab_size = min(text.vocab_size, _TWIN_VOCABULARY)
+    for part in (small, text):
+        if part.pad_token_id is not None and part.pad_token_id >= text.vocab_size:
+            part.pad_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        twin: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+        head = twin.get_output_embeddings()
+        if head is not None:
+            with torch.no_grad():
+                head.weight.normal_(std=10.0 * head.weight.shape[1] ** -0.5)
+    return twin
+
+
+def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: torch.device) -> None:
+    """Give a model on the meta device, sharded or not, memory on ``device``, and read its weights.
+
+    ``model`` has ``causal_lm`` inside, and may be sharded itself. Parameters that have memory already (adapters, a new
+    head) stay as they are; tied ones stay tied.
+
+    Raises:
+        ConfigError: a file cannot be read any more.
+    """
+    empty = {name: tensor for name, tensor in stored_tensors(causal_lm).items() if _local(tensor).is_meta}
+    names: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in causal_lm.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(id(parameter), []).append((module, name))
+    model._apply(  # noqa: SLF001  # to_empty() would also take the memory of what has some
+        lambda tensor: torch.empty_like(tensor, device=device) if _local(tensor).is_meta else tensor
+    )
+    for (module, name), *others in names.values():
+        for other, its_name in others:
+            other.register_parameter(its_name, getattr(module, name))
+    filled = stored_tensors(causal_lm)
+    with torch.no_grad():
+        files.read({name: (_local(filled[name]), _first_row(filled[name])) for name in empty})
+
+
+def stored_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones once, and persistent buffers, under their names in files."""
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in causal_lm.named_modules()
+        for name in module._non_persistent_buffers_set  # noqa: SLF001
+    }
+    tensors = dict(causal_lm.named_parameters()) | {
+        name: buffer for name, buffer in causal_lm.named_buffers() if name not in transient
+    }
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_row(tensor: Tensor) -> int:
+    """Return the index of the first row of this rank's shard."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    assert tensor.placements == (Shard(0),)
+    mesh = tensor.device_mesh
+    at_most = -(-tensor.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * at_most, tensor.shape[0])

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import concurrent.futures.thread  # before programs register what has to come first at exit
 import gc
+import inspect
 import logging
 import math
 import os
@@ -289,6 +290,12 @@ def _after_cell(result: Any) -> None:
 # -------------------------------------------------------------------------- operations that outlive a cancelled caller
 
 
+def _forget(operation: Awaitable[Any]) -> None:
+    """Close a coroutine that never began, so that Python does not complain that nobody awaited it."""
+    if inspect.iscoroutine(operation) and inspect.getcoroutinestate(operation) == inspect.CORO_CREATED:
+        operation.close()
+
+
 async def shield_until_done(
     operation: Awaitable[_T],
     *,
@@ -308,7 +315,11 @@ async def shield_until_done(
             answers. The operation is cancelled then and waited for.
         ended_error: raised where ``ended`` ended the operation and the caller was not cancelled.
     """
-    task = asyncio.ensure_future(operation)
+    try:
+        task = asyncio.ensure_future(operation)
+    except RuntimeError:  # no loop runs: this is the end of a caller that was left behind
+        _forget(operation)
+        raise
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         awaited: list[asyncio.Future[Any]] = [task]
@@ -322,6 +333,9 @@ async def shield_until_done(
             if cancelled is None and on_cancel is not None and not task.done():
                 on_cancel()
             cancelled = cancelled or error
+        except GeneratorExit:  # the loop has ended
+            _forget(operation)
+            raise
     if cancelled is not None:
         failure = None if task.cancelled() else task.exception()
         if failure is not None:

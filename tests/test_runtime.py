@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -82,6 +84,38 @@ async def test_on_cancel_may_cancel_the_operation_and_so_end_the_wait():
     await asyncio.wait([caller])
     assert operation.cancelled()
     assert caller.cancelled()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.filterwarnings("error")
+def test_an_operation_that_the_end_of_the_loop_keeps_from_beginning_leaves_no_warning(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The caller is left behind at its wait, or in the first round of the loop that its last wish would need."""
+    complaints: list[object] = []
+    begun: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: complaints.append(found.exc_value))
+
+    async def close() -> None:
+        begun.append("close")
+
+    async def life() -> None:
+        try:
+            await asyncio.sleep(0 if steps else 3600)
+        finally:
+            await shield_until_done(close())
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _loop, _context: None)  # "Task was destroyed but it is pending"
+    left_behind = loop.create_task(life())
+    for _ in range(1 + steps):
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+    loop.close()
+    del left_behind
+    gc.collect()
+    assert begun == []
+    assert [each for each in complaints if "never awaited" in str(each)] == []
 
 
 async def test_an_operation_whose_peer_has_ended_is_cancelled_and_raises_the_given_error():

@@ -7,6 +7,7 @@ answer is one message, calls, or both. Conversations are kept for ``previous_res
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -329,7 +330,7 @@ async def _finished(
 def _response(call: Call, body: ResponsesRequest) -> Response:
     """Return the response as it is before the first token."""
     return Response(
-        id=f"resp_{call.id}",
+        id=f"resp_{secrets.token_hex(16)}",  # not the call's, which clients choose: a response is found by it
         created_at=int(time.time()),
         model=body.model,
         status="in_progress",

@@ -38,6 +38,9 @@ from asyncrl.weights import WeightManifest, manifest_fingerprint
 
 _log = logging.getLogger(__name__)
 
+LEAST_PATIENCE_S = 2.0
+"""Time for which an interrupted run finishes its step in any case: short steps take several times as long by chance."""
+
 MOST_PATIENCE_S = 10.0
 """Longest time for which an interrupted run finishes its step; a checkpoint that takes longer is not saved then."""
 
@@ -248,9 +251,13 @@ class Driver:
     async def _finish_if_interrupted(self, step: Coroutine[Any, Any, None]) -> None:
         """Finish a step that is interrupted, if it takes about as long as the one before, and that is not long."""
         running = asyncio.ensure_future(step)
-        patience_s = min(2 * self._step_s, MOST_PATIENCE_S)
         loop = asyncio.get_running_loop()
-        await shield_until_done(running, on_cancel=lambda: loop.call_later(patience_s, running.cancel))
+
+        def interrupted() -> None:
+            patience_s = min(max(2 * self._step_s, LEAST_PATIENCE_S), MOST_PATIENCE_S)
+            loop.call_later(patience_s, running.cancel)
+
+        await shield_until_done(running, on_cancel=interrupted)
 
     async def _update(self, step: int, selected: Sequence[SelectedGroup]) -> StepRecord:
         recorded = step in self.journal.recovered.batches

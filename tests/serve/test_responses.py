@@ -115,6 +115,17 @@ async def test_a_conversation_is_continued_by_the_id_of_its_last_response(serve)
             assert error["code"] == "previous_response_not_found"
 
 
+async def test_the_id_of_a_response_cannot_be_guessed(serve):
+    """A response is found by it, and clients choose the id of their request: neither another's, nor twice the same."""
+    async with serve(lambda prompt: "it again<|end|>") as served:
+        headers = {"X-Request-ID": "mine"}
+        first, second = [await served.post("/v1/responses", BODY, headers=headers) for _ in range(2)]
+        assert first["id"] != second["id"]
+        assert all("mine" not in each["id"] and len(each["id"]) >= 32 for each in (first, second))
+        for each in (first, second):  # the second did not take the place of the first
+            await served.post("/v1/responses", {**BODY, "previous_response_id": each["id"]})
+
+
 async def test_a_short_request_after_a_long_conversation_is_rendered_in_a_thread(serve, monkeypatch):
     on_the_loop = []
     prompt = ChatRenderer.prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -256,3 +257,33 @@ def test_an_error_of_a_step_ends_everything() -> None:
 def test_it_explains_what_everything_waits_for() -> None:
     made, _ = driver(max_staleness=0)
     assert made.explain() == ["admission: group 0 may be issued", *made.buffer.explain(), "pool: fine"]
+
+
+def test_an_interrupted_step_is_finished_where_that_takes_about_as_long_as_the_one_before():
+    """Steps of random lengths, interrupted at random: short ones have 2 s, others twice the last, at most 10 s."""
+
+    async def interrupted(last_s: float, takes_s: float, at_s: float) -> tuple[bool, float]:
+        finished: list[bool] = []
+        clock = asyncio.get_running_loop().time
+        begun_s = clock()
+
+        async def step() -> None:
+            await asyncio.sleep(takes_s)
+            finished.append(True)
+
+        driver: Any = SimpleNamespace(_step_s=last_s)
+        running = asyncio.ensure_future(Driver._finish_if_interrupted(driver, step()))
+        await asyncio.sleep(at_s)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return bool(finished), clock() - begun_s
+
+    draw = random.Random(3)
+    for _ in range(300):
+        last_s, takes_s = (10 ** draw.uniform(-2, 1.5) for _ in range(2))
+        at_s = draw.random() * takes_s
+        left_s, patience_s = takes_s - at_s, min(max(2 * last_s, 2.0), 10.0)
+        finished, took_s = run_virtually(interrupted(last_s, takes_s, at_s))
+        assert finished is (left_s <= patience_s)
+        assert took_s == pytest.approx(at_s + min(left_s, patience_s))

@@ -183,6 +183,13 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         help="origin whose web pages may call (https://lab.example)",
     )
     parser.add_argument("--model-name", action="append", default=[], metavar="N", help="name of the model for clients")
+    parser.add_argument(
+        "--health-check-timeout",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds for which a replica's process may be stopped before it is started again (20)",
+    )
     parser.add_argument("--capture", type=Path, metavar="FOLDER", help="write rewarded sessions there")
 
 
@@ -226,6 +233,7 @@ def _options(namespace: argparse.Namespace) -> ServingOptions:
         ray=namespace.ray,
         names=tuple(namespace.model_name),
         capture=namespace.capture,
+        health_check_timeout_s=namespace.health_check_timeout,
         binding=Binding(
             host=namespace.host,
             port=namespace.port,

@@ -120,8 +120,9 @@ class ClusterConfig(Section):
     num_cpus: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """CPUs of a Ray cluster that is started here; none: the cores of the machine."""
     health_check_timeout_s: Annotated[float, Field(ge=3, le=86_400)] = 120.0
-    """Longest time for which a worker's process on Ray may answer nothing at all, whatever it works on; past it, it is
-    killed, and mended like a death. The log names it after 20 s, or a third of this."""
+    """Longest time for which a worker's process on Ray may answer nothing at all, whatever it works on, and one of an
+    engine or a reward function be stopped; past it, it is killed, and mended like a death. The log names it after 20 s,
+    or a third of this."""
     colocate: Annotated[tuple[Literal["trainer", "critic", "reference"], ...], BeforeValidator(list_to_tuple)] = ()
     """Roles whose ranks share processes and their CPUs and GPUs: they compute one after another, not at once."""
 

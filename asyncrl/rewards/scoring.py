@@ -27,6 +27,7 @@ from asyncrl.errors import ConfigError, RewardError
 from asyncrl.plugins import Part, is_importable, load_part, part_text
 from asyncrl.rewards.scoring_program import as_value, load_file
 from asyncrl.runtime import in_thread
+from asyncrl.single_controller.children import children, stopped_among
 
 _log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("scoring_program.py")
@@ -57,7 +58,9 @@ class ScoringProcess:
     death between two calls is logged when it happens (on Linux; elsewhere at the next call).
 
     A process that dies by a signal during a call may have been killed from outside (by the kernel's OOM killer, for
-    example): the call is repeated in a new process. A call fails after three such deaths, or when its process exits.
+    example): the call is repeated in a new process. So it is if the process is stopped: then it is killed, at the
+    latest at the call's deadline (:mod:`asyncrl.single_controller.children`). A call fails after three such deaths, or
+    when its process exits.
 
     ``start_deadline_s`` is the longest time for starting Python and importing the module.
     """
@@ -95,6 +98,7 @@ class ScoringProcess:
             reply = await self._call_until_answered(request, deadline_s=deadline_s)
         finally:
             self._in_call = False
+        await self._reap()  # it may have died since it answered
         if "error" in reply:
             raise RewardError(f"raised\n{reply['error']}", how="raised")
         return checked_value(reply)
@@ -110,8 +114,7 @@ class ScoringProcess:
                 text = f"its process ended {deaths[-1]}"
                 if end.code >= 0:
                     raise RewardError(text, how="died") from None
-                process = f"scoring process {end.pid} of {self._function}"
-                _log.warning("%s died during a call (%s; death %d)", process, deaths[-1], len(deaths))
+                _log.warning("%s died during a call (%s; death %d)", self._label(end.pid), deaths[-1], len(deaths))
                 if len(deaths) == _MAX_DEATHS:
                     text += f": {len(deaths)} processes died during this call ({', '.join(deaths)})"
                     raise RewardError(text, how="died") from None
@@ -124,13 +127,27 @@ class ScoringProcess:
                 async with asyncio.timeout(deadline_s):
                     return await self._exchange(request)
             except TimeoutError:
+                await self._check_runs()
                 raise RewardError(
                     f"took longer than its deadline of {deadline_s:g} s and was killed", how="deadline"
                 ) from None
         except BaseException:
             # The process is still busy, or in an unknown state.
+            if self._process is not None and _has_ended(self._process.pid):
+                _log.warning("%s died during a call that was given up", self._label(self._process.pid))
             await self.stop()
             raise
+
+    async def _check_runs(self) -> None:
+        """Raise _ProcessEnded if the process is stopped: then it is not the function that takes long."""
+        process = self._process
+        stopped: list[int] = [] if process is None else await asyncio.to_thread(stopped_among, process.pid)
+        if process is not None and stopped:
+            _log.warning("%s is stopped at the deadline of its call, and is killed", self._label(process.pid))
+            raise _ProcessEnded(process.pid, await self.stop())
+
+    def _label(self, pid: int) -> str:
+        return f"scoring process {pid} of {self._function}"
 
     async def _start(self) -> None:
         self._check_open()
@@ -152,6 +169,7 @@ class ScoringProcess:
             async with asyncio.timeout(self._start_deadline_s):
                 reply = await self._exchange(pickle.dumps({"path": sys.path, "function": self._function}))
         except TimeoutError:
+            await self._check_runs()
             raise RewardError(f"its module was not imported within {self._start_deadline_s:g} s") from None
         if "error" in reply:
             raise RewardError(f"its module could not be imported\n{reply['error']}")
@@ -168,6 +186,7 @@ class ScoringProcess:
 
     def _watch(self) -> None:
         assert self._process is not None
+        children.add(self._process.pid, self._label(self._process.pid), kill=_order_end)
         with contextlib.suppress(AttributeError, OSError):  # not on this system or kernel
             self._watched = os.pidfd_open(self._process.pid)
         if self._watched is not None:
@@ -188,7 +207,7 @@ class ScoringProcess:
         process = self._process
         if process is not None and not self._in_call and _has_ended(process.pid):
             how = _describe_exit(await self.stop())
-            _log.warning("scoring process %d of %s died between two calls (%s)", process.pid, self._function, how)
+            _log.warning("%s died between two calls (%s)", self._label(process.pid), how)
 
     async def _exchange(self, body: bytes) -> dict[str, Any]:
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -199,6 +218,7 @@ class ScoringProcess:
             answer = await self._reader.readexactly(count) if count <= _MAX_REPLY_BYTES else b""
         except (asyncio.IncompleteReadError, ConnectionError):
             pid = self._process.pid if self._process is not None else 0
+            _log.warning("%s is gone", self._label(pid))  # at once: the call may be cancelled meanwhile
             raise _ProcessEnded(pid, await self.stop()) from None
         try:
             reply = json.loads(answer)
@@ -213,6 +233,7 @@ class ScoringProcess:
         self._closed = True
         if self._reaping is not None:
             await self._reaping
+        await self._reap()
         await self.stop()
 
     def _check_open(self) -> None:
@@ -224,6 +245,7 @@ class ScoringProcess:
         process, self._process = self._process, None
         if process is None:
             return 0
+        children.remove(process.pid)
         self._unwatch()
         self._writer.close()
         return await asyncio.shield(asyncio.to_thread(_end, process))
@@ -250,13 +272,19 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     # A dead process keeps its id until it is waited for, so these cannot hit another group.
     kill = threading.Timer(_END_S, _kill_group, (process.pid,))
     kill.start()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGTERM)
+    _order_end(process.pid)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     kill.cancel()
     kill.join()
     _kill_group(process.pid)
     return process.wait()
+
+
+def _order_end(pid: int) -> None:
+    """Have the process end with all that the function started. One that is stopped goes on to do so."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)
 
 
 def _kill_group(pid: int) -> None:

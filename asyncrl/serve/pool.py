@@ -15,6 +15,7 @@ from asyncrl.rollout.engine_worker import EngineSpec, EngineWorker, WorkerGroupE
 from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.runtime import shield_until_done
+from asyncrl.single_controller.liveness import Liveness
 from asyncrl.weights import WeightManifest, WeightTransport
 
 if TYPE_CHECKING:
@@ -156,12 +157,14 @@ class RayReplicas:
 
     Attributes:
         address: of the cluster, for machines that join it.
+        liveness: when a replica's process that does not answer is named and ended.
         spec: of the engine; its model is read on the node.
         transport: holds new weights on this machine; Ray carries them to the node.
         cpus, gpus: reserved for a replica on its node, within ``start_s``.
     """
 
     address: str
+    liveness: Liveness
     spec: EngineSpec
     transport: WeightTransport | None
     cpus: float = 1.0
@@ -181,6 +184,7 @@ class RayReplicas:
                 resources_per_worker={resource: 1.0},
                 placement_timeout_s=self.start_s,
             )
-            return RayWorkerGroup(place, RayClassWithInitArgs(EngineWorker, self.spec), name=name)
+            worker = RayClassWithInitArgs(EngineWorker, self.spec)
+            return RayWorkerGroup(place, worker, name=name, liveness=self.liveness)
 
         return lambda: WorkerGroupEngine(make_group, transport=self.transport)

@@ -42,6 +42,8 @@ from asyncrl.serve.pool import RayReplicas, WeightUpdater
 from asyncrl.serve.server import Binding, Server
 from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink
 from asyncrl.serve.text import Choice, ModelText, context_tokens
+from asyncrl.single_controller.children import children
+from asyncrl.single_controller.liveness import Liveness
 from asyncrl.weights import TransportSpec, WeightTransport
 
 _ENGINES = "asyncrl.rollout_engines"
@@ -62,6 +64,9 @@ class ServingOptions:
         transport: entry point of the weight transport; None takes no new weights.
         ray: Ray cluster whose nodes may add replicas (``HOST:PORT``, ``auto``), or ``local`` to start one on this
             machine; None for none.
+        health_check_timeout_s: longest time for which the process of a replica may be stopped, or a replica of another
+            machine answer nothing at all; past it, it is killed and started again, while its requests go on at others.
+            The log names it after a third of this.
     """
 
     engine: str = "transformers"
@@ -76,10 +81,21 @@ class ServingOptions:
     capture: Path | str | ReplayBuffer | None = None
     transport: str | None = "shared_memory"
     ray: str | None = None
+    health_check_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError(f"replicas must be at least 1, got {self.replicas}", path="replicas")
+        if not 1 <= self.health_check_timeout_s <= 86_400:
+            raise ConfigError(
+                f"health_check_timeout_s is {self.health_check_timeout_s}",
+                path="health_check_timeout_s",
+                remedy="1 to 86400 seconds",
+            )
+
+    @property
+    def liveness(self) -> Liveness:
+        return Liveness.of(self.health_check_timeout_s)
 
 
 class ServedModel:
@@ -112,6 +128,7 @@ class ServedModel:
     async def _start(self, stack: AsyncExitStack) -> None:
         options = self._options
         begin = self._clock()
+        children.configure(options.liveness)
         ports = options.binding.bind()  # an address in use is found before the model is loaded
         stack.callback(ports.close)
         folder = await self._model_folder(stack)
@@ -224,7 +241,12 @@ class ServedModel:
         await asyncio.to_thread(cluster.__enter__)
         stack.callback(cluster.__exit__)
         there = TransportSpec(name=options.transport or "shared_memory", namespace=f"joined-{secrets.token_hex(4)}")
-        return RayReplicas(address=cluster.address, spec=self._hosted(self._model, there), transport=transport)
+        return RayReplicas(
+            address=cluster.address,
+            liveness=options.liveness,
+            spec=self._hosted(self._model, there),
+            transport=transport,
+        )
 
     # --------------------------------------------------------------------------------------------- within the block
 

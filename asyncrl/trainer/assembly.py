@@ -34,6 +34,7 @@ from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
 from asyncrl.runtime import failure_of_program
 from asyncrl.single_controller import ClassWithInitArgs, Restart, Worker, WorkerGroup, create_colocated_worker_cls
+from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
 from asyncrl.trainer.group import Score
 from asyncrl.trainer.learner import Advantages
@@ -114,7 +115,10 @@ def group_maker(
     cluster: ClusterConfig, requests: Sequence[WorkerGroupRequest], *, log_folder: Path, stack: AsyncExitStack
 ) -> MakeGroup:
     """Return the function that makes the groups of ``requests``; ``stack`` closes the cluster started for them."""
-    return _ray_group_maker(cluster, requests, log_folder, stack) if cluster.backend == "ray" else _local_group
+    if cluster.backend == "ray":
+        return _ray_group_maker(cluster, requests, log_folder, stack)
+    children.configure(Liveness.of(cluster.health_check_timeout_s))
+    return _local_group
 
 
 def _ray_group_maker(

@@ -19,6 +19,7 @@ from asyncrl.rollout.health import HealthPolicy
 from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.single_controller import ClassWithInitArgs
+from asyncrl.single_controller.liveness import Liveness
 from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.weights import WeightManifest, WeightTransport
 from engines.weights.shared_memory import SharedMemoryTransport
@@ -145,7 +146,7 @@ async def test_a_replica_joins_from_another_node_and_the_node_goes(
     from asyncrl.serve.pool import RayReplicas
 
     supervision = Supervision(health=HealthPolicy(restart_s=0.1, max_restart_s=1.0), start_s=60.0, probe_every_s=1.0)
-    replicas = RayReplicas(address="", spec=TELLTALE, transport=transport, start_s=5.0)
+    replicas = RayReplicas(address="", liveness=Liveness(), spec=TELLTALE, transport=transport, start_s=5.0)
     home = WorkerGroupEngine(here, transport=transport)
     async with ReplicaPool({"home": lambda: home}, options=PoolOptions(supervision=supervision)) as pool:
         for version in (1, 2):

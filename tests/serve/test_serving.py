@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -83,6 +84,47 @@ async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_p
     assert not (tmp_path / "control.sock").exists()
     with pytest.raises(ConfigError, match="no server"):
         ControlClient(str(tmp_path / "control.sock"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is stopped is read from /proc")
+async def test_streams_of_a_replica_that_is_stopped_go_on_at_another(model, tmp_path, caplog):
+    body = {"model": "tiny-model", "prompt": [1, 2], "max_tokens": 100, "stream": True, "return_token_ids": True}
+    served = asyncrl.serve(
+        str(model),
+        replicas=2,
+        engine="asyncrl.testing:VersionEchoEngine",
+        engine_options={"token_s": 0.02},
+        binding=Binding(port=0, control_socket=tmp_path / "control.sock"),
+        health_check_timeout_s=1.0,
+    )
+    async with served as pool, aiohttp.ClientSession() as client:
+        victim = pool.pool._replicas["replica-0"].engine.pid
+        started = asyncio.Semaphore(0)
+
+        async def tokens():
+            found = 0
+            async with client.post(f"{pool.url}/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
+                            if not found and choice.get("token_ids"):
+                                started.release()
+                            found += len(choice.get("token_ids") or ())
+            return found
+
+        async with asyncio.timeout(60):
+            streams = [asyncio.ensure_future(tokens()) for _ in range(4)]
+            for _ in streams:
+                await started.acquire()
+            assert pool.pool.statistics().replicas[0].requests > 0
+            os.kill(victim, signal.SIGSTOP)
+            assert await asyncio.gather(*streams) == [100] * 4
+            assert pool.pool.statistics().migrations > 0
+            while not pool.pool._replicas["replica-0"].serves:
+                await asyncio.sleep(0.05)
+            assert pool.pool._replicas["replica-0"].engine.pid != victim
+    assert f"the process {victim} of engine asyncrl.testing:VersionEchoEngine has been stopped" in caplog.text
 
 
 def greedy(tokens):

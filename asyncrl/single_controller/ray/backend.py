@@ -241,7 +241,8 @@ class RayWorkerGroup(WorkerGroup):
 
     Args:
         restart: the policy for dead processes; None leaves them dead.
-        liveness: when a process that does not answer is named and ended; None asks none.
+        liveness: when a process that does not answer is named and ended; None asks none. It also holds for stopped
+            processes that the workers start (:mod:`asyncrl.single_controller.children`).
         detached: the workers outlive this program, until a program shuts the group down; :meth:`attach` finds them by
             the group's name. The pool must be detached too.
 
@@ -442,8 +443,9 @@ class RayWorkerGroup(WorkerGroup):
 
     async def _construct(self, ranks: Sequence[int], handles: Sequence[Handle]) -> list[Failed | None]:
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
+        liveness = None if self._silence is None else self._silence.liveness
         calls = [
-            handle.construct.remote(self._init, self._contexts[rank], variables)
+            handle.construct.remote(self._init, self._contexts[rank], variables, liveness)
             for rank, handle in zip(ranks, handles, strict=True)
         ]
         return await self._all("__init__", ranks, calls)

@@ -18,7 +18,9 @@ import ray
 
 from asyncrl.errors import InfrastructureError
 from asyncrl.single_controller.call import Arguments, Call, Failed, Reply
+from asyncrl.single_controller.children import children
 from asyncrl.single_controller.host import WorkerHost
+from asyncrl.single_controller.liveness import Liveness
 from asyncrl.single_controller.ray.messages import Message, RayValue, decode_call, encode_reply, portable
 from asyncrl.single_controller.worker import WorkerContext
 
@@ -79,9 +81,13 @@ class RayHost:
     async def ping(self) -> None:
         """Answer, on the event loop, whatever the worker's threads compute."""
 
-    async def construct(self, init: RayValue, context: WorkerContext, variables: Mapping[str, str]) -> Failed | None:
+    async def construct(
+        self, init: RayValue, context: WorkerContext, variables: Mapping[str, str], liveness: Liveness | None
+    ) -> Failed | None:
         # The class is loaded after the environment is set: modules may read it when they are imported.
         os.environ.update({**context.environment(), **variables})
+        if liveness is not None:
+            children.configure(liveness)
         try:
             worker_class, args, kwargs = await init.fetch()
         except InfrastructureError as error:

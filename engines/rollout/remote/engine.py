@@ -31,6 +31,7 @@ from asyncrl.interfaces import (
 )
 from asyncrl.plugins import part_path
 from asyncrl.runtime import in_thread
+from asyncrl.single_controller.children import children, kill_stopped
 from asyncrl.weights import TransportSpec, WeightManifest
 from engines.rollout.remote.protocol import (
     PROTOCOL,
@@ -163,6 +164,7 @@ class RemoteEngine:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             process = await self._start_process(theirs.fileno())
+        children.add(process.pid, f"the process {process.pid} of {self._name}")
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         frames = Frames(reader, writer, receives=EngineMessage)
         try:
@@ -406,5 +408,7 @@ async def _end(process: asyncio.subprocess.Process, *, within_s: float) -> int:
         async with asyncio.timeout(within_s):
             return await process.wait()
     except TimeoutError:
-        process.kill()
+        await asyncio.to_thread(kill_stopped, process.pid)
         return await process.wait()
+    finally:
+        children.remove(process.pid)

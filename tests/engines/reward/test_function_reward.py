@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from textwrap import dedent
@@ -22,9 +22,13 @@ from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError, SchemaError
 from asyncrl.interfaces import RewardModel
 from asyncrl.rewards.scoring import ScoringProcess
+from asyncrl.single_controller.children import children
+from asyncrl.single_controller.liveness import Liveness
 from engines.reward.function import FunctionReward
 
 Module = Callable[[str], str]
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="what is stopped is read from /proc")
 
 
 @pytest.fixture
@@ -431,6 +435,87 @@ async def test_a_call_whose_process_is_killed_is_repeated(
     for number, pid in enumerate(killed, 1):
         died = f"scoring process {pid} of {name}:reward died during a call (by SIGKILL; death {number})"
         assert died in caplog.text
+
+
+@pytest.fixture
+def watched_closely() -> Iterator[None]:
+    children.configure(Liveness(every_s=0.02, named_after_s=0.1, ended_after_s=0.3))
+    yield
+    children.configure(Liveness())
+
+
+@linux
+@pytest.mark.usefixtures("watched_closely")
+@pytest.mark.parametrize("which", ["the process", "its keeper"])
+async def test_a_call_whose_process_is_stopped_is_repeated(
+    module: Module, tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str
+) -> None:
+    fifo, armed = tmp_path / "started", tmp_path / "armed"
+    armed.touch()
+    name = module(one_that_waits_to_be_killed(fifo, armed))
+    async with listening(fifo) as started, rewarding(function=f"{name}:reward", deadline_s=500) as reward:
+        scoring = asyncio.ensure_future(scores(reward, batch(["a"])))
+        keeper = int(await started.readline())
+        armed.unlink()
+        os.kill(keeper if which == "its keeper" else child_of(keeper), signal.SIGSTOP)
+        assert await asyncio.wait_for(scoring, 30) == [2.0]
+    assert f"scoring process {keeper} of {name}:reward has been stopped" in caplog.text
+    assert f"scoring process {keeper} of {name}:reward died during a call (by SIGKILL; death 1)" in caplog.text
+
+
+@linux
+async def test_a_process_that_is_stopped_is_not_a_function_that_takes_long(
+    module: Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fifo, armed = tmp_path / "started", tmp_path / "armed"
+    armed.touch()
+    name = module(one_that_waits_to_be_killed(fifo, armed))
+    async with listening(fifo) as started, rewarding(function=f"{name}:reward", deadline_s=2.0) as reward:
+        scoring = asyncio.ensure_future(scores(reward, batch(["a"])))
+        keeper = int(await started.readline())
+        armed.unlink()
+        os.kill(child_of(keeper), signal.SIGSTOP)
+        assert await asyncio.wait_for(scoring, 30) == [2.0]
+    assert f"scoring process {keeper} of {name}:reward is stopped at the deadline of its call" in caplog.text
+
+
+@linux
+@pytest.mark.usefixtures("watched_closely")
+async def test_an_idle_process_that_is_stopped_is_replaced(module: Module) -> None:
+    name = module("""
+        import os
+        def reward(token_ids):
+            return os.getppid()
+        """)
+    async with rewarding(function=f"{name}:reward") as reward:
+        (first,) = await scores(reward, batch(["a"]))
+        os.kill(int(first), signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            while alive(int(first)):
+                await asyncio.sleep(0.05)
+        assert await scores(reward, batch(["a"])) != [first]
+
+
+@linux
+async def test_a_death_right_after_the_answer_is_logged(module: Module, caplog: pytest.LogCaptureFixture) -> None:
+    name = module("""
+        def reward(token_ids):
+            return 1.0
+        """)
+    process = ScoringProcess(f"{name}:reward", start_deadline_s=60)
+    assert await process.call({"token_ids": []}, deadline_s=30) == 1.0
+    pid = process.pid
+    assert pid is not None
+    process._unwatch()  # as if the end had been noticed during the call, whose answer was there already
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    await process.close()
+    assert f"scoring process {pid} of {name}:reward died between two calls (by SIGKILL)" in caplog.text
+
+
+def child_of(pid: int) -> int:
+    (child,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return child
 
 
 @pytest.mark.parametrize("how", ["deadline", "answer"])

@@ -27,6 +27,8 @@ from asyncrl.errors import (
     WeightVersionError,
 )
 from asyncrl.interfaces import Generation, GenerationRequest, OutOfProcessEngine, SleepingEngine
+from asyncrl.single_controller.children import children
+from asyncrl.single_controller.liveness import Liveness
 from asyncrl.testing import VersionEchoEngine
 from asyncrl.weights import TransportSpec
 from engines.rollout.remote import protocol as engine_protocol
@@ -218,6 +220,30 @@ async def test_a_killed_process_is_noticed_at_once_while_its_child_runs_on() -> 
             os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is stopped is read from /proc")
+@pytest.mark.parametrize("which", ["its process", "a process that it has started"])
+async def test_an_engine_that_is_stopped_is_named_and_ended(
+    request_of: RequestOf, collect: Collect, caplog: pytest.LogCaptureFixture, which: str
+) -> None:
+    children.configure(Liveness(every_s=0.02, named_after_s=0.1, ended_after_s=0.3))
+    try:
+        async with hosting(engine=f"{__name__}:WithChild", options={"token_s": 0.001}) as engine:
+            assert engine.pid is not None
+            (child,) = map(int, Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split())
+            running = asyncio.ensure_future(collect(engine, request_of("a", [1], 20_000)))
+            await anext(engine.generate(request_of("b", [1], 4000)))
+            os.kill(engine.pid if which == "its process" else child, signal.SIGSTOP)
+            with pytest.raises(EngineError, match=rf"process {engine.pid}\) is gone: killed by SIGKILL"):
+                await asyncio.wait_for(running, 20)
+            assert f"the process {engine.pid} of engine {__name__}:WithChild has been stopped" in caplog.text
+            if which == "its process":
+                os.kill(child, signal.SIGKILL)
+            else:
+                assert f"process {child} of the process {engine.pid}" in caplog.text
+    finally:
+        children.configure(Liveness())
 
 
 class SlowToClose(VersionEchoEngine):

@@ -1,0 +1,157 @@
+"""Whether processes that this one has started are stopped (SIGSTOP). On Linux; elsewhere none is noticed.
+
+    running --the kernel calls it stopped for named_after_s--> named --for ended_after_s--> killed
+       ^                                                         |
+       '----------------------- continued -----------------------'
+
+Engines and reward functions run in processes of their own, which are busy for as long as they like: whether they are
+stopped is asked of the kernel, not of them, so that no long computation is taken for a freeze. A process is watched
+together with all that it has started. What follows is what follows a death: its owner sees its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.single_controller.liveness import Liveness, Silence
+
+_log = logging.getLogger(__name__)
+
+
+def stopped_among(pid: int) -> list[int]:
+    """Return which are stopped of a child of this process and all that it has started. Reads files of ``/proc``."""
+    state, parent = _state_and_parent(pid)
+    if parent != os.getpid():  # it has ended; the number may be another's
+        return []
+    stopped, waiting = [pid] if state == "T" else [], [pid]
+    while waiting:
+        for child in _children(waiting.pop()):
+            waiting.append(child)
+            if _state_and_parent(child)[0] == "T":
+                stopped.append(child)
+    return stopped
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", 0
+    state, parent = stat.rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended, or the kernel does not list them
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def kill_stopped(pid: int) -> None:
+    """Kill a child, and what is stopped of all that it has started: that would not notice the end of its parent."""
+    for each in (*stopped_among(pid), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+class ChildWatch:
+    """Names and kills stopped processes among those that were added; a thread looks while there are any.
+
+    >>> watch = ChildWatch(Liveness(every_s=1, named_after_s=3, ended_after_s=10))
+    >>> with watch.watching(os.getpid(), "this process"):
+    ...     watch.names
+    ['this process']
+    """
+
+    def __init__(self, liveness: Liveness) -> None:
+        self._silence = Silence(liveness)
+        self._names: dict[int, str] = {}
+        self._kills: dict[int, Callable[[int], None]] = {}
+        self._named: set[int] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the processes that are watched now."""
+        with self._changed:
+            return list(self._names.values())
+
+    def configure(self, liveness: Liveness) -> None:
+        """Change the times, of what is watched already, too."""
+        with self._changed:
+            self._silence.liveness = liveness
+            self._changed.notify()
+
+    def add(self, pid: int, name: str, *, kill: Callable[[int], None] = kill_stopped) -> None:
+        """Watch a child until :meth:`remove`; ``kill`` ends it, without blocking, if it is or has a stopped process."""
+        with self._changed:
+            self._names[pid], self._kills[pid] = name, kill
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="watching children", daemon=True)
+                self._thread.start()
+
+    def remove(self, pid: int) -> None:
+        """Watch this process no longer. Idempotent."""
+        with self._changed:
+            self._names.pop(pid, None)
+            self._kills.pop(pid, None)
+            self._silence.answered(pid)
+            self._named.discard(pid)
+
+    @contextmanager
+    def watching(self, pid: int, name: str) -> Generator[None]:
+        """Watch a child during the block."""
+        self.add(pid, name)
+        try:
+            yield
+        finally:
+            self.remove(pid)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._names:
+                    self._thread = None
+                    return
+                self._changed.wait(self._silence.liveness.every_s)
+                pids = list(self._names)
+            for pid in pids:
+                self._look(pid, stopped_among(pid))
+
+    def _look(self, pid: int, stopped: list[int]) -> None:
+        now_s = time.monotonic()
+        with self._changed:  # what is removed meanwhile may have ended, and another process may have its number
+            name, silence, ended_after_s = self._names.get(pid), self._silence, self._silence.liveness.ended_after_s
+            if name is None:
+                return
+            if stopped:
+                silence.sent(pid, now_s=now_s)
+            else:
+                silence.answered(pid)
+            for_s = silence.silent(now_s=now_s).get(pid)
+            who = name if pid in stopped else f"process {', '.join(map(str, stopped))} of {name}"
+            if for_s is not None and pid not in self._named:
+                self._named.add(pid)
+                _log.warning("%s has been stopped for %.0f s; it is killed after %g s", who, for_s, ended_after_s)
+            elif for_s is None and pid in self._named:
+                self._named.discard(pid)
+                _log.warning("%s runs again", name)
+            if pid in silence.overdue(now_s=now_s):
+                _log.error("%s has been stopped for %.0f s: it is killed", who, for_s)
+                self._kills[pid](pid)
+
+
+children = ChildWatch(Liveness())
+"""Watches the children of this process that run engines and reward functions."""

@@ -1,0 +1,99 @@
+"""A process that is stopped is named, then killed, with what it has started; one that works or goes on is not."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import asyncrl.single_controller.children
+from asyncrl.single_controller.children import ChildWatch, stopped_among
+from asyncrl.single_controller.liveness import Liveness
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is stopped is read from /proc")
+
+SOON = Liveness(every_s=0.02, named_after_s=0.1, ended_after_s=0.4)
+NAMED_ONLY = Liveness(every_s=0.02, named_after_s=0.1, ended_after_s=60)
+WITH_CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process, and its child, which computes."""
+    process = subprocess.Popen([sys.executable, "-c", WITH_CHILD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        yield process, child
+    finally:
+        for pid in (child, process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_its_example():
+    assert doctest.testmod(asyncrl.single_controller.children).failed == 0
+
+
+@pytest.mark.parametrize("which", ["itself", "its child"])
+def test_a_stopped_process_is_named_and_killed(parent, caplog: pytest.LogCaptureFixture, which: str):
+    process, child = parent
+    victim = process.pid if which == "itself" else child
+    with ChildWatch(SOON).watching(process.pid, "the engine"):
+        time.sleep(0.6)  # longer than a stopped one may: working is no freeze
+        assert process.poll() is None
+        os.kill(victim, signal.SIGSTOP)
+        assert process.wait(20) == -signal.SIGKILL
+    label = "the engine" if which == "itself" else f"process {child} of the engine"
+    assert f"{label} has been stopped for 0 s; it is killed after 0.4 s" in caplog.text
+    assert f"{label} has been stopped for 0 s: it is killed" in caplog.text
+    assert stopped_among(victim) == []
+
+
+def test_one_that_goes_on_is_left_alone(parent, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING)
+    process, _ = parent
+    with ChildWatch(NAMED_ONLY).watching(process.pid, "the engine"):
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: "the engine has been stopped" in caplog.text)
+        os.kill(process.pid, signal.SIGCONT)
+        until(lambda: "the engine runs again" in caplog.text)
+    assert process.poll() is None
+
+
+def test_times_can_change_while_a_process_is_stopped(parent):
+    process, _ = parent
+    watch = ChildWatch(Liveness(every_s=30, named_after_s=60, ended_after_s=90))
+    with watch.watching(process.pid, "the engine"):
+        os.kill(process.pid, signal.SIGSTOP)
+        watch.configure(SOON)
+        assert process.wait(20) == -signal.SIGKILL
+
+
+def test_no_stranger_is_watched(parent):
+    process, child = parent
+    os.kill(child, signal.SIGSTOP)
+    until(lambda: stopped_among(process.pid) == [child])
+    assert stopped_among(child) == []  # a child of the child is another's

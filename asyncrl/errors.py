@@ -18,7 +18,8 @@
     │   ├── WeightError             weights could not be published or pulled
     │   │   ├── WeightMismatchError     ... they differ from their manifest
     │   │   ├── LiveWeightsError        ... an engine serves other ones than it was sent
-    │   │   └── WeightVersionError      ... their version does not follow the one held
+    │   │   ├── WeightVersionError      ... their version does not follow the one held
+    │   │   └── VersionLostError        ... a version was pinned, and no replica has it any more
     │   ├── BufferClosedError       the replay buffer is closed
     │   └── DeadlineError           a wait passed its deadline (also a TimeoutError)
     ├── EnvironmentFailure          an environment or one of its tools failed; never a reward
@@ -173,6 +174,10 @@ class LiveWeightsError(WeightError):
 
 class WeightVersionError(WeightError):
     """A weight version that does not follow the one held. Versions only increase."""
+
+
+class VersionLostError(WeightError):
+    """No replica has a pinned version any more: those pinned to it are gone, and the others have newer weights."""
 
 
 class BufferClosedError(InfrastructureError):

@@ -248,6 +248,13 @@ class Config(Document):
                     remedy=f"use at most {steps}",
                 )
 
+        if self.eval.tasks and self.eval.every and self.eval.replicas >= rollout.replicas:
+            yield Problem(
+                "eval.replicas",
+                f"an evaluation would leave none of rollout.replicas = {rollout.replicas} to training",
+                remedy=f"use rollout.replicas = {self.eval.replicas + 1} or more, or 0 to evaluate on all of them",
+            )
+
     def _cluster_conflicts(self) -> Iterator[Problem]:
         cluster, trainer, rollout = self.cluster, self.trainer, self.rollout
         sizes = {"trainer": trainer.world_size, "critic": self.critic.world_size, "reference": 1}

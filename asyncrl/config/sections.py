@@ -417,6 +417,10 @@ class EvalConfig(Section):
     """Training steps between evaluations; 0: only before and after training."""
     on_start: bool = True
     """Evaluate before the first training step."""
+    replicas: Count = 0
+    """Rollout replicas that an evaluation beside training has for itself: they are pinned to the version to be scored,
+    take no training rollouts and no newer weights until it has ended. 0: all replicas, and newer weights as they come:
+    the score may then be of several versions."""
     reward: Literal["configured", "environment"] = "configured"
     """Rewards that are the score: `configured`: those of `reward.source`, as in training; `environment`: the
     environment's own, which with a reward model are not trained on."""

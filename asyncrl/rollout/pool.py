@@ -11,7 +11,8 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from asyncrl.errors import (
     RequestAbortedError,
     ResourceError,
     RolloutsLostError,
+    VersionLostError,
     WeightError,
     WorkerDiedError,
 )
@@ -54,6 +56,13 @@ class TokenCounts:
     delivered: int
     in_flight: int
     lost: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """Replicas that hold ``version``, whatever is published meanwhile: :meth:`RolloutPool.pinned`."""
+
+    version: int
 
 
 class _Call(NamedTuple):
@@ -103,6 +112,8 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         self._start_group = start
         self._kv_cache: KVCachePolicy = kv_cache
         self._wrong_tensors = False
+        self.pin: Pin | None = None
+        """What it is kept for; the rollouts of others pass it by."""
         self.on_state: Callable[[str, str], None] = lambda _name, _state: None
 
     def react(self, changed: bool) -> None:
@@ -114,6 +125,14 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         busy = self.instance is not None and self.instance.calls
         state = "weights" if self.health.state == "stale" else "restart"
         self.on_state(self.name, ("busy" if busy else "idle") if self.serves else state)
+
+    def takes(self, pin: Pin | None) -> bool:
+        """Return whether rollouts of this pin, or those of none, can be sent to it now."""
+        return self.serves and self.pin is pin and self._updates.serves(self.name) and not self.reserved
+
+    def verified(self) -> None:
+        super().verified()
+        self._changes.notify()  # one that was pinned has served all the time
 
     @property
     def load(self) -> ReplicaLoad:
@@ -139,6 +158,7 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
             self.mark_dead(self.health.incarnation, str(error).partition("\n")[0], hopeless=hopeless)
 
     def requeue(self, reason: str, *, died: bool = False) -> None:
+        self.pin = None  # it is gone or fenced, and with it the version
         if self.instance is not None:
             for call in self.instance.calls:
                 self.instance.requeued.add(call)
@@ -166,6 +186,9 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
     def explain(self, now_s: float) -> str:
         state = "serves" if self.serves else "is dead" if self.health.state == "dead" else "does not serve"
         state += ", reserved for rollouts under which other replicas died" if self.reserved else ""
+        state += f", pinned to version {self.pin.version}" if self.pin is not None else ""
+        if self.serves and not self._updates.serves(self.name):
+            state = "was pinned, and waits for the current weights"
         if not self.serves and self.health.coming_back:
             state += " and is being made again"
         calls = {} if self.instance is None else self.instance.calls
@@ -305,18 +328,97 @@ class RolloutPool:
                 raise
             listener(content)
 
+    # ------------------------------------------------------------------------------------------------------- pins
+
+    @asynccontextmanager
+    async def pinned(self, replicas: int) -> AsyncIterator[Pin]:
+        """Keep so many replicas at the current version, for rollouts with this pin alone, while the block lasts.
+
+        Waits for replicas that serve, the least busy first; one at least is left to the others. Publications pass the
+        pinned ones by, which hold the current version again some time after the block.
+
+        Raises:
+            ResourceError: there are too few replicas.
+            EngineClosedError: the pool is closed.
+        """
+        while not (taken := self._free(replicas)):
+            await self._changed()
+        pin = Pin(self.weight_version)
+        self._pin(pin, taken)
+        try:
+            yield pin
+        finally:
+            for replica in [each for each in self._replicas.values() if each.pin is pin]:
+                replica.pin = None
+                self._set.updates.unpin(replica.name)
+            self._set.changes.notify()
+
+    def _free(self, count: int) -> list[WorkerGroupReplica]:
+        """Return ``count`` replicas that can be pinned, with one more left; none if there are too few now.
+
+        Raises:
+            ResourceError: there will always be too few.
+        """
+        self._set.open_tasks()
+        replicas = self._replicas.values()
+        lasting = [each for each in replicas if each.serves or each.health.coming_back]
+        if len(lasting) <= count:
+            gone = "".join(f"; {each.name}: {each.health.reason}" for each in replicas if each not in lasting)
+            raise ResourceError(
+                f"{count} replicas cannot be pinned and one be left for the others: {len(lasting)} serve or are coming "
+                f"back{gone}"
+            )
+        free = [each for each in replicas if each.takes(None) and self._set.updates.can_pin(each.name)]
+        free.sort(key=lambda each: (each.load.work, each.name))
+        return free[:count] if len(free) > count else []
+
+    def _pin(self, pin: Pin, replicas: Sequence[WorkerGroupReplica]) -> None:
+        for replica in replicas:
+            replica.pin = pin
+        self._set.updates.pin(*(replica.name for replica in replicas))
+
+    def _replace(self, pin: Pin) -> bool:
+        """Pin another replica in place of those that are gone; return False if none can be pinned now.
+
+        Raises:
+            VersionLostError: newer weights have replaced the version, or no replica will ever be free for it.
+        """
+        if pin.version != self.weight_version:
+            raise VersionLostError(
+                f"version {pin.version} is lost: the replicas that were pinned to it are gone, and the others serve "
+                f"version {self.weight_version}"
+            )
+        try:
+            free = self._free(1)
+        except ResourceError as error:
+            raise VersionLostError(f"version {pin.version} is lost: {error}") from error
+        self._pin(pin, free)
+        return bool(free)
+
+    async def _changed(self) -> None:
+        """Wait for the end of the running publication, or else for a replica that serves, or does so no more."""
+        if self._set.updates.publishing:
+            await self._set.updates.settled()
+        else:
+            await self._set.changes.wait()
+
     # --------------------------------------------------------------------------------------------------- rollouts
 
     async def rollout(
-        self, prompts: DataProto, *, again: Callable[[], Awaitable[DataProto]] | None = None
+        self,
+        prompts: DataProto,
+        *,
+        again: Callable[[], Awaitable[DataProto]] | None = None,
+        pin: Pin | None = None,
     ) -> DataProtoFuture:
         """Roll the rows out on the replica that has least to do; return a future of them when they are complete.
 
         Rollouts of a replica that dies or is fenced meanwhile are done again on another, with the prompts that
-        ``again`` gives for each further attempt, if it is given.
+        ``again`` gives for each further attempt, if it is given. Those with a ``pin`` use its replicas alone.
 
         Raises:
             ResourceError: no replica serves, and none is coming back.
+            VersionLostError: no replica has the version of the pin any more.
             EngineClosedError: the pool is closed.
             RolloutsLostError: ``attempts`` replicas died or failed under these rows.
             EnvironmentFailure: as :meth:`asyncrl.rollout.worker.RolloutWorker.rollout`.
@@ -331,7 +433,7 @@ class RolloutPool:
                 prompts = await again()
             attempt += 1
             alone = 0 < failures == self._attempts - 1
-            replica, instance = await self._place(alone=alone, ends_s=ends_s)
+            replica, instance = await self._place(pin, alone=alone, ends_s=ends_s)
             try:
                 return await self._send(replica, instance, prompts, ends_s=ends_s)
             except DeadlineError as error:
@@ -386,12 +488,14 @@ class RolloutPool:
         instance.answered[purpose] += tokens - meta.get("continued", {}).get("tokens", 0)  # sampled by another instance
         return call
 
-    async def _place(self, *, alone: bool, ends_s: float | None) -> tuple[WorkerGroupReplica, _WorkerGroup]:
-        """Wait for the serving replica with the fewest rows, and with ``alone`` until it has none."""
+    async def _place(
+        self, pin: Pin | None, *, alone: bool, ends_s: float | None
+    ) -> tuple[WorkerGroupReplica, _WorkerGroup]:
+        """Wait for the replica with the fewest rows that takes them, and with ``alone`` until it has none."""
         try:
             async with asyncio.timeout_at(ends_s):
                 while True:
-                    name = choose(replica.load for replica in self._replicas.values() if not replica.reserved)
+                    name = choose(replica.load for replica in self._replicas.values() if replica.takes(pin))
                     if name is not None:
                         replica = self._replicas[name]
                         instance = replica.running()
@@ -400,7 +504,11 @@ class RolloutPool:
                         continue
                     self._set.open_tasks()
                     replicas = self._replicas.values()
-                    if not any(each.health.coming_back or (each.serves and each.reserved) for each in replicas):
+                    if pin is not None and not any(each.pin is pin for each in replicas):
+                        if not self._replace(pin):
+                            await self._changed()
+                        continue
+                    if not any(each.health.coming_back or each.serves for each in replicas):
                         reasons = "; ".join(f"{each.name}: {each.health.reason}" for each in replicas)
                         raise ResourceError(f"no rollout replica serves: {reasons or 'the pool has none'}")
                     await self._set.changes.wait()

@@ -20,6 +20,8 @@ What holds, whatever the order of events:
 - A publication waits for the replicas that serve when it begins and for no others: it ends once they have answered. A
   replica that is fenced, joins or comes back is sent the version too, and serves when it holds the current one.
 - A *tentative* version that no replica could prepare is withdrawn: all go on with the current one.
+- A *pinned* replica keeps the version that it holds: publications pass it by, and none waits for it. Once it is
+  unpinned it serves when it holds the current version. One that is fenced or leaves is pinned no longer.
 - Only the current version and the one under way are needed: a replica that is still busy with an older one begins anew.
 
 :class:`WeightUpdates` carries the decisions out and gives each command a deadline: a command that
@@ -107,6 +109,7 @@ class ReplicaWeights:
     Attributes:
         holds: version in use, verified; None if there is none, or a commit failed half-way.
         serves: whether it may be sent requests.
+        pinned: whether it keeps the version that it holds.
         prepared: version verified in the shadow.
         command: the one that it has not answered yet.
     """
@@ -114,6 +117,7 @@ class ReplicaWeights:
     name: str
     holds: int | None
     serves: bool = False
+    pinned: bool = False
     prepared: int | None = None
     command: Prepare | Commit | None = None
 
@@ -182,9 +186,9 @@ class Publication:
             raise WeightVersionError(f"versions only grow: {version} cannot follow {self.version}")
         self._target, self._tentative = version, tentative
         self.phase = Phase.PREPARING
-        self._awaited = {name for name, one in self._replicas.items() if one.serves}
+        self._awaited = {name for name, one in self._replicas.items() if one.serves and not one.pinned}
         self._lost, self._done = {}, []
-        decisions = [self._prepare(one) for one in self._replicas.values() if one.command is None]
+        decisions = [self._prepare(one) for one in self._replicas.values() if one.command is None and not one.pinned]
         return (*decisions, *self._advance())
 
     def succeeded(self, command: Prepare | Commit) -> tuple[Decision, ...]:
@@ -230,7 +234,7 @@ class Publication:
             return ()
         if isinstance(one.command, Commit):
             one.holds = None  # it may have swapped all of the weights, some, or none
-        one.command, one.prepared, one.serves = None, None, False
+        one.command, one.prepared, one.serves, one.pinned = None, None, False, False
         self._lose(replica, reason)
         return (Fence(replica=replica, reason=reason), *self._advance())
 
@@ -240,6 +244,39 @@ class Publication:
         if one is None or one.serves or one.command is not None:
             return ()
         return self._next(one)
+
+    def can_pin(self, replica: str) -> bool:
+        """Return whether the replica serves the current version, and is neither pinned nor swapping weights."""
+        one = self._replicas.get(replica)
+        return (
+            one is not None
+            and one.serves
+            and not one.pinned
+            and one.holds == self.version
+            and not isinstance(one.command, Commit)
+        )
+
+    def pin(self, *replicas: str) -> tuple[Decision, ...]:
+        """Keep the replicas at the current version, out of this publication and the next ones, until :meth:`unpin`.
+
+        Raises:
+            WeightError: not :meth:`can_pin`.
+        """
+        for name in replicas:
+            if not self.can_pin(name):
+                raise WeightError(f"replica {name} cannot be pinned: it does not serve version {self.version} alone")
+            one = self._replicas[name]
+            one.pinned, one.command, one.prepared = True, None, None
+        self._awaited.difference_update(replicas)
+        return self._advance()
+
+    def unpin(self, replica: str) -> tuple[Decision, ...]:
+        """Let the replica serve the newest version, once it holds it. One that is not pinned changes nothing."""
+        one = self._replicas.get(replica)
+        if one is None or not one.pinned:
+            return ()
+        one.pinned, one.serves = False, one.holds == self._newest
+        return () if one.serves else self._next(one)
 
     def joined(self, replica: str, *, holds: int | None = None) -> tuple[Decision, ...]:
         """Add a replica; ``holds`` is the version it was started with, if that is certain.
@@ -300,7 +337,8 @@ class Publication:
             self.phase = Phase.COMMITTING
             prepared = [one for one in self._replicas.values() if one.prepared == publishing and one.command is None]
             self._awaited = {one.name for one in prepared if one.serves}
-            failed = [one for one in self._replicas.values() if one.serves and one.name not in self._awaited]
+            serving = [one for one in self._replicas.values() if one.serves and not one.pinned]
+            failed = [one for one in serving if one.name not in self._awaited]
             if failed and not self._awaited:
                 self._target = None  # withdrawn
             else:
@@ -412,6 +450,35 @@ class WeightUpdates:
 
     def retry(self, replica: str) -> None:
         self._carry_out(self._publication.retry(replica))
+
+    def serves(self, replica: str) -> bool:
+        """Return whether the replica serves the current version, or the one that it is pinned to."""
+        return any(one.serves for one in self._publication.replicas if one.name == replica)
+
+    def can_pin(self, replica: str) -> bool:
+        return self._publication.can_pin(replica)
+
+    def pin(self, *replicas: str) -> None:
+        """Pin replicas that :meth:`can_pin`; what they fetch is abandoned."""
+        decisions = self._publication.pin(*replicas)
+        for name in replicas:
+            if (command := self._commands.pop(name, None)) is not None:
+                command.cancel()
+        self._carry_out(decisions)
+
+    def unpin(self, replica: str) -> None:
+        self._carry_out(self._publication.unpin(replica))
+
+    @property
+    def publishing(self) -> bool:
+        return self._publication.phase is not Phase.IDLE
+
+    async def settled(self) -> None:
+        """Wait until the running publication has ended, if there is one."""
+        if self._ending is None:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.wait([self._ending])
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:

@@ -16,7 +16,8 @@ Who owns what:
 What holds:
 
 1. A replica has one instance at a time. The next one is made when the last one is closed.
-2. A replica serves only while its instance runs and holds the current version, verified by that instance.
+2. A replica serves only while its instance runs and holds the current version, or the one that it is pinned to,
+   verified by that instance.
 3. When an instance dies, is fenced or is removed, its work is requeued at once: nothing waits for a dead replica.
 4. A dead replica leaves the running publication at once. The next instance joins with the version it was started with
    and serves when it holds the current one.
@@ -247,7 +248,7 @@ class Replica(ABC, Generic[_InstanceT]):
 
     def verified(self) -> None:
         """Serve: the instance holds the current version."""
-        if self.health.incarnation:
+        if self.health.incarnation and not self.health.serves:
             _log.warning("replica %s is back, with weight version %d", self.name, self._updates.version)
         self.react(self.health.verified(self.health.incarnation))
         self.settled.set()

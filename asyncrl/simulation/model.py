@@ -121,7 +121,7 @@ def _normal(x: float) -> float:
 
 
 FaultKind: TypeAlias = Literal[
-    "environment", "crash", "freeze", "slow", "garbage", "duplicate", "weights", "trainer", "storage"
+    "environment", "crash", "freeze", "slow", "garbage", "duplicate", "weights", "evaluation", "trainer", "storage"
 ]
 """Kinds of faults.
 
@@ -132,6 +132,7 @@ FaultKind: TypeAlias = Literal[
     garbage       the replica answers with contradictory rows
     duplicate     the group's rows are put into the buffer a second time, later
     weights       the replica dies while it fetches the next version
+    evaluation    the replica dies while it answers held-out tasks under the version of the step
     trainer       the trainer dies in the step
     storage       the checkpoint after the step cannot be written
 """
@@ -163,6 +164,8 @@ class Scenario:
         ledger: keep a ledger on the disk and continue from it after a fault; without one, rollouts after the checkpoint
             are sampled again.
         buffer: options of the replay buffer; they replace those of the scenario.
+        eval_every: steps between evaluations of ``eval_tasks`` held-out tasks, which are as long as rollouts; 0: none.
+        eval_replicas: replicas that are pinned for each; 0: all replicas evaluate.
         weights_deadline_s: longest time of a replica for a phase of a weight update.
         revive_s: time until a dead replica is replaced; None: never.
         endless: keep issuing groups at the end of the run, so that the last steps are like all others.
@@ -188,6 +191,9 @@ class Scenario:
     checkpoint_every: int = 0
     checkpoint_s: float = 0.0
     ledger: bool = False
+    eval_every: int = 0
+    eval_tasks: int = 1
+    eval_replicas: int = 0
     buffer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     rollout_deadline_s: float | None = None
     weights_deadline_s: float = 300.0

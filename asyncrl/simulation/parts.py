@@ -122,9 +122,9 @@ class ModelledReplica:
         self._take_fault = take_fault
         self._calls = _Calls()
         self.decoder = ModelledDecoder(tokens_per_s=1 / scenario.token_s, saturation=scenario.saturation)
-        self.delivered = 0
+        self.delivered: Counter[str] = Counter()
         self._times = EpisodeTimes()
-        self._unfinished: dict[int, Counter[int]] = {}
+        self._unfinished: dict[tuple[str, int], Counter[int]] = {}
         self._slowed = 0
 
     @property
@@ -146,7 +146,8 @@ class ModelledReplica:
     def rollout(self, prompts: DataProto) -> DataProtoFuture:
         assert prompts.batch is not None
         group_id, rows = int(prompts.batch["group_id"][0]), len(prompts)
-        return self._calls.batch(f"{self.name}.rollout", lambda: self._roll_out(group_id, rows))
+        roll_out = self._roll_out if prompts.meta_info["purpose"] == "train" else self._answer
+        return self._calls.batch(f"{self.name}.rollout", lambda: roll_out(group_id, rows))
 
     def prepare_weights(self, manifest: WeightManifest) -> Future[Any]:
         async def prepare() -> list[float]:
@@ -168,8 +169,11 @@ class ModelledReplica:
         async def count() -> dict[str, Any]:
             return {
                 "engine": {},
-                "delivered": {"train": self.delivered, "eval": 0},
-                "in_flight": {"train": sum(group.total() for group in self._unfinished.values()), "eval": 0},
+                "delivered": dict.fromkeys(("train", "eval"), 0) | self.delivered,
+                "in_flight": {
+                    purpose: sum(made.total() for (of, _), made in self._unfinished.items() if of == purpose)
+                    for purpose in ("train", "eval")
+                },
             }
 
         return self._calls.value(f"{self.name}.statistics", count)
@@ -185,27 +189,16 @@ class ModelledReplica:
             self._slowed += 1
             self.decoder.set_pace(0.1)
         failing = self._take_fault(group_id, "environment")
-        made = self._unfinished[group_id] = Counter()
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._row(group_id, row, made)) for row in range(rows)]
+            versions, made = await self._rows("train", group_id, rows)
         finally:
-            del self._unfinished[group_id]
             if slow:
                 self._slowed -= 1
                 self.decoder.set_pace(0.1 if self._slowed else 1.0)
         if failing:
             raise EnvironmentFailure(f"the environment of group_id {group_id} failed", tokens_generated=made.total())
-        block = RolledOut(group_id, [task.result() for task in tasks])
-        summary = GroupSummary(
-            group_id=group_id,
-            rows=rows,
-            oldest_version=min(made),
-            tokens=made.total(),
-            version_tokens=dict(sorted(made.items())),
-            rewards=tuple(float((group_id + row) % 2) for row in range(rows)),
-            lengths=tuple(row.total() for row in block.versions),
-        )
+        block = RolledOut(group_id, versions)
+        summary = _summary(block, made)
         meta: dict[str, Any] = {"summary": asdict(summary), "wasted_tokens": 0, "times": dict(self._times.totals)}
         if self._take_fault(group_id, "garbage"):
             broken = [
@@ -221,26 +214,57 @@ class ModelledReplica:
             return Plan.of(batch)
         return Plan.shard(block, Header(rows=rows, schema=_SCHEMA, meta_info=meta, size_bytes=16 * summary.tokens))
 
-    async def _row(self, group_id: int, row: int, made: Counter[int]) -> Counter[int]:
+    async def _answer(self, group_id: int, rows: int) -> Plan:
+        """Answer held-out tasks."""
+        if self._take_fault(self.decoder.weight_version, "evaluation"):
+            raise WorkerDiedError(f"{self.name} died during an evaluation", group=self.name)
+        versions, made = await self._rows("eval", group_id, rows)
+        block = RolledOut(group_id, versions)
+        meta: dict[str, Any] = {"summary": asdict(_summary(block, made)), "wasted_tokens": 0}
+        return Plan.shard(block, Header(rows=rows, schema=_SCHEMA, meta_info=meta, size_bytes=16 * made.total()))
+
+    async def _rows(self, purpose: str, group_id: int, rows: int) -> tuple[list[Counter[int]], Counter[int]]:
+        """Run the rollouts of a call; return the number of tokens by version, of each and of all."""
+        made = self._unfinished[purpose, group_id] = Counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._row(purpose, group_id, row, made)) for row in range(rows)]
+        finally:
+            del self._unfinished[purpose, group_id]
+        return [task.result() for task in tasks], made
+
+    async def _row(self, purpose: str, group_id: int, row: int, made: Counter[int]) -> Counter[int]:
         """Run one rollout: turns of tokens, each followed by the environment's time."""
         scenario = self._scenario
         dice = scenario.dice(group_id, row)
         tokens = scenario.length(dice)
         turns = min(scenario.turns, tokens)
         versions: Counter[int] = Counter()
-        with self._times.episode():
+        with self._times.episode(trained=purpose == "train"):
             for turn in range(turns):
                 with self._times.request() as delivered:
                     sampled = await self.decoder.generate(tokens // turns + (turn < tokens % turns))
                     delivered.append(sampled.total())
                 versions.update(sampled)
                 made.update(sampled)
-                self.delivered += sampled.total()
+                self.delivered[purpose] += sampled.total()
                 pause_s = scenario.turn_s.sample(dice)
                 if pause_s:
                     with self._times.at("environment"):
                         await asyncio.sleep(pause_s)
         return versions
+
+
+def _summary(block: RolledOut, made: Counter[int]) -> GroupSummary:
+    return GroupSummary(
+        group_id=block.group_id,
+        rows=len(block.versions),
+        oldest_version=min(made),
+        tokens=made.total(),
+        version_tokens=dict(sorted(made.items())),
+        rewards=tuple(float((block.group_id + row) % 2) for row in range(len(block.versions))),
+        lengths=tuple(row.total() for row in block.versions),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,11 +34,11 @@ from asyncrl.telemetry.timeline import Timeline
 from asyncrl.testing.clock import run_virtually
 from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.driver import Driver, TrainingPlan
-from asyncrl.trainer.evaluation import EvaluationResult
+from asyncrl.trainer.evaluation import EvaluationPlan, EvaluationResult
 from asyncrl.trainer.group import GroupStages
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.learner import Advantages, Learner, StepRecord
-from asyncrl.trainer.recovery import driver_state, ledger_base, starting_point
+from asyncrl.trainer.recovery import driver_state, ledger_base, lost_scores, starting_point
 from asyncrl.trainer.workers import TrainerGroup
 
 
@@ -63,6 +63,7 @@ class Simulation:
         ended_by: the failure that ended each driver process except for the last.
         injected: faults that happened.
         dropped: reasons of dropped group_ids.
+        scores: oldest and newest version of the tokens of an evaluation, by step; ``unscored`` why a step has none.
         waits_s: seconds of waiting by stage and reason; of the last driver process, as are the next four.
         busy_s: seconds of work by stage.
         idle, episodes, work_s, tokens: as in :class:`asyncrl.trainer.report.RunSummary`, the tokens of all processes.
@@ -76,6 +77,8 @@ class Simulation:
     ended_by: list[str] = field(default_factory=list)
     injected: list[Fault] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
+    scores: dict[int, tuple[int, int]] = field(default_factory=dict)
+    unscored: dict[int, str] = field(default_factory=dict)
     waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy_s: Mapping[str, float] = field(default_factory=dict)
     idle: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -170,6 +173,8 @@ class _SimulatedRun:
         if len(self.result.ended_by) > len(self.result.injected):  # no fault explains it
             raise first
         done = self._state.step if self._state is not None else 0
+        self.result.scores = {step: versions for step, versions in self.result.scores.items() if step <= done}
+        self.result.unscored = {step: reason for step, reason in self.result.unscored.items() if step <= done}
         self.result.steps = [step for step in self.result.steps if step.step <= done]
         self.result.trained = [batch for batch in self.result.trained if batch.step <= done]
         if self._folder is None or self._state is None:  # a ledger also has the drops after the checkpoint
@@ -245,6 +250,10 @@ class _DriverProcess:
             endless=scenario.endless,
         )
         self._recovered = start.journal.recovered
+        evaluate_first = step in self._due and step not in run.result.scores
+        if resumed is not None:
+            for lost in lost_scores(resumed, scored=run.result.scores, again=step if evaluate_first else None):
+                self.unscored(lost, "the run stopped while it was evaluated")
         buffer: ReplayBuffer = _part("asyncrl.replay_buffers", "replay")(
             **{
                 "capacity": max(scenario.capacity_groups, start.places),
@@ -263,6 +272,12 @@ class _DriverProcess:
                 groups_per_step=scenario.groups_per_step,
                 group_size=scenario.group_size,
                 seed=scenario.seed,
+                evaluation=EvaluationPlan(
+                    tasks=scenario.eval_tasks,
+                    every=scenario.eval_every,
+                    replicas=scenario.eval_replicas,
+                    reward="environment",
+                ),
                 checkpoint_every=scenario.checkpoint_every,
             ),
             law=start.law,
@@ -289,7 +304,14 @@ class _DriverProcess:
             ),
             observer=self,
             save_checkpoint=self._save,
+            evaluate_first=evaluate_first,
         )
+
+    @property
+    def _due(self) -> set[int]:
+        """Steps that are evaluated beside training."""
+        every = self._scenario.eval_every
+        return set(range(every, self._scenario.steps, every)) if every else set()
 
     async def run(self) -> None:
         await self._pool.start("modelled", weight_version=self.driver.law.version)
@@ -313,6 +335,8 @@ class _DriverProcess:
         lost = set(range(self.driver.law.next_group_id)) - group_ids.keys() - result.dropped.keys()
         if lost and not scenario.endless:
             self._violated(f"group_ids {sorted(lost)} were issued, and neither trained on nor dropped")
+        if silent := self._due - result.scores.keys() - result.unscored.keys():
+            self._violated(f"steps {sorted(silent)} were to be evaluated, and have neither a score nor a reason")
         if self._ledger is not None:
             counts = self._ledger.statistics()
             if counts.unaccounted or counts.live or counts.consumed != scenario.steps * scenario.groups_per_step:
@@ -392,7 +416,14 @@ class _DriverProcess:
             )
 
     def evaluated(self, result: EvaluationResult, *, step: int) -> None:
-        """Do nothing: no scenario evaluates."""
+        """Check that a score with pinned replicas is of one version."""
+        versions = (result.weight_version, result.newest_version)
+        self._run.result.scores[step] = versions
+        if self._scenario.eval_replicas and versions != (step, step):
+            self._violated(f"the score of step {step} is of versions {versions}")
+
+    def unscored(self, step: int, reason: str) -> None:
+        self._run.result.unscored[step] = reason
 
     def sampled(self, trajectory: dict[str, Any], *, step: int, group_id: int) -> None:
         """Do nothing: no scenario logs trajectories."""
@@ -467,6 +498,9 @@ def scenario_of(config: Config) -> Scenario:
         publish_s=model.publish_s,
         prepare_s=model.prepare_s,
         endless=True,
+        eval_every=config.eval.every if config.eval.tasks else 0,
+        eval_tasks=config.eval.tasks,
+        eval_replicas=config.eval.replicas,
         seed=config.seed,
     )
 
@@ -502,7 +536,8 @@ def search(scenario: Scenario, *, devices: int, trainer_devices: int, bounds: Se
     proportional to the number of ranks.
     """
     forecasts = []
-    for ranks in range(1, devices):
+    pinned = scenario.eval_replicas if scenario.eval_every else 0  # which leave one to training
+    for ranks in range(1, devices - pinned):
         faster = trainer_devices / ranks
         update_s = Distribution(scenario.update_s.kind, _scaled(scenario.update_s, faster))
         split = replace(scenario, replicas=devices - ranks, update_s=update_s)

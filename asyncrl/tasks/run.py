@@ -151,8 +151,9 @@ def evaluate(
         out: file for the answers; an unfinished one is continued.
 
     Returns:
-        ``scores`` with intervals (:func:`asyncrl.trainer.evaluation.score_tasks`), of each data source too where there
-        are several, and :func:`asyncrl.trainer.evaluation.summarise_answers`.
+        ``weight_version`` of the checkpoint (0 for a model folder), ``scores`` with intervals
+        (:func:`asyncrl.trainer.evaluation.score_tasks`), of each data source too where there are several, and
+        :func:`asyncrl.trainer.evaluation.summarise_answers`.
 
     Raises:
         CheckpointError: ``checkpoint`` is not such a folder.
@@ -342,14 +343,14 @@ async def _serving(
         stack.push_async_callback(assembly.aclose)
         await asyncio.to_thread(import_model_library, config)
         if checkpoint is None:
-            model = await in_thread(model_folder, config, run, make_environments(made_with))
+            model, version = await in_thread(model_folder, config, run, make_environments(made_with)), 0
         else:
-            model = str(_weights_of(checkpoint))
+            model, version = await asyncio.to_thread(_weights_of, checkpoint)
         renderer = await asyncio.to_thread(load_renderer, model, **chat_options(config))
         if note := await in_thread(filter_overlong_prompts, config, assembly.environments, model):
             logging.getLogger("asyncrl").warning(note)
         await assembly.start(roles=("rollout", "reward") if rewarded else ("rollout",))
-        await assembly.pool.start(model, weight_version=0)
+        await assembly.pool.start(model, weight_version=version)
         score: Score | None = None
         if assembly.reward is not None:
             await assembly.reward.start(model)
@@ -357,14 +358,17 @@ async def _serving(
         yield assembly, renderer, score
 
 
-def _weights_of(checkpoint: Path) -> Path:
-    """Return the model folder meant by a run's folder, a checkpoint's, or a model's own."""
-    if is_sealed(checkpoint):
-        return checkpoint / "model"
+def _weights_of(checkpoint: Path) -> tuple[str, int]:
+    """Return the model folder meant by a run's folder, a checkpoint's, or a model's own, and its weight version.
+
+    A model that is not of a checkpoint is version 0.
+    """
     if (checkpoint / "checkpoints").is_dir():
-        return Checkpoints(checkpoint / "checkpoints", keep=1).latest() / "model"
+        checkpoint = Checkpoints(checkpoint / "checkpoints", keep=1).latest()
+    if is_sealed(checkpoint):
+        return str(checkpoint / "model"), read_driver_state(checkpoint).step
     if (checkpoint / "config.json").is_file():
-        return checkpoint
+        return str(checkpoint), 0
     raise CheckpointError(f"{checkpoint} is neither a run, nor a checkpoint of one, nor a model folder")
 
 

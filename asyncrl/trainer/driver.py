@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, RolloutsLostError
+from asyncrl.errors import EnvironmentFailure, ResourceError, RolloutsLostError, VersionLostError
 from asyncrl.interfaces import DroppedGroup, OutOfProcessReplayBuffer, ReplayBuffer, SelectedGroup
 from asyncrl.ledger import Committed, Published
 from asyncrl.runtime import shield_until_done
@@ -35,8 +34,6 @@ from asyncrl.trainer.invariants import GroupBook, check_bound, check_served
 from asyncrl.trainer.journal import Journal, TokenBalance
 from asyncrl.trainer.learner import Learner, StepRecord
 from asyncrl.weights import WeightManifest, manifest_fingerprint
-
-_log = logging.getLogger(__name__)
 
 LEAST_PATIENCE_S = 2.0
 """Time for which an interrupted run finishes its step in any case: short steps take several times as long by chance."""
@@ -76,6 +73,8 @@ class Observer(Protocol):
 
     def evaluated(self, result: EvaluationResult, *, step: int) -> None: ...
 
+    def unscored(self, step: int, reason: str) -> None: ...
+
     def sampled(self, trajectory: dict[str, Any], *, step: int, group_id: int) -> None: ...
 
 
@@ -91,6 +90,7 @@ class Driver:
         before_step: called before each step, with its number; returns what has to be awaited, if anything, once the
             last version is published.
         evaluate_first: whether a resumed run still has to evaluate the step it starts from.
+        evaluating: steps whose evaluation beside training has begun, and which have no score yet.
         whole_step: the step whose weights the trainer holds; None while an update runs, and after one was cut off.
     """
 
@@ -104,6 +104,7 @@ class Driver:
     save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
     before_step: Callable[[Driver, int], Awaitable[None] | None] | None = None
     evaluate_first: bool = False
+    evaluating: set[int] = field(default_factory=set[int], init=False)
     whole_step: int | None = field(default=None, init=False)
     _step_s: float = 0.0
     _admission_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -355,7 +356,8 @@ class Driver:
             return
         with self.timeline.wait("train", "publication"):
             await after
-        await self._evaluated()  # their scores belong into it, and their weights are gone afterwards
+        if not self.plan.evaluation.replicas:
+            await self._evaluated()  # their scores belong into it, and their weights are gone afterwards
         with self.timeline.span("checkpoint", f"step {step}"):
             await self.save_checkpoint(self, step)
             self.journal.record(Committed(step))
@@ -369,27 +371,41 @@ class Driver:
 
     def _evaluate_beside(self, tasks: asyncio.TaskGroup, step: int, *, after: asyncio.Task[None] | None) -> None:
         """Evaluate beside training, from the moment on at which the weights of ``step`` serve."""
+        if self.plan.evaluation.replicas and self.evaluating:
+            before = ", ".join(map(str, sorted(self.evaluating)))
+            self.observer.unscored(step, f"the evaluation of step {before} was still under way")
+            return
+        self.evaluating.add(step)
 
         async def evaluated() -> None:
             if after is not None:
                 await asyncio.wait([after])
-            await self.score(step)
+            await self.score(step, replicas=self.plan.evaluation.replicas)
+            self.evaluating.discard(step)
 
         evaluation = tasks.create_task(evaluated(), name=f"evaluate {step}")
         self._evaluations.add(evaluation)
         evaluation.add_done_callback(self._evaluations.discard)
 
-    async def score(self, step: int) -> None:
-        """Evaluate and report; a run goes on without the score of a step at which no task was answered."""
+    async def score(self, step: int, *, replicas: int = 0) -> None:
+        """Evaluate as :meth:`evaluate`, and report; a run goes on without the score of a step that cannot have one."""
         try:
-            result = await self.evaluate()
+            result = await self.evaluate(replicas=replicas)
         except (EnvironmentFailure, RolloutsLostError) as failure:
-            _log.warning("step %d has no score, because no held-out task was answered: %s", step, failure)
+            self.observer.unscored(step, f"no held-out task was answered: {failure}")
+        except (ResourceError, VersionLostError) as failure:
+            if not replicas:
+                raise
+            self.observer.unscored(step, str(failure))
         else:
+            if replicas and result.weight_version != step:
+                instead = f"version {result.weight_version} was scored instead"
+                self.observer.unscored(step, f"no replica was free before newer weights came: {instead}")
+                step = result.weight_version
             self.observer.evaluated(result, step=step)
 
-    async def evaluate(self) -> EvaluationResult:
-        """Score the held-out tasks with the weights that the pool serves now."""
+    async def evaluate(self, *, replicas: int = 0) -> EvaluationResult:
+        """Score the held-out tasks with the weights that the pool serves now; with ``replicas``, those are pinned."""
         evaluation = self.plan.evaluation
         with self.timeline.span("evaluate", f"version {self.stages.pool.weight_version}"):
             return await evaluate(
@@ -399,6 +415,7 @@ class Driver:
                 seed=self.plan.seed,
                 success_reward=evaluation.success_reward,
                 score=self.stages.reward if evaluation.reward == "configured" else None,
+                replicas=replicas,
             )
 
     # ------------------------------------------------------------------------------------------------------- status

@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from asyncrl.data import DataProtoFuture
-from asyncrl.errors import AsyncRLError, EnvironmentFailure, InvalidDataError, RolloutsLostError, UserCodeError
+from asyncrl.errors import (
+    AsyncRLError,
+    EnvironmentFailure,
+    InvalidDataError,
+    InvariantError,
+    RolloutsLostError,
+    UserCodeError,
+)
 from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks
-from asyncrl.rollout.pool import RolloutPool
+from asyncrl.rollout.pool import Pin, RolloutPool
 from asyncrl.rollout.trajectory import REWARD_PARTS, derive_seed, prompt_rows
 from asyncrl.runtime import run_all
 from asyncrl.trainer.group import Score, fetch_numbers
@@ -156,16 +165,18 @@ class EvaluationPlan:
 
     tasks: int = 0
     every: int = 0
+    replicas: int = 0
     reward: Literal["configured", "environment"] = "configured"
     success_reward: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Score of one weight version.
+    """Score of one weight version, or of several that followed one another while answers were sampled.
 
     Attributes:
-        weight_version: version the pool served when the evaluation began.
+        weight_version: oldest version that sampled a token of the answers; ``newest_version`` the newest, which is
+            the same one with pinned replicas.
         success: share of tasks whose reward reached the success reward, 0..1.
         tokens_mean: sampled tokens per task.
         tasks: how many were answered; all shares and means are over these.
@@ -174,6 +185,7 @@ class EvaluationResult:
     """
 
     weight_version: int
+    newest_version: int
     success: float
     reward_mean: float
     tokens_mean: float
@@ -183,6 +195,8 @@ class EvaluationResult:
 
     def metrics(self) -> dict[str, float]:
         return {
+            "eval/version": float(self.weight_version),
+            "eval/newest_version": float(self.newest_version),
             "eval/success": self.success,
             "eval/reward_mean": self.reward_mean,
             "eval/tokens_mean": self.tokens_mean,
@@ -210,22 +224,27 @@ async def evaluate(
     success_reward: float = 1.0,
     score: Score | None = None,
     split: Literal["train", "held_out"] = "held_out",
+    replicas: int = 0,
 ) -> EvaluationResult:
-    """Run the first ``tasks`` tasks of the split greedily, once each, over the whole pool; no task twice.
+    """Run the first ``tasks`` tasks of the split greedily, once each; no task twice.
 
-    Their rewards are the environment's, or those that ``score`` gives. A task that fails is left out, and counted.
+    They run over the whole pool, or with ``replicas`` on so many that are pinned to the current version
+    (:meth:`RolloutPool.pinned`). Their rewards are the environment's, or those that ``score`` gives. A task that fails
+    is left out, and counted.
 
     Raises:
         EnvironmentFailure: no task was answered; the failure is that of the first one.
         RolloutsLostError: likewise.
         UserCodeError: no task was scored.
+        ResourceError: there are too few replicas to pin.
+        VersionLostError: the pinned replicas died, and no other has their version.
+        InvariantError: a token of a pinned replica is of another version.
     """
     if split == "held_out" and isinstance(environments, FiniteHeldOutTasks):
         tasks = min(tasks, environments.held_out_rows)
-    version = pool.weight_version
     failures: list[AsyncRLError] = []
 
-    async def answers(numbers: range) -> list[DataProtoFuture]:
+    async def answers(numbers: range, version: int, pin: Pin | None) -> list[DataProtoFuture]:
         rows = prompt_rows(
             [environments.task(number, split=split) for number in numbers],
             group_id=version * tasks + numbers.start,  # no other's: the evaluation of an earlier version may still run
@@ -233,21 +252,33 @@ async def evaluate(
             purpose="eval",
         )
         try:
-            return [await pool.rollout(rows)]
+            return [await pool.rollout(rows, pin=pin)]
         except (EnvironmentFailure, RolloutsLostError) as failure:
             if len(numbers) == 1:
                 failures.append(failure)
                 return []
         # One row fails its whole call: the others may be answered without it.
-        alone = await run_all(answers(range(number, number + 1)) for number in numbers)
+        alone = await run_all(answers(range(number, number + 1), version, pin) for number in numbers)
         return [rows for found in alone for rows in found]
 
     starts = range(0, tasks, _ROWS_PER_CALL)
-    calls = await run_all(answers(range(first, min(first + _ROWS_PER_CALL, tasks))) for first in starts)
+    async with AsyncExitStack() as stack:
+        pin = await stack.enter_async_context(pool.pinned(replicas)) if replicas else None
+        version = pin.version if pin is not None else pool.weight_version
+        numbers = (range(first, min(first + _ROWS_PER_CALL, tasks)) for first in starts)
+        calls = await run_all(answers(each, version, pin) for each in numbers)
     answered = [rows for found in calls for rows in found]
     if failures and not answered:
         raise failures[0]
     summaries = [(await rows.header()).meta_info["summary"] for rows in answered]
+    versions: Counter[int] = Counter()
+    for summary in summaries:
+        versions.update(summary["version_tokens"])
+    if pin is not None and set(versions) != {pin.version}:
+        raise InvariantError(
+            f"the evaluation of version {pin.version} has tokens of other versions (tokens by version: "
+            f"{dict(sorted(versions.items()))}): an engine changed its weights while it was pinned"
+        )
     rewards = [reward for summary in summaries for reward in summary["rewards"]]
     if score is not None:
         counts = [len(summary["rewards"]) for summary in summaries]
@@ -258,7 +289,8 @@ async def evaluate(
             raise failures[0]
     tokens = sum(summary["tokens"] for summary in summaries)
     return EvaluationResult(
-        weight_version=version,
+        weight_version=min(versions),
+        newest_version=max(versions),
         success=sum(reward >= success_reward - 1e-9 for reward in rewards) / len(rewards),
         reward_mean=sum(rewards) / len(rewards),
         tokens_mean=tokens / len(rewards),

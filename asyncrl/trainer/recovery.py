@@ -6,6 +6,7 @@ beside it (rollouts that finished, groups dropped), also after the checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,21 @@ def driver_state(
         trained=balance.trained,
         dropped=dict(balance.dropped),
         staleness=dict(driver.journal.staleness),
-        history={**history, "failures": dict(driver.journal.failures)},
+        history={
+            **history,
+            "failures": dict(driver.journal.failures),
+            "evaluating": sorted(driver.evaluating),
+        },
         consumed=ledger.statistics().consumed if ledger is not None else step * driver.plan.groups_per_step,
         ledger=position or LedgerPosition(),
         kl_coef=driver.learner.advantages.kl_coef,
     )
+
+
+def lost_scores(resumed: DriverState, *, scored: Collection[int], again: int | None) -> tuple[int, ...]:
+    """Return steps whose evaluation was under way at the checkpoint, and which are neither scored nor scored again."""
+    steps: Sequence[int] = resumed.history.get("evaluating", ())
+    return tuple(step for step in steps if step not in scored and step != again)
 
 
 def ledger_base(resumed: DriverState) -> LedgerBase:

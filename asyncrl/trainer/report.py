@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,6 +49,9 @@ class RunSummary:
     """What a run came to: the content of ``summary.json``, and what the report at its end is made of.
 
     Attributes:
+        scores: of each evaluation, its ``step``, the ``version`` and ``newest_version`` of its tokens, ``success`` and
+            ``reward``.
+        unscored: why steps that were to be evaluated have no score, by step.
         success_before: held-out success before the first step (None if it was not evaluated); ``success_after`` the
             last.
         reward_first: mean reward of the first step (None without one); ``reward_last`` of the last.
@@ -89,6 +92,8 @@ class RunSummary:
     episodes: Mapping[str, float] = field(default_factory=dict)
     work_s: Mapping[str, float] = field(default_factory=dict)
     advice: Mapping[str, Any] | None = None
+    scores: Sequence[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
+    unscored: Mapping[str, str] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,7 +102,7 @@ class RunSummary:
 class Recorder:
     """Writes the metrics, trajectories and scores of a run to its folder, the trackers and the display.
 
-    ``history`` is what the summary needs at the end and a checkpoint carries: scores by step, rewards by step.
+    ``history`` is what the summary needs at the end and a checkpoint carries: scores, steps without one, and rewards.
     """
 
     def __init__(
@@ -113,8 +118,7 @@ class Recorder:
         for line in run.metrics() if run.resumed else ():
             if "eval/success" in line and line["step"] not in known:
                 known.add(line["step"])
-                score = {"step": line["step"], "success": line["eval/success"], "reward": line["eval/reward_mean"]}
-                self.history["evaluations"].append(score)
+                self.history["evaluations"].append(_score(line, step=line["step"]))
 
     def supervised(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step of the warm start."""
@@ -137,14 +141,24 @@ class Recorder:
         self._progress.advance()
 
     def evaluated(self, result: EvaluationResult, *, step: int) -> None:
-        self.history["evaluations"].append({"step": step, "success": result.success, "reward": result.reward_mean})
+        self.history["evaluations"].append(_score(result.metrics(), step=step))
         self._log(result.metrics(), step=step, version=result.weight_version)
         self._progress.update(success=result.success)
         failed = f", {result.failed} more failed" if result.failed else ""
+        assert self.last_score is not None
         self._progress.note(
-            f"held-out success {result.success:.3f} on {result.tasks} tasks{failed} "
-            f"(weight version {result.weight_version})"
+            f"held-out success {result.success:.3f} on {result.tasks} tasks{failed} ({_versions(self.last_score)})"
         )
+
+    def unscored(self, step: int, reason: str) -> None:
+        """Record that the evaluation of a step has no score."""
+        self.history.setdefault("unscored", []).append((step, reason))
+        _log.warning("step %d has no score: %s", step, reason)
+        self._progress.note(f"step {step} has no score: {reason}")
+
+    @property
+    def last_score(self) -> Mapping[str, Any] | None:
+        return self.history["evaluations"][-1] if self.history["evaluations"] else None
 
     def sampled(self, trajectory: dict[str, Any], *, step: int, group_id: int) -> None:
         record = {"step": step, "group_id": group_id, **trajectory}
@@ -155,6 +169,24 @@ class Recorder:
     def _log(self, metrics: Mapping[str, float], *, step: int, version: int) -> None:
         self._run.log_metrics(metrics, step=step, version=version)
         self._tracker.log(metrics, step=step)
+
+
+def _score(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
+    """Return the record of a score from the metrics of its evaluation."""
+    oldest = int(metrics.get("eval/version", step))
+    return {
+        "step": step,
+        "version": oldest,
+        "newest_version": int(metrics.get("eval/newest_version", oldest)),
+        "success": metrics["eval/success"],
+        "reward": metrics["eval/reward_mean"],
+    }
+
+
+def _versions(score: Mapping[str, Any]) -> str:
+    """Return the weight versions of a score as text."""
+    oldest, newest = (score.get(name, score["step"]) for name in ("version", "newest_version"))
+    return f"weight version {oldest}" if oldest == newest else f"weight versions {oldest} to {newest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +213,8 @@ class RunStatus:
     """One moment ``at`` (seconds since the epoch) of a run; ``pid`` is the process of the driver.
 
     ``waits`` and ``work`` (at most 20) have the longest first; ``causes`` are sentences about what the admission law,
-    the buffer and the pool wait for. ``idle`` and ``advice`` are those of :class:`RunSummary` until now.
+    the buffer and the pool wait for. ``idle`` and ``advice`` are those of :class:`RunSummary` until now, ``score`` is
+    the last of its ``scores``.
     """
 
     pid: int
@@ -193,9 +226,12 @@ class RunStatus:
     causes: tuple[str, ...]
     idle: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     advice: Mapping[str, Any] | None = None
+    score: Mapping[str, Any] | None = None
 
     def sentences(self) -> list[str]:
         lines = [f"step {self.step} of {self.steps} is done"]
+        if self.score is not None:
+            lines[0] += f"; held-out success {self.score['success']:.3f} ({_versions(self.score)})"
         lines += [str(self.advice["sentence"])] if self.advice is not None else []
         for wait in self.waits:
             end = "" if wait.deadline_s is None else f"; it is ended after {wait.deadline_s:g} s"
@@ -207,8 +243,8 @@ class Watch:
     """Writes the status of a run every few seconds, and ends a stall. Takes its time from the running loop.
 
     ``done`` returns how many of the ``steps`` are done, ``causes`` sentences about what the parts wait for,
-    ``measured`` ``idle`` and ``advice`` of the status;
-    ``stall_timeout_s`` is the longest wait of the trainer.
+    ``measured`` ``idle`` and ``advice`` of the status, ``score`` its score; ``stall_timeout_s`` is the longest wait of
+    the trainer.
     """
 
     def __init__(
@@ -221,6 +257,7 @@ class Watch:
         causes: Callable[[], Iterable[str]],
         stall_timeout_s: float,
         measured: Callable[[], Mapping[str, Any]] = dict,
+        score: Callable[[], Mapping[str, Any] | None] = lambda: None,
         every_s: float = 2.0,
     ) -> None:
         self._path = path
@@ -229,6 +266,7 @@ class Watch:
         self._done = done
         self._causes = causes
         self._measured = measured
+        self._score = score
         self._stall_timeout_s = stall_timeout_s
         self._every_s = every_s
         self._logged: set[tuple[str, str]] = set()
@@ -270,6 +308,7 @@ class Watch:
             waits=tuple(sorted(waits, key=lambda wait: -wait.for_s)),
             work=tuple(work[:MOST_SHOWN]),
             causes=tuple(self._causes()),
+            score=self._score(),
             **{name: value for name, value in self._measured().items() if name in ("idle", "advice")},
         )
 

@@ -59,7 +59,7 @@ from asyncrl.trainer.evaluation import EvaluationPlan
 from asyncrl.trainer.group import GroupStages
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.learner import Advantages, Learner
-from asyncrl.trainer.recovery import check_batches, driver_state, ledger_base, starting_point
+from asyncrl.trainer.recovery import check_batches, driver_state, ledger_base, lost_scores, starting_point
 from asyncrl.trainer.report import Recorder, RunSummary, StalenessSummary, Watch
 from asyncrl.trainer.sft import demonstrations, file_conversations, supervise
 from asyncrl.trainer.workers import CriticGroup
@@ -264,6 +264,11 @@ class TrainingRun:
         await assembly.place(self._buffer)
         advantages = make_advantages(config, kl_coef=resumed.kl_coef if resumed is not None else None)
         every = config.eval.every if config.eval.tasks else 0
+        evaluate_first = bool(every and 0 < step < config.steps and not step % every and step not in self._evaluated)
+        if resumed is not None:
+            again = step if evaluate_first or step == config.steps else None
+            for lost in lost_scores(resumed, scored=self._evaluated, again=again):
+                self._recorder.unscored(lost, "the run stopped while it was evaluated")
         return Driver(
             plan=TrainingPlan(
                 steps=config.steps,
@@ -272,7 +277,7 @@ class TrainingRun:
                 seed=config.seed,
                 **_buffer_rules(config),
                 evaluation=EvaluationPlan(
-                    **config.eval.model_dump(include={"tasks", "every", "reward", "success_reward"})
+                    **config.eval.model_dump(include={"tasks", "every", "replicas", "reward", "success_reward"})
                 ),
                 checkpoint_every=config.checkpoint.every,
                 trajectories_per_step=config.telemetry.trajectories_per_step,
@@ -300,7 +305,7 @@ class TrainingRun:
             observer=self._recorder,
             save_checkpoint=self._save,
             before_step=lambda driver, step: self._reconfigure(driver, step - 1, origin) if self._wanted else None,
-            evaluate_first=bool(every and 0 < step < config.steps and not step % every and step not in self._evaluated),
+            evaluate_first=evaluate_first,
         )
 
     def _learner(self, advantages: Advantages) -> Learner:
@@ -408,6 +413,7 @@ class TrainingRun:
             causes=lambda: [*self._assembly.explain(), *driver.explain()],
             stall_timeout_s=self._config.telemetry.stall_timeout_s,
             measured=lambda: self._measured(driver),
+            score=lambda: self._recorder.last_score,
         )
 
     async def _save_interrupted(self, driver: Driver) -> None:
@@ -451,6 +457,8 @@ class TrainingRun:
         return RunSummary(
             name=config.name,
             seed=config.seed,
+            scores=list(history["evaluations"]),
+            unscored={str(step): reason for step, reason in history.get("unscored", ())},
             success_before=scores.get(0),
             success_after=scores.get(config.steps),
             reward_first=history["rewards"][0] if history["rewards"] else None,

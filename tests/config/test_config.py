@@ -77,6 +77,7 @@ def test_derived_values_are_written_as_comments():
         ({"trainer": {"max_tokens_per_microbatch": 1023}}, "trainer.max_tokens_per_microbatch", "at least 1024"),
         ({"buffer": {"capacity_groups": 15}}, "buffer.capacity_groups", "wait for ever"),
         ({"reward": {"options": {"a": 1}}}, "reward.options", "take no options"),
+        ({"eval": {"every": 1, "replicas": 2}, "rollout": {"replicas": 2}}, "eval.replicas", "leave none"),
         ({"trainer": {"warmup_steps": 11}}, "trainer.warmup_steps", "in 10 optimizer steps"),
         ({"sft": {"steps": 5, "warmup_steps": 6}}, "sft.warmup_steps", "in 5 optimizer steps"),
         ({"cluster": {"num_cpus": 1.0}}, "cluster.num_cpus", "need 2 CPUs"),

@@ -192,6 +192,60 @@ def test_one_writer_and_growing_versions():
         fleet.joined("a")
 
 
+def test_publications_pass_a_pinned_replica_by_and_it_catches_up_afterwards():
+    fleet = fleet_of("a", "b")
+    assert fleet.pin("a") == ()
+    assert not fleet.can_pin("a"), "once is enough"
+    for version in (1, 2):
+        (prepare,) = fleet.begin(version)
+        assert prepare.replica == "b"
+        (commit,) = fleet.succeeded(prepare)
+        assert fleet.succeeded(commit) == (Ended(version=version, committed=("b",), fenced={}),)
+    assert holdings(fleet) == {"a": (0, True), "b": (2, True)}
+    (late,) = fleet.unpin("a")
+    assert (late.replica, late.version) == ("a", 2)
+    assert holdings(fleet)["a"] == (0, False), "its weights are older than the others'"
+    (late_commit,) = fleet.succeeded(late)
+    assert fleet.succeeded(late_commit) == (Serve(replica="a", version=2),)
+    assert fleet.unpin("a") == ()
+
+
+def test_a_pin_that_meets_a_publication_keeps_the_version_before():
+    fleet = fleet_of("a", "b", "c")
+    prepare = commands(fleet.begin(1))
+    fleet.succeeded(prepare["b"])
+    fleet.succeeded(prepare["c"])
+    (commit,) = fleet.pin("a", "b")  # a was awaited, and b has prepared
+    assert commit.replica == "c"
+    assert fleet.succeeded(prepare["a"]) == (), "what it fetches is abandoned"
+    assert not fleet.can_pin("c"), "it swaps its weights"
+    with pytest.raises(WeightError, match="replica c cannot be pinned"):
+        fleet.pin("c")
+    assert fleet.succeeded(commit) == (Ended(version=1, committed=("c",), fenced={}),)
+    assert holdings(fleet) == {"a": (0, True), "b": (0, True), "c": (1, True)}
+    assert fleet.can_pin("c")
+
+
+def test_a_pin_that_ends_before_the_next_commit_has_missed_nothing():
+    fleet = fleet_of("a", "b")
+    fleet.pin("a")
+    assert fleet.unpin("a") == ()
+    assert holdings(fleet)["a"] == (0, True)
+    fleet.pin("a")
+    fleet.begin(1)
+    (late,) = fleet.unpin("a")
+    assert (late.version, fleet.awaited) == (1, ("b",)), "the publication that passed it by does not wait for it"
+
+
+def test_a_pinned_replica_that_leaves_comes_back_unpinned():
+    fleet = fleet_of("a", "b")
+    fleet.pin("a", "b")
+    fleet.left("a")
+    (late,) = (*fleet.joined("a", holds=None), *fleet.fence("b", "probe")[1:])
+    assert isinstance(late, Prepare)
+    assert fleet.unpin("b") == (), "nor is one that was fenced"
+
+
 class Engines:
     """What the replicas really have: verified bytes by version, and the version in use."""
 
@@ -218,6 +272,7 @@ def test_in_any_order_no_replica_serves_unverified_weights_and_publications_end(
     engines = Engines()
     outstanding: list[Prepare | Commit] = []
     serving: set[str] = set()
+    pinned: dict[str, int] = {}
     ended: list[int] = []
     begun: list[int] = []
     names = ["a", "b", "c", "d"]
@@ -230,16 +285,18 @@ def test_in_any_order_no_replica_serves_unverified_weights_and_publications_end(
                 serving.add(decision.replica)
             elif isinstance(decision, Fence):
                 serving.discard(decision.replica)
+                pinned.pop(decision.replica, None)
             else:
                 ended.append(decision.version)
                 withdrawn = decision.version != fleet.version
-                assert all(engines.in_use[name] == fleet.version or withdrawn for name in serving)
+                assert all(engines.in_use[name] == fleet.version or withdrawn for name in serving - pinned.keys())
                 assert set(decision.committed) <= serving
 
     def check(last: int | None) -> None:
         assert serving == {one.name for one in fleet.replicas if one.serves}
         for name in serving:
             assert engines.in_use[name] in engines.verified[name]
+        assert {name: engines.in_use[name] for name in pinned} == pinned
         for one in fleet.replicas:
             if one.serves:
                 assert engines.in_use[one.name] == one.holds
@@ -258,7 +315,9 @@ def test_in_any_order_no_replica_serves_unverified_weights_and_publications_end(
     for _ in range(steps):
         before = fleet.version
         there = [one.name for one in fleet.replicas]
-        move = draw.choice(["begin", "answer", "answer", "answer", "fail", "join", "leave", "fence", "retry"])
+        move = draw.choice(
+            ["begin", "answer", "answer", "answer", "fail", "join", "leave", "fence", "retry", "pin", "unpin"]
+        )
         name = draw.choice(names)
         if move == "begin" and fleet.phase is Phase.IDLE:
             version = before + draw.randint(1, 3)
@@ -274,11 +333,19 @@ def test_in_any_order_no_replica_serves_unverified_weights_and_publications_end(
             apply(fleet.joined(name, holds=holds))
         elif move == "leave":
             serving.discard(name)
+            pinned.pop(name, None)
             apply(fleet.left(name))
         elif move == "fence":
             apply(fleet.fence(name, "unhealthy"))
         elif move == "retry":
             apply(fleet.retry(name))
+        elif move == "pin" and fleet.can_pin(name):
+            pinned[name] = fleet.version
+            apply(fleet.pin(name))
+        elif move == "unpin" and pinned.pop(name, None) is not None:
+            decisions = fleet.unpin(name)
+            serving.difference_update(each.name for each in fleet.replicas if not each.serves)
+            apply(decisions)
         check(before)
 
     while outstanding:
@@ -288,7 +355,10 @@ def test_in_any_order_no_replica_serves_unverified_weights_and_publications_end(
     assert fleet.phase is Phase.IDLE
     assert ended == begun
     for name in names:  # and every replica can come back
-        apply(fleet.retry(name))
+        pinned.pop(name, None)
+        decisions = (*fleet.unpin(name), *fleet.retry(name))
+        serving.difference_update(each.name for each in fleet.replicas if not each.serves)
+        apply(decisions)
     while outstanding:
         answer(well=True)
     check(None)

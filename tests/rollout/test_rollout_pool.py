@@ -18,6 +18,7 @@ from asyncrl.errors import (
     LiveWeightsError,
     ResourceError,
     RolloutsLostError,
+    VersionLostError,
     WeightError,
     WeightMismatchError,
     WeightVersionError,
@@ -202,6 +203,75 @@ async def test_a_version_is_served_by_all_or_its_replica_is_fenced_until_the_nex
     await begun(pool, "a")
     assert (await meta_of(pool, rows(1)))["by"] == "b", "it took version 3, and serves again"
     busy.cancel()
+
+
+async def test_a_pinned_replica_keeps_its_version_and_its_rollouts_until_the_block_ends(pair: Pair):
+    pool, groups = pair
+    slow = asyncio.ensure_future(meta_of(pool, rows(4, slow=True)))
+    await begun(pool, "a")
+    async with pool.pinned(1) as pin:
+        assert pin.version == 0
+        for version in (1, 3):
+            assert (await pool.publish(manifest(version))).committed == ("a",)
+        answers = [(await (await pool.rollout(rows(1, purpose="eval"), pin=pin)).header()).meta_info for _ in range(3)]
+        assert {(meta["by"], meta["version"]) for meta in answers} == {("b", 0)}, "the one that had least to do"
+        assert await by(pool) == "a", "busy as it is"
+        with pytest.raises(ResourceError, match="2 replicas cannot be pinned"):
+            async with pool.pinned(2):
+                raise AssertionError
+    assert await by(pool) == "a", "b has older weights still"
+    while not replica(pool, "b").takes(None):
+        await asyncio.sleep(0)
+    assert (await meta_of(pool, rows(1)))["version"] == 3
+    await groups["a"].open()
+    await slow
+
+
+async def test_a_second_pin_waits_until_a_replica_is_left_for_the_others(pair: Pair):
+    pool, _ = pair
+    order: list[str] = []
+
+    async def evaluated(name: str, leave: asyncio.Event) -> int:
+        async with pool.pinned(1) as pin:
+            order.append(name)
+            await leave.wait()
+            return pin.version
+
+    leave = asyncio.Event()
+    first, second = (asyncio.ensure_future(evaluated(name, leave)) for name in ("first", "second"))
+    while not order:
+        await asyncio.sleep(0)
+    await pool.publish(manifest(1))
+    assert order == ["first"]
+    leave.set()
+    assert (await first, await second) == (0, 1)
+
+
+async def test_a_version_that_is_lost_with_its_replica_is_told(pair: Pair):
+    pool, _ = pair
+    async with pool.pinned(1) as pin:
+        answer = asyncio.ensure_future(pool.rollout(rows(1, slow=True, purpose="eval"), pin=pin))
+        await begun(pool, "a")
+        await pool.publish(manifest(1))
+        kill(pool, "a")
+        with pytest.raises(VersionLostError, match=r"version 0 is lost: .* the others serve version 1"):
+            await answer
+    await serving(pool, "a")
+    assert (await meta_of(pool, rows(1)))["by"] == "a"
+
+
+async def test_while_no_newer_weights_came_another_replica_takes_the_place_of_a_pinned_one(pair: Pair):
+    pool, groups = pair
+    async with pool.pinned(1) as pin:
+        answer = asyncio.ensure_future(pool.rollout(rows(1, slow=True, purpose="eval"), pin=pin))
+        await begun(pool, "a")
+        kill(pool, "a")  # b alone must go on with the others' rollouts until a is back
+        while replica(pool, "b").pin is None and replica(pool, "a").pin is None:
+            await asyncio.sleep(0)
+        for one in groups.values():
+            await one.open()
+        meta = (await (await answer).header()).meta_info
+        assert meta["version"] == pin.version == 0
 
 
 async def test_versions_only_grow(pair: Pair):

@@ -50,10 +50,25 @@ def random_scenario(seed: int) -> Scenario:
         seed=seed,
         ledger=dice.random() < 0.1,
     )
+    scenario = _with_evaluations(scenario, random.Random(seed + 1))
     buffer = dice.choice(({}, {}, {"samples_per_insert": 1.0}, {"eviction": "oldest", "keep_groups": groups_per_step}))
     if "eviction" in buffer and scenario.staleness.selection == "fifo":
         buffer = {}  # the buffer refuses to wait in order for groups that it evicts
     return replace(scenario, buffer=buffer) if scenario.ledger else scenario
+
+
+def _with_evaluations(scenario: Scenario, dice: random.Random) -> Scenario:
+    """Evaluate beside training in half of the runs, in some with replicas that are pinned, or die meanwhile."""
+    faults = scenario.faults
+    if dice.random() < 0.3:
+        faults += (Fault(kind="evaluation", at=dice.randint(0, scenario.steps)),)
+    return replace(
+        scenario,
+        eval_every=dice.choice((0, 0, 1, 2)),
+        eval_tasks=dice.choice((1, 3, 40)),
+        eval_replicas=dice.randint(0, scenario.replicas - 1),
+        faults=faults,
+    )
 
 
 _MOST_TOKENS = 256

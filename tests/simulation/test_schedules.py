@@ -13,6 +13,7 @@ from schedules import random_scenario
 import asyncrl.trainer.recovery
 from asyncrl.errors import AsyncRLError
 from asyncrl.interfaces import DroppedGroup
+from asyncrl.rollout.publication import Publication
 from asyncrl.simulation import SimulationDeadlock, simulate
 from asyncrl.staleness import AdmissionLaw, StalenessPolicy
 from asyncrl.trainer.driver import Driver
@@ -74,6 +75,21 @@ def test_drops_that_are_not_counted_are_found(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Driver, "_dropped", dropped)
     assert "unaccounted for" in found(range(300))
+
+
+def test_a_publication_that_reaches_a_pinned_replica_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Publication, "pin", lambda self, *names: ())
+    assert "has tokens of other versions" in found(range(300))
+
+
+def test_a_replica_that_is_unpinned_with_old_weights_is_found(monkeypatch: pytest.MonkeyPatch):
+    def unpin(self: Publication, replica: str) -> tuple[()]:
+        for one in self.replicas:
+            one.pinned = one.pinned and one.name != replica
+        return ()
+
+    monkeypatch.setattr(Publication, "unpin", unpin)
+    assert found(range(300))
 
 
 def test_a_checkpoint_without_the_outstanding_groups_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -141,3 +141,48 @@ def test_rewards_overlap_with_everything_else():
     result = simulate(replace(ONE_UNIT, reward_s=Distribution.parse("1")))
     assert times(result) == [3.0, 4.0, 6.0, 7.0]
     assert result.violations == []
+
+
+PINNED = Scenario(
+    steps=8,
+    groups_per_step=1,
+    replicas=2,
+    tokens=Distribution.parse("48"),
+    eval_every=1,
+    eval_replicas=1,
+)
+"""Rollouts and held-out tasks of three seconds: two steps, each of which is published as it ends."""
+
+
+def test_evaluations_on_pinned_replicas_cost_training_only_these():
+    result = simulate(PINNED)
+    assert result.violations == []
+    assert result.scores == {step: (step, step) for step in (1, 3, 5, 7)}
+    assert result.unscored == {step: f"the evaluation of step {step - 1} was still under way" for step in (2, 4, 6)}
+    alone = simulate(replace(PINNED, replicas=1, eval_every=0, eval_replicas=0))
+    assert times(result) == times(alone)
+
+
+def test_without_pins_a_score_may_be_of_several_versions():
+    result = simulate(replace(PINNED, eval_replicas=0))
+    assert result.violations == []
+    assert result.unscored == {}
+    assert any(oldest < newest for oldest, newest in result.scores.values())
+
+
+def test_a_checkpoint_does_not_wait_for_a_pinned_evaluation_and_a_restart_names_the_score_it_lacks():
+    slow = replace(PINNED, eval_every=3, eval_tasks=128, saturation=32.0, checkpoint_every=1, ledger=True)
+    result = simulate(replace(slow, faults=(Fault(kind="trainer", at=6),)))  # tasks of 12 s
+    assert result.violations == []
+    assert result.ended_by == ["WorkerDiedError: the trainer died in step 6"]
+    assert result.unscored == {3: "the run stopped while it was evaluated"}
+    assert result.scores == {6: (6, 6)}
+
+
+@pytest.mark.parametrize(("revive_s", "max_staleness"), [(0.5, 1), (None, 1), (5.0, 8)])
+def test_a_replica_that_dies_under_an_evaluation_costs_its_score_at_most(revive_s: float | None, max_staleness: int):
+    scenario = replace(PINNED, eval_every=2, revive_s=revive_s, max_staleness=max_staleness, replicas=3)
+    result = simulate(replace(scenario, faults=(Fault(kind="evaluation", at=2),)))
+    assert [fault.kind for fault in result.injected] == ["evaluation"]
+    assert result.violations == []
+    assert result.scores.keys() | result.unscored.keys() == {2, 4, 6}

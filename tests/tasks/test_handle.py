@@ -136,7 +136,8 @@ def test_a_closure_rewards_rows_by_their_columns_and_the_handle_shows_the_run(tm
     with run.recording() as recording:
         assert recording.last_step == 2
     # The rows that it was trained on, some or all of them, are asked without being held out of anything.
-    assert evaluate(checkpoint=run.path, data=ROWS, reward=right)["tasks"] == len(ROWS)
+    scored = evaluate(checkpoint=run.path, data=ROWS, reward=right)
+    assert (scored["tasks"], scored["weight_version"]) == (len(ROWS), 2)
 
 
 async def test_a_run_is_awaited_and_its_steps_arrive_in_order(tmp_path: Path):

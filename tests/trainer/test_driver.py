@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, RolloutsLostError
+from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
 from asyncrl.interfaces import GroupSummary
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
@@ -114,6 +114,9 @@ class Parts:
 
     def evaluated(self, result: Any, *, step: int) -> None:
         self._note(f"evaluated {step}")
+
+    def unscored(self, step: int, reason: str) -> None:
+        self._note(f"no score {step}: {reason}")
 
     def sampled(self, trajectory: Any, *, step: int, group_id: int) -> None:
         self._note(f"shown {group_id}")
@@ -226,7 +229,7 @@ def test_checkpoints_and_evaluations_stand_between_steps() -> None:
         return None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Driver, "evaluate", lambda self: evaluate())
+        patch.setattr(Driver, "evaluate", lambda self, replicas: evaluate())
         finish(made.run())
     assert saved == [2, 4]
     assert [event for _, event in parts.events if event.startswith("evaluated")] == [
@@ -240,6 +243,34 @@ def test_checkpoints_and_evaluations_stand_between_steps() -> None:
         "shown 4",
         "shown 6",
     ]
+
+
+def test_pinned_evaluations_do_not_hold_checkpoints_up_and_take_turns() -> None:
+    saved: list[int] = []
+
+    async def save(of: Driver, step: int) -> None:
+        saved.append(step)
+        assert of.evaluating == ({1} if step > 1 else set())
+
+    made, parts = driver(
+        max_staleness=1, steps=4, checkpoint_every=1, evaluation=EvaluationPlan(tasks=1, every=1, replicas=1)
+    )
+    made.save_checkpoint = save
+
+    async def evaluate(self: Driver, *, replicas: int) -> Any:
+        while saved != [1, 2, 3, 4]:
+            await asyncio.sleep(0.1)
+        raise VersionLostError(f"version 1 is lost with its {replicas} replica")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "evaluate", evaluate)
+        finish(made.run())
+    assert [event for _, event in parts.events if event.startswith("no score")] == [
+        "no score 2: the evaluation of step 1 was still under way",
+        "no score 3: the evaluation of step 1 was still under way",
+        "no score 1: version 1 is lost with its 1 replica",
+    ]
+    assert not made.evaluating
 
 
 def test_an_error_of_a_step_ends_everything() -> None:

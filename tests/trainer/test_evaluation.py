@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, RewardError, RolloutsLostError, WeightError
+from asyncrl.errors import EnvironmentFailure, InvariantError, RewardError, RolloutsLostError, WeightError
 from asyncrl.tasks.run import train
 from asyncrl.trainer.evaluation import EvaluationResult, evaluate
 
@@ -29,11 +31,12 @@ class Pool:
 
     weight_version = 3
 
-    def __init__(self, failing: dict[int, Exception]) -> None:
+    def __init__(self, failing: dict[int, Exception], *, versions: tuple[int, ...] = (3,)) -> None:
         self.failing = failing
+        self.versions = versions
         self.calls: list[list[int]] = []
 
-    async def rollout(self, prompts: DataProto) -> DataProtoFuture:
+    async def rollout(self, prompts: DataProto, *, pin: object = None) -> DataProtoFuture:
         numbers = [task["number"] for task in prompts.non_tensor_batch["task"]]
         self.calls.append(numbers)
         await asyncio.sleep(0)
@@ -41,10 +44,20 @@ class Pool:
             if number in self.failing:
                 raise self.failing[number]
         rewards = [float(number % 2) for number in numbers]
-        summary = {"rewards": rewards, "tokens": 10 * len(numbers), "reward_parts": {}}
+        tokens = 10 * len(numbers)
+        summary = {
+            "rewards": rewards,
+            "tokens": tokens,
+            "reward_parts": {},
+            "version_tokens": dict.fromkeys(self.versions, tokens),
+        }
         return DataProtoFuture.of(
             DataProto.from_dict({"rewards": torch.tensor(rewards)}, meta_info={"summary": summary})
         )
+
+    @asynccontextmanager
+    async def pinned(self, replicas: int) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(version=self.weight_version)
 
 
 async def scored(pool: Any, *, tasks: int = 40) -> EvaluationResult:
@@ -92,6 +105,21 @@ async def test_an_answer_that_cannot_be_scored_is_left_out_and_counted(failing: 
         assert (result.tasks, result.failed, result.reward_mean) == (scored_tasks, 1, 1.0)
 
 
+async def test_a_score_names_the_versions_of_its_tokens():
+    result = await scored(Pool({}, versions=(3, 5)))
+    assert (result.weight_version, result.newest_version) == (3, 5)
+    assert (result.metrics()["eval/version"], result.metrics()["eval/newest_version"]) == (3.0, 5.0)
+
+
+@pytest.mark.parametrize("versions", [(3, 4), (2,)])
+async def test_a_token_of_another_version_is_no_part_of_a_pinned_score(versions: tuple[int, ...]):
+    pool: Any = Pool({})
+    assert (await evaluate(pool, Numbers(), tasks=4, seed=0, replicas=1)).weight_version == 3  # type: ignore[arg-type]
+    pool.versions = versions
+    with pytest.raises(InvariantError, match="the evaluation of version 3 has tokens of other versions"):
+        await evaluate(pool, Numbers(), tasks=4, seed=0, replicas=1)  # type: ignore[arg-type]
+
+
 async def test_any_other_failure_ends_it_by_name():
     with pytest.raises(WeightError, match="no weights"):
         await scored(Pool({3: EnvironmentFailure("ill"), 35: WeightError("no weights")}))
@@ -101,6 +129,24 @@ async def test_any_other_failure_ends_it_by_name():
 def test_an_evaluation_may_last_longer_than_the_steps_to_the_next(small_config: Callable[..., Config]):
     config = small_config(steps=5, max_staleness=4, env={"latency_s": 0.3}, eval={"tasks": 4, "every": 1})
     assert train(config)["weight_version"] == 5
+
+
+def test_a_pinned_evaluation_is_of_one_version_while_newer_ones_are_published(small_config: Callable[..., Config]):
+    config = small_config(
+        steps=6,
+        max_staleness=4,
+        env={"latency_s": 0.3},
+        rollout={"replicas": 2},
+        eval={"tasks": 4, "every": 2, "replicas": 1},
+    )
+    summary = train(config)
+    versions = [(score["step"], score["version"], score["newest_version"]) for score in summary["scores"]]
+    assert versions == [(step, step, step) for step, _, _ in versions]
+    assert sorted([*summary["unscored"], *(str(step) for step, _, _ in versions)]) == ["0", "2", "4", "6"]
+    (run,) = config.runs.glob("small-2*")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = [line for line in lines if "eval/success" in line]
+    assert [line["eval/version"] for line in scores] == [line["step"] for line in scores]
 
 
 @pytest.mark.slow

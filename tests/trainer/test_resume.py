@@ -152,10 +152,10 @@ def test_a_run_that_is_stopped_on_its_last_metre_ends_like_any_other(
     def stopped(self: Any, *_: Any) -> Any:
         raise Stopped
 
-    async def stopped_at_the_end(self: Driver) -> Any:
+    async def stopped_at_the_end(self: Driver, **options: Any) -> Any:
         if self.law.version == config.steps:
             raise Stopped
-        return await evaluate(self)
+        return await evaluate(self, **options)
 
     evaluate = Driver.evaluate
     with monkeypatch.context() as patch:
@@ -179,14 +179,54 @@ def test_a_last_evaluation_without_an_answer_ends_no_run(
 ):
     config = small_config(steps=2, max_staleness=0, eval={"tasks": 2, "every": 1, "on_start": False})
 
-    async def unanswered(self: Driver) -> Any:
+    async def unanswered(self: Driver, **_: Any) -> Any:
         raise EnvironmentFailure("the world is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(Driver, "evaluate", unanswered)
         summary = train(config)
     assert (summary["steps"], summary["success_after"]) == (2, None)
-    assert caplog.text.count("has no score, because no held-out task was answered: the world is gone") == 2
+    assert caplog.text.count("has no score: no held-out task was answered: the world is gone") == 2
+    assert summary["unscored"] == dict.fromkeys(("1", "2"), "no held-out task was answered: the world is gone")
+
+
+def test_no_checkpoint_waits_for_a_pinned_evaluation_and_a_resumed_run_names_the_score_it_lacks(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    config = small_config(
+        steps=5,
+        rollout={"replicas": 2},
+        checkpoint={"every": 1},
+        eval={"tasks": 4, "every": 2, "replicas": 1, "on_start": False},
+    )
+    evaluate = Driver.evaluate
+
+    async def endless(self: Driver, *, replicas: int = 0) -> Any:
+        async with self.stages.pool.pinned(1):
+            await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Driver, "evaluate", endless)
+        stop_before(patch, 4)
+        with pytest.raises(Stopped):
+            train(config)
+    run = only_run(config)
+    assert Checkpoints(run / "checkpoints", keep=2).latest().name == "step-000003"
+
+    pinned: list[int] = []
+
+    async def noted(self: Driver, *, replicas: int = 0) -> Any:
+        pinned.append(replicas)
+        return await evaluate(self, replicas=replicas)
+
+    monkeypatch.setattr(Driver, "evaluate", noted)
+    summary = train(config, resume=run)
+    assert summary["unscored"] == {"2": "the run stopped while it was evaluated"}
+    assert [(score["step"], score["version"], score["newest_version"]) for score in summary["scores"]] == [
+        (4, 4, 4),
+        (5, 5, 5),
+    ]
+    assert pinned == [1, 0]  # at the end nothing is published, and all replicas evaluate
 
 
 def test_trajectories_that_were_under_way_go_on_token_for_token(

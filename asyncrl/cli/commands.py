@@ -6,6 +6,7 @@ For every command: a function that adds its options to a parser, and one that ca
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -15,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.cli.output import FAILED, show, show_json
+from asyncrl.cli.output import FAILED, show, show_json, show_status
+from asyncrl.cli.page import page_beside
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ def _add_run_argument(parser: argparse.ArgumentParser, help_text: str = "folder 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", type=Path, metavar="RUN", help="continue a run; FILE.toml defaults to its own")
+    parser.add_argument("--page", action="store_true", help="show the runs in the browser meanwhile; prints an address")
     add_json_option(parser)
 
 
@@ -68,7 +71,10 @@ def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int
         return _dry_run(config)
     from asyncrl.tasks.run import train
 
-    summary = train(config, resume=namespace.resume)
+    with contextlib.ExitStack() as stack:
+        if namespace.page:
+            show_status(f"page: {stack.enter_context(page_beside(Path(config.runs)))}")
+        summary = train(config, resume=namespace.resume)
     if namespace.json:
         show_json(summary)
     else:

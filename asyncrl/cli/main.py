@@ -19,6 +19,7 @@ from asyncrl import __version__
 from asyncrl.cli import commands
 from asyncrl.cli.doctor import doctor_command
 from asyncrl.cli.output import BAD_USAGE, INTERRUPTED, TERMINATED, print_failure, quiet_pipe, tolerate_any_encoding
+from asyncrl.cli.page import add_page_options, page_command
 from asyncrl.cli.pool import add_pool_options, pool_command
 from asyncrl.cli.reference import (
     add_completion_options,
@@ -90,6 +91,7 @@ COMMANDS = {
         commands.add_replay_options,
         commands.replay_command,
     ),
+    "page": Command("show runs in the browser", add_page_options, page_command),
     "why": Command("print what a live run waits for", commands.add_why_options, commands.why_command),
     "plot": Command("draw a run: scores, timeline, staleness, queue", commands.add_plot_options, commands.plot_command),
     "trajectories": Command(

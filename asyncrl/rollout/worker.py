@@ -430,7 +430,18 @@ class RolloutWorker(Worker):
             **({REWARD_PARTS: trajectory.info[REWARD_PARTS]} if REWARD_PARTS in trajectory.info else {}),
             "finish": trajectory.finish_reason,
             "weight_versions": sorted({version for version in trajectory.weight_versions if version >= 0}),
+            "tokens": self._readable_tokens(trajectory),
         }
+
+    def _readable_tokens(self, trajectory: Trajectory) -> list[list[Any]]:
+        """Return the text of each token, and of a sampled one its log-prob and weight version."""
+        assert self._renderer is not None
+        texts = self._renderer.tokenizer.batch_decode([[token] for token in trajectory.token_ids])
+        columns = (texts, trajectory.loss_mask, trajectory.behaviour_log_probs, trajectory.weight_versions)
+        return [
+            [text, round(log_prob, 5), version] if sampled else [text]
+            for text, sampled, log_prob, version in zip(*columns, strict=True)
+        ]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def turns(self) -> bytes:

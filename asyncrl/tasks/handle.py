@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import sys
@@ -28,7 +27,7 @@ from asyncrl.tasks.checks import check_start
 from asyncrl.tasks.settings import Data, python_config, with_row_files, with_stored_rows, write_rows
 from asyncrl.telemetry.notebook import marimo_output, run_html, show_while
 from asyncrl.telemetry.report import report_text
-from asyncrl.telemetry.run_directory import RunDirectory, read_json_lines
+from asyncrl.telemetry.run_directory import RunDirectory, is_locked, read_json_lines
 from asyncrl.trainer.control import give_order
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.report import RunSummary, StalenessSummary
@@ -281,7 +280,7 @@ class Run(Generic[_Result]):
     @property
     def ended(self) -> bool:
         """Whether it does not train any more."""
-        return self._program.ended if self._program is not None else not _is_locked(self.path)
+        return self._program.ended if self._program is not None else not is_locked(self.path)
 
     @property
     def state(self) -> str:
@@ -500,15 +499,3 @@ class Run(Generic[_Result]):
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return read_json_lines(self.path / name)
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a process works on the run."""
-    try:
-        with (path / "run.lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False

@@ -169,11 +169,19 @@ def _json_lines(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
     sound: list[tuple[bytes, dict[str, Any]]] = []
     lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line.decode())
-            if isinstance(record, dict) and record.pop(_CHECKSUM, None) in (None, _checksum(record)):
-                sound.append((line, record))
+        record = sound_record(line)
+        if record is not None:
+            sound.append((line, record))
     return sound, len(lines) - len(sound)
+
+
+def sound_record(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line, without its checksum; None if it is none, or its checksum is wrong."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line.decode())
+        if isinstance(record, dict) and record.pop(_CHECKSUM, None) in (None, _checksum(record)):
+            return record
+    return None
 
 
 _CHECKSUM = "xxh3_64"
@@ -413,6 +421,18 @@ class RunDirectory:
         self.close()
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process works on the run."""
+    try:
+        with (path / "run.lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is not there, or the file system has no locks
+        pass
+    return False
+
+
 def _lock_folder(path: Path) -> IO[str]:
     """Lock the folder of a run until the file is closed, or this process has ended.
 
@@ -420,6 +440,11 @@ def _lock_folder(path: Path) -> IO[str]:
         ConfigError: another process holds the lock.
     """
     file = (path / "run.lock").open("a+", encoding="utf-8")
+    for _look in range(20):  # who only asks whether it is locked holds it for a moment, too
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(0.01)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

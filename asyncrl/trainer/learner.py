@@ -11,6 +11,7 @@ the same code (:mod:`asyncrl.tasks.rerun`).
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -285,6 +286,7 @@ class StepRecord:
         """Return everything that is logged of a step, by name: the one place for a metric of the driver."""
         return {
             "reward_mean": self.reward_mean,
+            "reward_std": statistics.pstdev(self.rewards),
             "length_mean": sum(self.lengths) / len(self.lengths),
             **self.certificate.as_metrics(),
             "groups_ready": self.groups_ready,

@@ -408,6 +408,7 @@ class TrainingRun:
         return Watch(
             self._run.status_path,
             timeline=self._timeline,
+            timeline_path=self._run.timeline_path,
             steps=self._config.steps,
             done=lambda: driver.law.version,
             causes=lambda: [*self._assembly.explain(), *driver.explain()],

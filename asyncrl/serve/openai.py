@@ -831,6 +831,7 @@ async def completions(call: Call) -> web.StreamResponse:
     ]
     session = call.session()
     places = [session.token_prompt(prompt) for prompt in prompts] if session is not None else []
+    is_text = isinstance(body.prompt if isinstance(body.prompt, str) else body.prompt[0], str)
     decode = text.decode if body.skip_special_tokens is not False else partial(text.decode, skip_special_tokens=False)
     include = bool(body.include_stop_str_in_output)
     readers = [Choice(decode, sampling, special_ids=text.special_ids, include_stop=include) for _ in requests]
@@ -847,7 +848,8 @@ async def completions(call: Call) -> web.StreamResponse:
         if body.logprobs is not None:
             choice.logprobs = _log_probs(text, reader, begin, offset, prompt=prompt if echoed else ())
         if echoed:
-            choice.text = decode(prompt) + choice.text
+            # Of a prompt of ids the special tokens are a part; to a text the tokenizer may have added some.
+            choice.text = text.decode(prompt, skip_special_tokens=is_text) + choice.text
         if chunk.prompt_log_probs and body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_log_probs(text, prompt, reader)
         if body.return_token_ids:

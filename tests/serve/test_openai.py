@@ -205,6 +205,15 @@ async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatc
         assert on_the_loop.pop("decode") is True
 
 
+async def test_an_echo_of_ids_has_their_special_tokens(serve, text):
+    async with serve(lambda prompt: "it") as served:
+        ids = text.encode("<|user|>say it")
+        for prompt, echoed in ((ids, "<|user|>say it"), ("say it", "say it")):
+            body = {"model": "tiny", "prompt": prompt, "echo": True, "max_tokens": 5}
+            answer = await served.post("/v1/completions", body)
+            assert answer["choices"][0]["text"] == echoed + "it"
+
+
 async def test_each_choice_has_its_own_seed(serve):
     async with serve() as served:
         await served.post("/v1/completions", {"model": "tiny", "prompt": [5], "n": 3, "seed": 11})

@@ -259,6 +259,13 @@ def sampling_params(
         raise APIError(400, str(error)) from error
 
 
+def check_choices(limits: Limits, n: int | None) -> int:
+    """Return the number of choices that ``n`` asks for; an API error beyond the limit."""
+    if n is not None and n > limits.choices:
+        raise APIError(400, f"n is {n}; at most {limits.choices} choices are generated")
+    return n or 1
+
+
 def check_neutral(**fields: tuple[object, object]) -> None:
     """Raise an API error for a field that would change the answer and is not served.
 

@@ -66,19 +66,19 @@ class GenerateAnswer(Struct, kw_only=True):
 
 
 def token_turn(
-    call: Call, ids: tuple[int, ...], sampling: SamplingParams
-) -> tuple[GenerationRequest, Callable[[Generation], None]]:
-    """Return the request for a turn after a prompt of ``ids``, and what adds the turn to the session."""
+    call: Call, ids: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1
+) -> tuple[list[GenerationRequest], Callable[[Generation], None]]:
+    """Return the requests for turns after a prompt of ``ids``, and what adds a turn to the session."""
     session = call.session()
     place = session.token_prompt(ids) if session is not None else None
-    (request,) = call.requests(ids, sampling)
+    requests = call.requests(ids, sampling, choices=choices)
 
     def record(generation: Generation) -> None:
         if place is not None:
             text = call.state.text.decode(generation.token_ids) if call.state.text is not None else ""
             call.record(place, generation, {"role": "assistant", "content": text})
 
-    return request, record
+    return requests, record
 
 
 async def generate(call: Call) -> web.StreamResponse:
@@ -94,7 +94,7 @@ async def generate(call: Call) -> web.StreamResponse:
         prompt_log_probs=body.prompt_log_probs,
         grammar=body.grammar,
     )
-    request, record = token_turn(call, tuple(body.prompt_token_ids), sampling)
+    (request,), record = token_turn(call, tuple(body.prompt_token_ids), sampling)
     if not body.stream:
         generation = await call.collect(request)
         record(generation)

@@ -45,6 +45,7 @@ from asyncrl.serve.limits import (
     Text,
     TokenId,
     TopLogProbCount,
+    check_choices,
     check_neutral,
     sampling_params,
 )
@@ -477,13 +478,6 @@ def _check_neutral(body: ChatCompletionRequest | CompletionRequest, **fields: tu
     )
 
 
-def _choices(call: Call, body: ChatCompletionRequest | CompletionRequest) -> int:
-    choices = body.n or 1
-    if choices > call.state.limits.choices:
-        raise APIError(400, f"n is {choices}; at most {call.state.limits.choices} choices are generated")
-    return choices
-
-
 def _constraint(body: ChatCompletionRequest | CompletionRequest) -> tuple[Mapping[str, Any] | None, str]:
     """Return the JSON schema and the grammar that the text follows; at most one of them is there. Any: JSON."""
     outputs, form = body.structured_outputs or StructuredOutputs(), body.response_format
@@ -581,7 +575,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
             prompt_log_probs=body.prompt_logprobs,
         ),
         form=_form(call.state.chat_text(), body, tools),
-        choices=_choices(call, body),
+        choices=check_choices(call.state.limits, body.n),
         rendering=_rendering(body, last=_last_tokens(call, body)),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=bool(body.skip_special_tokens),
@@ -809,7 +803,7 @@ async def completions(call: Call) -> web.StreamResponse:
     text, usage = state.model_text(), _usage_events(body)
     encoded = await call.off_loop(lambda: _prompts(text, body.prompt))
     prompts = [last_tokens(prompt, _last_tokens(call, body)) for prompt in encoded]
-    choices = _choices(call, body)
+    choices = check_choices(state.limits, body.n)
     if len(prompts) > state.limits.prompts or len(prompts) * choices > state.limits.concurrent_requests_per_key:
         raise APIError(400, f"at most {state.limits.prompts} prompts are accepted at a time")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens

@@ -190,7 +190,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             sglang.generate,
             tag="tokens",
             request=sglang.GenerateBody,
-            answer=(native.GenerateAnswer, sglang.SGLangAnswer),
+            answer=(native.GenerateAnswer, sglang.SGLangAnswer, list[sglang.SGLangAnswer]),
             stream=(native.GenerateAnswer, sglang.SGLangAnswer),
         ),
         _user(

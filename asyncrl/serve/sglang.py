@@ -24,6 +24,7 @@ from asyncrl.serve.limits import (
     Text,
     TokenId,
     TopLogProbCount,
+    check_choices,
     check_neutral,
     sampling_params,
 )
@@ -89,7 +90,7 @@ class MetaInfo(Struct, kw_only=True):
 
 
 class SGLangAnswer(Struct, kw_only=True):
-    """All of the answer; of a stream all of it until now. ``text`` needs a tokenizer."""
+    """All of one sample; of a stream all of it until now. ``text`` needs a tokenizer."""
 
     output_ids: Sequence[int]
     meta_info: MetaInfo
@@ -120,17 +121,25 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     ids = tuple(body.input_ids or ())
     if body.text is not None:
         ids = tuple(await call.off_loop(partial(call.state.model_text().encode, body.text)))
-    request, record = native.token_turn(call, ids, sampling)
+    several = check_choices(call.state.limits, given.n)
+    if body.stream:
+        check_neutral(n=(several, 1))
+    requests, record = native.token_turn(call, ids, sampling, choices=several)
     special = given.skip_special_tokens is not False
-    choice = Choice(
-        partial(text.decode, skip_special_tokens=special) if text is not None else lambda ids: "",
-        sampling,
-        special_ids=text.special_ids if text is not None else frozenset(),
-        include_stop=bool(given.no_stop_trim),
-    )
+    choices = [
+        Choice(
+            partial(text.decode, skip_special_tokens=special) if text is not None else lambda ids: "",
+            sampling,
+            special_ids=text.special_ids if text is not None else frozenset(),
+            include_stop=bool(given.no_stop_trim),
+        )
+        for _ in requests
+    ]
 
-    def feed(part: Generation | GenerationChunk) -> SGLangAnswer:
+    def feed(choice: Choice, part: Generation | GenerationChunk) -> SGLangAnswer:
         choice.feed(part if given.max_new_tokens != 0 else prompt_only(part))
+        if part.finish_reason is not None:
+            record(choice.generation())
         return SGLangAnswer(
             output_ids=choice.token_ids,
             meta_info=_meta_info(call, body, ids, choice, sampling, given),
@@ -138,22 +147,19 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
         )
 
     if not body.stream:
-        answer = feed(await call.collect(request))
-        record(choice.generation())
-        return call.answer(answer)
+        generated = await call.collect_all(requests)
+        answers = [feed(choice, generation) for choice, generation in zip(choices, generated, strict=True)]
+        return call.answer(answers[0] if several == 1 else answers)
     events = call.events()
-    async with aclosing(call.stream(request)) as chunks:
+    async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
-            answer = feed(chunk)
-            if chunk.finish_reason is not None:
-                record(choice.generation())
-            await events.send(answer)
+            await events.send(feed(choices[0], chunk))
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
 
 def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> SamplingParams:
-    check_neutral(n=(given.n, 1), spaces_between_special_tokens=(given.spaces_between_special_tokens, True))
+    check_neutral(spaces_between_special_tokens=(given.spaces_between_special_tokens, True))
     made: dict[str, tuple[Callable[[str], str], str | None]] = {
         "json_schema": (lambda schema: json_grammar(json_schema("json_schema", schema)), given.json_schema),
         "regex": (regex_grammar, given.regex),

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from asyncrl.interfaces import FinishReason
+from asyncrl.interfaces import FinishReason, SamplingParams
 from asyncrl.serve import native
 from asyncrl.serve.call import Call, Version, version_spans
 from asyncrl.serve.limits import (
@@ -17,6 +17,7 @@ from asyncrl.serve.limits import (
     SamplingFields,
     TokenId,
     TopLogProbCount,
+    check_choices,
     check_neutral,
     sampling_params,
 )
@@ -94,7 +95,7 @@ async def generate(call: Call) -> web.StreamResponse:
     body, state = call.body_as(TokensRequest), call.state
     given, ids = body.sampling_params, tuple(body.token_ids)
     state.check_model(body.model or state.names[0])
-    check_neutral(stream=(body.stream, False), n=(given.n, 1))
+    check_neutral(stream=(body.stream, False))
     sampling = sampling_params(
         state.limits,
         given,
@@ -103,28 +104,35 @@ async def generate(call: Call) -> web.StreamResponse:
         prompt_log_probs=given.prompt_logprobs,
     )
     text = state.model_text()
-    request, record = native.token_turn(call, ids, sampling)
-    choice = Choice(text.decode, sampling, special_ids=text.special_ids)
-    choice.feed(await call.collect(request))
-    record(choice.generation())
-    last = choice.token_ids[-1] if choice.token_ids and choice.finish_reason == "stop" else None
+    requests, record = native.token_turn(call, ids, sampling, choices=check_choices(state.limits, given.n))
+    choices = [Choice(text.decode, sampling, special_ids=text.special_ids) for _ in requests]
+    for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
+        choice.feed(generation)
+        record(choice.generation())
     return call.answer(
         TokensAnswer(
             request_id=call.id,
             choices=[
                 TokensChoice(
+                    index=index,
                     token_ids=choice.token_ids,
                     finish_reason=choice.finish_reason,
-                    stop_reason=choice.stop_string or (last if last in sampling.stop_token_ids else None),
+                    stop_reason=_stop_reason(choice, sampling),
                     logprobs=_log_probs(choice) if given.logprobs is not None else None,
                     weight_versions=version_spans(choice.versions),
                 )
+                for index, choice in enumerate(choices)
             ],
-            usage=token_usage(len(ids), len(choice.token_ids)),
-            prompt_logprobs=prompt_log_probs(text, ids, choice),
+            usage=token_usage(len(ids), sum(len(choice.token_ids) for choice in choices)),
+            prompt_logprobs=prompt_log_probs(text, ids, choices[0]),
             prompt_token_ids=ids if body.return_token_ids else None,
         )
     )
+
+
+def _stop_reason(choice: Choice, sampling: SamplingParams) -> int | str | None:
+    last = choice.token_ids[-1] if choice.token_ids and choice.finish_reason == "stop" else None
+    return choice.stop_string or (last if last in sampling.stop_token_ids else None)
 
 
 def _log_probs(choice: Choice) -> TokensLogProbs:

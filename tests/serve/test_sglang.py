@@ -34,6 +34,14 @@ async def test_tokens_in_tokens_and_log_probs_out(serve, text):
         assert "".join(spelled) == "it again<|end|>"
 
 
+async def test_several_samples_are_a_list(serve):
+    async with serve(lambda prompt: "it again<|end|>") as served:
+        answers = await served.post("/sessions/s/generate", {**BODY, "sampling_params": {"n": 2, "seed": 5}})
+        assert [answer["text"] for answer in answers] == ["it again"] * 2
+        assert len({request.sampling.seed for request in served.engines[0].requests}) == 2
+        assert len((await served.get("/sessions/s/trajectories"))["trajectories"]) == 2
+
+
 async def test_the_log_probs_of_a_prompt_alone(serve):
     async with serve(lambda prompt: [9]) as served:
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
@@ -101,7 +109,8 @@ async def test_sampling_params_reach_the_engine(serve):
         ({"input_ids": [[1], [2]]}, "input_ids[0]"),
         ({**BODY, "lora_path": "x"}, "lora_path"),
         ({"input_ids": [1], "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
-        ({"input_ids": [1], "sampling_params": {"n": 2}}, "n = 2 is not served"),
+        ({"input_ids": [1], "sampling_params": {"n": 2}, "stream": True}, "n = 2 is not served"),
+        ({"input_ids": [1], "sampling_params": {"n": 65}}, "at most 64 choices"),
         ({"input_ids": [1], "sampling_params": {"regex": "a", "ebnf": "b"}}, "regex and ebnf"),
         ({"input_ids": [1], "sampling_params": {"json_schema": "no"}}, "json_schema is no JSON"),
         ({"input_ids": []}, "input_ids"),

@@ -37,6 +37,14 @@ async def test_tokens_in_tokens_log_probs_and_versions_out(serve):
         assert (sampling.max_new_tokens, sampling.seed, sampling.min_p) == (8, 3, 0.1)
 
 
+async def test_several_choices_have_seeds_of_their_own(serve):
+    async with serve(lambda prompt: [8, 9]) as served:
+        answer = await served.post(PATH, body(n=3, seed=5))
+        assert [(each["index"], each["token_ids"]) for each in answer["choices"]] == [(at, [8, 9]) for at in range(3)]
+        assert answer["usage"]["completion_tokens"] == 6
+        assert len({request.sampling.seed for request in served.engines[0].requests}) == 3
+
+
 async def test_turns_of_a_session_continue_each_other(serve):
     async with serve(lambda prompt: [9, 10]) as served:
         first = await served.post(f"/sessions/s{PATH}", BODY)
@@ -53,7 +61,7 @@ async def test_turns_of_a_session_continue_each_other(serve):
         ({**BODY, "features": {}}, "features"),
         ({**BODY, "stream": True}, "stream"),
         ({**BODY, "output_mode": "text"}, "output_mode"),
-        (body(n=2), "n = 2 is not served"),
+        (body(n=65), "at most 64 choices"),
         (body(extra_args={}), "sampling_params.extra_args is not served"),
     ],
 )

@@ -4,6 +4,7 @@
     python benchmarks/trainer.py --device cuda --model 135m --rows 256    # bfloat16; prints MFU too
     python benchmarks/trainer.py --trl-python trl/bin/python              # a Python that has TRL, torch, transformers
     python benchmarks/trainer.py --attention                              # ways to attend within packed rows
+    python benchmarks/trainer.py --shared                                 # rows that begin with the same prompt
     python benchmarks/trainer.py --loading                                # the memory of ranks that load a model
 
 All train the same rows with the same objective: lengths lognormal with mean 256 (sigma 1), at most 2048, a prompt of 16
@@ -19,6 +20,9 @@ vocabulary of 151,936, in processes of their own: the highest resident size minu
 
 ``load_peak_over_model`` is the sum of the highest resident sizes of four ranks that load a model of 135M parameters
 (0.5 GB in float32), minus what the same ranks need for one of 0.4M, over the bytes of the large one.
+
+``shared_prefix_time`` is an update with a group of 8 rows, a prompt of 512 tokens and answers of 96 to 160, over the
+same update without sharing. The model has 16M parameters, a fifth of them its head, as models of 0.1 to 0.5B have.
 """
 
 from __future__ import annotations
@@ -67,6 +71,15 @@ MODELS = {
     ),
     "25m": LlamaConfig(
         vocab_size=32_000,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "16m": LlamaConfig(
+        vocab_size=8_192,
         hidden_size=384,
         intermediate_size=1024,
         num_hidden_layers=8,
@@ -354,6 +367,59 @@ def measure_memory() -> Figure:
     return _at_most("peak_memory_of_log_probs", found["fused"] / 2**20, "MiB", found["naive"] / 2**20, 0.35)
 
 
+# ---------------------------------------------------------------------------------------------------- shared prefixes
+
+
+def group_of_rows(vocabulary: int) -> DataProto:
+    draw = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, vocabulary, (512,), generator=draw)
+    answers = torch.randint(96, 161, (8,), generator=draw).tolist()
+    rows = [torch.cat([prompt, torch.randint(0, vocabulary, (length,), generator=draw)]) for length in answers]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": rows,
+            "loss_mask": [torch.arange(len(row)) >= len(prompt) for row in rows],
+            "behaviour_log_probs": [-9.0 + torch.rand(len(row), generator=draw) for row in rows],
+            "advantages": torch.randn(len(rows), generator=draw),
+        }
+    )
+
+
+def measure_shared(arguments: argparse.Namespace) -> list[Figure]:
+    batch = group_of_rows(MODELS["16m"].vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(MODELS["16m"]).save_pretrained(folder)
+        engines = [
+            FSDPEngine(
+                folder,
+                objective=PolicyObjective(),
+                lr=LR,
+                device="cpu",
+                threads=arguments.threads,
+                max_tokens_per_microbatch=arguments.max_tokens,
+            )
+            for _ in range(2)
+        ]
+    shared, apart = engines
+    apart._passes._cost = None  # by which the engine decides what to share
+    found, expected = shared.update(batch), apart.update(batch)
+    if abs(found["grad_norm"] - expected["grad_norm"]) > 1e-4 * expected["grad_norm"]:
+        raise RuntimeError(f"the two do different updates: {found} and {expected}")
+    figures: list[Figure] = []
+    for name, calls in (
+        ("shared_prefix_time", [lambda each=each: bool(each.update(batch)) for each in engines]),
+        ("shared_prefix_log_probs", [lambda each=each: bool(each.log_probs(batch)) for each in engines]),
+    ):
+        shared_s, apart_s = interleaved(*calls, rounds=arguments.rounds, device="cpu", threads=arguments.threads)
+        figures.append(_at_most(name, shared_s, "s", apart_s, 0.4))
+    for each in engines:
+        each.close()
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
 LOADING_RANKS = 4
 
 
@@ -475,6 +541,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     parser.add_argument("--attention", action="store_true", help="compare ways of attention, and nothing else")
+    parser.add_argument("--shared", action="store_true", help="rows that begin with the same prompt, and nothing else")
     parser.add_argument("--loading", action="store_true", help="memory of ranks that load a model, and nothing else")
     parser.add_argument("--load", nargs=3, metavar=("FOLDER", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--peak", choices=["fused", "naive"], help=argparse.SUPPRESS)
@@ -494,10 +561,12 @@ def main() -> None:
     notes: dict[str, object] = {}
     if arguments.attention:
         figures = measure_attention(max(arguments.rounds, 5))
+    elif arguments.shared:
+        figures = measure_shared(arguments)
     elif arguments.loading:
         figures = [measure_loading()]
     else:
-        figures = [*measure(arguments, notes), measure_memory(), measure_loading()]
+        figures = [*measure(arguments, notes), measure_memory(), *measure_shared(arguments), measure_loading()]
     machine = {
         "cpus": os.cpu_count(),
         "threads": arguments.threads,

@@ -70,15 +70,16 @@ class PolicyModel(nn.Module):
         targets: Tensor,
         *,
         rectangles: tuple[tuple[int, int], ...],
+        prefixes: tuple[int | None, ...] = (),
         extras: Extras = "none",
         temperature: float = 1.0,
     ) -> TokenScores:
         """Score N tokens of a micro-batch of T cells.
 
-        Arguments up to ``rectangles`` are fields of :class:`~engines.training.packing.PackedMicroBatch`: one rectangle
+        Arguments up to ``prefixes`` are fields of :class:`~engines.training.packing.PackedMicroBatch`: one rectangle
         only in the padded layout, and any valid id in cells of padding. ``temperature`` divides the logits.
         """
-        states = self.hidden_states(input_ids, positions, rectangles=rectangles)
+        states = self.hidden_states(input_ids, positions, rectangles=rectangles, prefixes=prefixes)
         return token_log_probs(
             states.index_select(0, predictors),
             targets,
@@ -88,10 +89,17 @@ class PolicyModel(nn.Module):
             temperature=temperature,
         )
 
-    def hidden_states(self, input_ids: Tensor, positions: Tensor, *, rectangles: tuple[tuple[int, int], ...]) -> Tensor:
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        rectangles: tuple[tuple[int, int], ...],
+        prefixes: tuple[int | None, ...] = (),
+    ) -> Tensor:
         """Return the last hidden states [T, H]."""
         if self.layout == "packed":
-            rows = RowLayout.of(rectangles, device=input_ids.device)
+            rows = RowLayout.of(rectangles, device=input_ids.device, prefixes=prefixes)
             states = self._decode(input_ids[None], position_ids=positions[None], **{ROWS: rows})
         else:
             (shape,) = rectangles

@@ -4,6 +4,8 @@ Everything of a transformer but attention works on single tokens, so only attent
 Models of transformers pass the keyword :data:`ROWS` from their ``forward`` to the attention function that is registered
 by name. Ours splits the sequence into its rows; no mask of the size of the sequence is ever made.
 
+Rows that share a prefix lie behind it, and attend to it as if each had its own (:mod:`engines.training.prefixes`).
+
 On CUDA, half-precision sequences go through one variable-length flash kernel,
 :func:`torch.nn.attention.varlen.varlen_attn`. Elsewhere rows of one length form a rectangle, a view of the sequence,
 and each rectangle is one causal call of :func:`torch.nn.functional.scaled_dot_product_attention`.
@@ -37,13 +39,18 @@ class RowLayout:
     cu_seqlens: Tensor  # [rows + 1] int32 on the sequence's device: the first cell of each row, and T
     # The sliding windows that layers asked for, one entry per call: they show whether a model supports packing.
     windows: list[int | None] = field(default_factory=list)
+    # Of each rectangle, the one, of a single row, whose cells come before the cells of its rows; empty: of none.
+    prefixes: tuple[int | None, ...] = ()
 
     @staticmethod
-    def of(rectangles: Sequence[tuple[int, int]], *, device: torch.device) -> RowLayout:
+    def of(
+        rectangles: Sequence[tuple[int, int]], *, device: torch.device, prefixes: Sequence[int | None] = ()
+    ) -> RowLayout:
         lengths = [length for rows, length in rectangles for _ in range(rows)]
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0)
-        return RowLayout(tuple(rectangles), cu_seqlens.to(device))
+        shared = tuple(prefixes) if any(each is not None for each in prefixes) else ()
+        return RowLayout(tuple(rectangles), cu_seqlens.to(device), prefixes=shared)
 
     @property
     def max_seqlen(self) -> int:
@@ -87,31 +94,41 @@ def packed_attention(
     rows = asyncrl_rows
     rows.windows.append(sliding_window)
     tokens = [each[0].transpose(0, 1) for each in (query, key, value)]  # [T, heads, D]
-    if softcap is None and _has_varlen_kernel(query):
+    if softcap is None and not rows.prefixes and _has_varlen_kernel(query):
         return _varlen(*tokens, rows=rows, scaling=scaling, window=sliding_window).unsqueeze(0), None
     sizes = [count * length for count, length in rows.rectangles]
     # split, not slices: its backward pass joins the pieces, where each slice's would fill a whole sequence with zeros.
-    pieces = zip(rows.rectangles, *(each.split(sizes) for each in tokens), strict=True)
+    queries, keys, values = (
+        [
+            piece.unflatten(0, shape).transpose(1, 2)
+            for piece, shape in zip(each.split(sizes), rows.rectangles, strict=True)
+        ]
+        for each in tokens
+    )
     attended_pieces: list[Tensor] = []
-    for shape, *piece in pieces:
-        q, k, v = (each.unflatten(0, shape).transpose(1, 2) for each in piece)
+    for q, k, v, prefix in zip(queries, keys, values, rows.prefixes or [None] * len(queries), strict=True):
+        if prefix is not None:
+            k, v = (  # noqa: PLW2901
+                torch.cat([each[prefix].expand(len(own), -1, -1, -1), own], dim=2)
+                for each, own in ((keys, k), (values, v))
+            )
         attended = _attend(q, k, v, scaling=scaling, window=sliding_window, softcap=softcap)
         attended_pieces.append(attended.transpose(1, 2).flatten(0, 1))
     return (attended_pieces[0] if len(attended_pieces) == 1 else torch.cat(attended_pieces)).unsqueeze(0), None
 
 
-def _attend(  # [B, heads, L, D]
+def _attend(  # queries [B, heads, L, D] of the last L of K tokens; keys and values [B, heads, K, D]
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    length = query.shape[2]
-    if window is not None and window >= length:
+    length, places = query.shape[2], key.shape[2]
+    if window is not None and window >= places:
         window = None
     groups = query.shape[1] // key.shape[1]
     if softcap is not None:
         return _attend_softcapped(query, key, value, scaling=scaling, window=window, softcap=softcap)
-    if window is None:
+    if window is None and length == places:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-    mask = _band(length, window, query.device)
+    mask = _band(length, places, window or places, query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
 
 
@@ -120,19 +137,21 @@ def _attend_softcapped(
 ) -> Tensor:
     """Compute attention with soft-capped scores, for which there is no kernel: one matrix of scores per rectangle."""
     length, size = query.shape[2:]
+    places = key.shape[2]
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (size**-0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_band(length, window or length, query.device), -torch.inf)
-    return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    scores = scores.masked_fill(~_band(length, places, window or places, query.device), -torch.inf)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(dim=-1, dtype=precise).to(value.dtype) @ value
 
 
 @lru_cache(maxsize=8)
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Return [L, L] bool: each token attends to the ``window`` tokens up to itself."""
-    place = torch.arange(length, device=device)
-    back = place[:, None] - place[None, :]
+def _band(length: int, places: int, window: int, device: torch.device) -> Tensor:
+    """Return [L, K] bool: each of the last L tokens attends to the ``window`` tokens up to itself."""
+    place = torch.arange(places, device=device)
+    back = place[places - length :, None] - place[None, :]
     return (back >= 0) & (back < window)
 
 

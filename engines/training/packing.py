@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ Layout: TypeAlias = Literal["packed", "padded"]
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    rows: tuple[int, ...]  # indices, longest first
-    length: int  # of every row, padded
+    rows: tuple[int, ...]  # indices, longest first; none in a prefix that rows of later rectangles share
+    length: int  # of every row, padded; without its prefix
+    prefix: int | None = None  # the rectangle, before this one, that holds the first tokens of these rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,10 @@ class PackedMicroBatch:
     """The tensors of a micro-batch: T cells, with N tokens to score."""
 
     rectangles: tuple[tuple[int, int], ...]  # (rows, length) in the order of the cells; T = sum of rows * length
+    prefixes: tuple[int | None, ...]  # of each rectangle, the one with the first tokens of its rows, if there is one
     input_ids: Tensor  # [T], 0 in cells of padding, which lie behind their row
     positions: Tensor  # [T] place of each cell in its row, from 0
-    predictors: Tensor  # [N] cells just before each scored token
+    predictors: Tensor  # [N] cells of the tokens just before each scored one; rows of a prefix may have some in common
     targets: Tensor  # [N] the scored tokens
     tokens: Tensor  # [N] index of each scored token in the packed columns
     rows: Tensor  # [N] row of each scored token, among all rows of the rank
@@ -123,6 +126,7 @@ class PackedMicroBatch:
         zero = torch.zeros(1, dtype=torch.int64)
         return PackedMicroBatch(
             rectangles=((1, 2),),
+            prefixes=(None,),
             input_ids=zero.new_zeros(2),
             positions=torch.arange(2),
             predictors=zero,
@@ -208,25 +212,40 @@ class PackedRows:
 
     def pack(self, microbatch: MicroBatch) -> PackedMicroBatch:
         """Copy the rows of a micro-batch to their places, and select their scored tokens."""
-        shapes = tuple((len(each.rows), each.length) for each in microbatch.rectangles)
+        rectangles = microbatch.rectangles
+        shapes = tuple((len(each.rows) or 1, each.length) for each in rectangles)
+        starts = [0, *itertools.accumulate(count * length for count, length in shapes)]
+        begins: list[int] = []  # first cell of each row, behind its prefix
+        prefixes: list[tuple[int, int]] = []  # first cell and length of each row's prefix
+        for each, start in zip(rectangles, starts, strict=False):
+            begins += [start + place * each.length for place in range(len(each.rows))]
+            prefix = (0, 0) if each.prefix is None else (starts[each.prefix], rectangles[each.prefix].length)
+            prefixes += [prefix] * len(each.rows)
         index = torch.tensor(microbatch.rows, dtype=torch.int64)
-        widths = torch.repeat_interleave(torch.tensor([w for _, w in shapes]), torch.tensor([n for n, _ in shapes]))
-        begins = torch.cumsum(widths, 0) - widths
-        positions = torch.arange(int(widths.sum())) - torch.repeat_interleave(begins, widths)
         row_lengths = self._lengths[index]
         in_batch = torch.repeat_interleave(torch.arange(len(index)), row_lengths)
         within = torch.arange(len(in_batch)) - (torch.cumsum(row_lengths, 0) - row_lengths)[in_batch]
         source = self._starts[index][in_batch] + within
-        cells = begins[in_batch] + within
+        begin = torch.tensor(begins)[in_batch]
+        shared_begin, shared = torch.tensor(prefixes)[in_batch].unbind(1)
+
+        def cells(place: Tensor) -> Tensor:
+            return torch.where(place < shared, shared_begin + place, begin + place - shared)
+
+        widths = torch.repeat_interleave(torch.tensor([w for _, w in shapes]), torch.tensor([n for n, _ in shapes]))
+        positions = torch.arange(starts[-1]) - torch.repeat_interleave(torch.cumsum(widths, 0) - widths, widths)
+        filled = cells(within)
+        positions[filled] = within
         input_ids = torch.zeros_like(positions)
-        input_ids[cells] = self.input_ids[source]
+        input_ids[filled] = self.input_ids[source]
         wanted = self.mask[source]
         tokens = source[wanted]
         return PackedMicroBatch(
             rectangles=shapes,
+            prefixes=tuple(each.prefix for each in rectangles),
             input_ids=input_ids,
             positions=positions,
-            predictors=cells[wanted] - 1,
+            predictors=cells(within - 1)[wanted],
             targets=self.input_ids[tokens],
             tokens=tokens,
             rows=index[in_batch[wanted]],

@@ -13,6 +13,7 @@ from asyncrl.algorithms import TokenLosses
 from engines.training.log_probs import Extras, TokenScores
 from engines.training.model import PolicyModel
 from engines.training.packing import Layout, MicroBatch, PackedMicroBatch, PackedRows, plan_microbatches
+from engines.training.prefixes import plan_shared
 from engines.training.rank_group import RankGroup
 
 _OVERHEAD_TOKENS: dict[Layout, int] = {"packed": 0, "padded": 128}
@@ -54,6 +55,8 @@ class Passes:
         self.max_tokens = max_tokens
         self.temperature = temperature
         self._overhead_tokens = _OVERHEAD_TOKENS[model.layout]
+        # On CUDA a kernel for rows of any lengths takes their place.
+        self._cost = model.row_cost() if model.layout == "packed" and ranks.device.type == "cpu" else None
 
     def plan(self, rows: PackedRows, members: Iterable[int]) -> MiniBatch:
         """Plan an optimizer step over ``members`` of this rank's rows; rows without a token to train are left out."""
@@ -62,9 +65,11 @@ class Passes:
         for row in members:
             if scored[row]:
                 lengths[row] = rows.lengths[row]
-        plan = plan_microbatches(
-            lengths, max_tokens=self.max_tokens, layout=self._model.layout, overhead_tokens=self._overhead_tokens
-        )
+        plan = self._plan_shared(rows, [row for row, length in enumerate(lengths) if length])
+        if plan is None:
+            plan = plan_microbatches(
+                lengths, max_tokens=self.max_tokens, layout=self._model.layout, overhead_tokens=self._overhead_tokens
+            )
         tokens = sum(scored[row] for each in plan for row in each.rows)
         held = self._ranks.gather([len(plan), tokens, sum(len(each.rows) for each in plan)])
         return MiniBatch(
@@ -73,6 +78,11 @@ class Passes:
             tokens=sum(each[1] for each in held),
             rows=sum(each[2] for each in held),
         )
+
+    def _plan_shared(self, rows: PackedRows, members: list[int]) -> list[MicroBatch] | None:
+        if self._cost is None:
+            return None
+        return plan_shared(rows, members, max_tokens=self.max_tokens, cost=self._cost)
 
     def score(self, rows: PackedRows, *, extras: Extras) -> tuple[Tensor, Tensor]:
         """Return log-prob and entropy (0 unless in ``extras``) of scored tokens: [T] on the CPU, 0 elsewhere."""
@@ -131,13 +141,21 @@ class Passes:
 
     def _forward(self, micro_batch: PackedMicroBatch, extras: Extras) -> TokenScores:
         device = self._ranks.device
+        predictors, targets, places = micro_batch.predictors, micro_batch.targets, None
+        if any(prefix is not None for prefix in micro_batch.prefixes):
+            # A token of a prefix is scored for all of its rows at once.
+            (predictors, targets), places = torch.stack([predictors, targets]).unique(dim=1, return_inverse=True)
         scores: TokenScores = self._model(
             micro_batch.input_ids.to(device),
             micro_batch.positions.to(device),
-            micro_batch.predictors.to(device),
-            micro_batch.targets.to(device),
+            predictors.to(device),
+            targets.to(device),
             rectangles=micro_batch.rectangles,
+            prefixes=micro_batch.prefixes,
             extras=extras,
             temperature=self.temperature,
         )
-        return scores
+        if places is None:
+            return scores
+        places = places.to(device)
+        return TokenScores(*(each.index_select(0, places) if len(each) else each for each in scores))

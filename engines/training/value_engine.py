@@ -74,11 +74,13 @@ class ValueModel(PolicyModel):
         targets: Tensor,
         *,
         rectangles: tuple[tuple[int, int], ...],
+        prefixes: tuple[int | None, ...] = (),
         extras: Extras = "none",
         temperature: float = 1.0,
     ) -> TokenScores:
         """Compute the values of N tokens, in place of their log-probs; ``targets``, which follow them, are ignored."""
-        states = self.hidden_states(input_ids, positions, rectangles=rectangles).index_select(0, predictors)
+        states = self.hidden_states(input_ids, positions, rectangles=rectangles, prefixes=prefixes)
+        states = states.index_select(0, predictors)
         head: Any = self.causal_lm.get_output_embeddings()
         # In half precision a value would have two significant digits.
         values = nn.functional.linear(states.float(), head.weight.float()).squeeze(-1)

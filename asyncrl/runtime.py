@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import concurrent.futures.thread  # before programs register what has to come first at exit
+import contextlib
+import contextvars
 import gc
 import inspect
 import logging
@@ -416,6 +419,10 @@ class _Program(Generic[_T]):
         self.terminated = True
         self.cancel()
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def fail(self, error: Exception) -> None:
         self._failure = error
         self.cancel()
@@ -613,6 +620,49 @@ async def in_thread(function: Callable[_P, _T], /, *arguments: _P.args, **keywor
             raise RuntimeError(f"{name} raised StopIteration") from error
 
     return await asyncio.to_thread(call)
+
+
+async def in_abandonable_thread(function: Callable[[], _T], *, hopeless: Callable[[], bool]) -> _T:
+    """Run a function that may block for ever. A cancelled call waits for its end first, unless that is ``hopeless``.
+
+    Then the thread is left behind, as a daemon: nothing waits for it, and its result is dropped.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(outcome: concurrent.futures.Future[_T]) -> None:
+        error = outcome.exception()
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(outcome.result())
+        else:
+            answer.set_exception(error)
+
+    def call() -> None:
+        outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        try:
+            outcome.set_result(context.run(function))
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is raised where the result is awaited
+            outcome.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=call, name="a call that may be abandoned", daemon=True).start()
+    try:
+        return await asyncio.shield(answer)
+    except asyncio.CancelledError:
+        if not hopeless():
+            await asyncio.wait([answer])
+        answer.cancel()
+        raise
+
+
+def program_has_failed() -> bool:
+    """Return whether the program which this is called in was ended by :func:`failure_of_program`."""
+    program = _program.get()
+    return program is not None and program.failed
 
 
 async def run_all(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -45,12 +45,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 # Ray reads these when it is imported; the children of this program have them from here.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -85,6 +85,8 @@ class Kill:
     """Worker whose log records it."""
     recovered_s: float | None = None
     witness: str = ""
+    named_s: float | None = None
+    """Seconds from then to its witness; where that was looked for."""
 
 
 @dataclass
@@ -221,7 +223,7 @@ def victims(campaign: Campaign, kind: str, driver: int) -> list[tuple[int, str, 
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def config_of(campaign: Campaign, folder: Path, number: int) -> str:
+def config_of(campaign: Campaign, folder: Path, number: int, **cluster: Any) -> str:
     from asyncrl.config import Config
 
     return Config.from_mapping(
@@ -231,7 +233,7 @@ def config_of(campaign: Campaign, folder: Path, number: int) -> str:
             "max_staleness": 2,
             "seed": number,
             "runs": str(folder),
-            "cluster": {"backend": "ray", "address": campaign.address},
+            "cluster": {"backend": "ray", "address": campaign.address, **cluster},
             "model": {
                 "source": "scratch",
                 "options": {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "max_position": 128},
@@ -263,12 +265,18 @@ def has_buffer_worker(number: int) -> bool:
 class HurtRun:
     """One run from its first life to its last."""
 
+    signal = signal.SIGKILL
+    news = DEATHS
+    """What a line of the log says of a process that got the signal."""
+    cluster: ClassVar[Mapping[str, Any]] = {}
+    """Keys of the section ``cluster`` of its configuration."""
+
     def __init__(self, campaign: Campaign, number: int) -> None:
         self.campaign = campaign
         self.folder = campaign.folder / f"run-{number}"
         (self.folder / "notes").mkdir(parents=True)
         self.file = self.folder / "run.toml"
-        self.file.write_text(config_of(campaign, self.folder, number))
+        self.file.write_text(config_of(campaign, self.folder, number, **self.cluster))
         self.output = self.folder / "output.txt"
         self.kinds = [kind for kind in campaign.kinds if kind != "buffer" or has_buffer_worker(number)]
         self.lives = 0
@@ -389,7 +397,8 @@ class HurtRun:
         kind = campaign.next_kind(self.kinds)
         if kind == "driver" and any(not self._witnessed(kill) for kill in self.kills):
             return False  # a driver that dies with the news cannot tell it
-        found = victims(campaign, kind, self.driver)
+        hurt = {kill.pid for kill in self.kills}
+        found = [each for each in victims(campaign, kind, self.driver) if each[0] not in hurt]
         if not found:
             return False
         pid, what, teller = campaign.dice.choice(found)
@@ -397,7 +406,7 @@ class HurtRun:
             return False  # so is a worker whose scoring process was killed: it alone knows of that
         said = {log: len(text) for log, text in self.said(teller).items()}
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, self.signal)
         except ProcessLookupError:
             return False
         kill = Kill(kind, pid, what, time.monotonic(), said, teller=teller, lives=self.lives)
@@ -413,7 +422,7 @@ class HurtRun:
             else:
                 name = re.escape(kill.what)
                 news = "\n".join(text[kill.said.get(log, 0) :] for log, text in self.said(kill.teller).items())
-                line = re.search(rf"^(?=.*\b{name}\b)(?=.*\b{DEATHS}\b).*$", news, re.MULTILINE)
+                line = re.search(rf"^(?=.*\b{name}\b)(?=.*\b{self.news}\b).*$", news, re.MULTILINE)
                 if line is None and any(other is not kill and other.lives == kill.lives for other in self.kills):
                     # Of two that die in one life the run names the one that ends it; the other is in Ray's own line.
                     line = re.search(rf"^(?=.*\bWorker PID: {kill.pid}\b)(?=.*\b{DEATHS}\b).*$", news, re.MULTILINE)
@@ -423,6 +432,13 @@ class HurtRun:
     def _last_words(self) -> str:
         return " | ".join("".join(self.said().values()).strip().splitlines()[-6:])
 
+    def unwitnessed(self) -> list[str]:
+        return [
+            f"{self.folder.name}: the death of {kill.what} ({kill.pid}) left no witness"
+            for kill in self.kills
+            if not self._witnessed(kill)
+        ]
+
     def audit(self) -> None:
         """Hold what the finished run trained on against its episodes, and its ledger against both."""
         from witnesses import audit
@@ -431,11 +447,7 @@ class HurtRun:
         campaign.runs += 1
         campaign.resumes += self.resumes
         campaign.restarts += self.lives - 1 - self.resumes
-        campaign.problems += [
-            f"{self.folder.name}: the death of {kill.what} ({kill.pid}) left no witness"
-            for kill in self.kills
-            if not self._witnessed(kill)
-        ]
+        campaign.problems += self.unwitnessed()
         if run is None or not (run / "summary.json").is_file():
             campaign.problems.append(f"{self.folder.name}: no summary")
             return
@@ -480,14 +492,30 @@ def _text(log: Path) -> str:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--kills", type=int, default=20)
-    arguments.add_argument("--seconds", type=float, default=float("inf"), help="kill nothing after this time")
+    add_options(arguments, KINDS)
+    options = arguments.parse_args()
+    kinds = tuple(kind for kind in KINDS if kind in options.kinds.split(","))
+    sys.exit(1 if hurt_runs(HurtRun, options, kinds, wanted=options.kills, report=report) else 0)
+
+
+def add_options(arguments: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
+    arguments.add_argument("--seconds", type=float, default=float("inf"), help="hurt nothing after this time")
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--kinds", default=",".join(KINDS), help="kinds of process, with commas between them")
+    arguments.add_argument("--kinds", default=",".join(kinds), help="kinds of process, with commas between them")
     arguments.add_argument("--folder", type=Path, default=None, help="where the runs lie; temporary files if not given")
     arguments.add_argument("--keep", action="store_true", help="leave the runs there")
     arguments.add_argument("--json", action="store_true", help="print one JSON object")
-    options = arguments.parse_args()
-    kinds = tuple(kind for kind in KINDS if kind in options.kinds.split(","))
+
+
+def hurt_runs(
+    run_type: type[HurtRun],
+    options: argparse.Namespace,
+    kinds: tuple[str, ...],
+    *,
+    wanted: int,
+    report: Callable[..., None],
+) -> bool:
+    """Make runs and hurt them until it is enough, and report; return whether anything went wrong."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(ROOT))
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.folder))
@@ -495,12 +523,12 @@ def main() -> None:
     begun = time.perf_counter()
     with a_cluster(folder) as (address, raylet):
         preload()
-        campaign = Campaign(folder, address, raylet, random.Random(options.seed), options.kills, kinds)
+        campaign = Campaign(folder, address, raylet, random.Random(options.seed), wanted, kinds)
         campaign.until = time.monotonic() + options.seconds
         for number in ENDINGS:
             signal.signal(number, campaign.end)
         while campaign.goes_on and not campaign.problems:
-            run = HurtRun(campaign, campaign.runs)
+            run = run_type(campaign, campaign.runs)
             tell(f"run {campaign.runs + 1} begins")
             try:
                 run.live()
@@ -511,15 +539,14 @@ def main() -> None:
                 break
             run.audit()
             tell(
-                f"run {campaign.runs}: {len(run.kills)} kills, {run.lives} lives; so far {len(campaign.kills)} of "
-                f"{campaign.wanted} kills, {campaign.resumes} resumes, {campaign.lost} lost, {campaign.duplicated} "
+                f"run {campaign.runs}: {len(run.kills)} hurt, {run.lives} lives; so far {len(campaign.kills)} of "
+                f"{campaign.wanted}, {campaign.resumes} resumes, {campaign.lost} lost, {campaign.duplicated} "
                 f"duplicated, {campaign.invented} invented, {time.perf_counter() - begun:.0f} s"
             )
         report(campaign, elapsed_s=time.perf_counter() - begun, options=options)
     if not options.keep and not campaign.problems:
         shutil.rmtree(folder)
-    bad = campaign.problems or campaign.lost or campaign.duplicated or campaign.invented
-    sys.exit(1 if bad else 0)
+    return bool(campaign.problems or campaign.lost or campaign.duplicated or campaign.invented)
 
 
 def preload() -> None:
@@ -541,12 +568,7 @@ def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace)
     cuts = statistics.quantiles(recovered, n=100, method="inclusive") if len(recovered) > 1 else recovered * 99
     figures = [
         figure("kills", len(kills), "", goal=f"at least {options.kills}", holds=len(kills) >= options.kills),
-        figure("resumes", campaign.resumes, ""),
-        figure("restarts", campaign.restarts, ""),
-        figure("runs", campaign.runs, ""),
-        figure("lost", campaign.lost, "prompts", goal="0", holds=campaign.lost == 0),
-        figure("duplicated", campaign.duplicated, "prompts", goal="0", holds=campaign.duplicated == 0),
-        figure("invented", campaign.invented, "rows", goal="0", holds=campaign.invented == 0),
+        *damage(campaign),
         figure("witnesses", sum(bool(kill.witness) for kill in kills), "kills"),
         figure("recovery p50", round(cuts[49], 2) if cuts else -1, "s"),
         figure("recovery p99", round(cuts[98], 2) if cuts else -1, "s"),
@@ -555,9 +577,27 @@ def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace)
         *(figure(f"lives, {ending}", count, "") for ending, count in sorted(campaign.endings.items())),
         figure("time", round(elapsed_s, 1), "s"),
     ]
+    show(campaign, figures, options)
+    if campaign.ended_by and not options.json:
+        print(f"ENDED BY {campaign.ended_by}: {len(kills)} kills of the {options.kills} that were asked for")
+
+
+def damage(campaign: Campaign) -> list[dict[str, object]]:
+    return [
+        figure("resumes", campaign.resumes, ""),
+        figure("restarts", campaign.restarts, ""),
+        figure("runs", campaign.runs, ""),
+        figure("lost", campaign.lost, "prompts", goal="0", holds=campaign.lost == 0),
+        figure("duplicated", campaign.duplicated, "prompts", goal="0", holds=campaign.duplicated == 0),
+        figure("invented", campaign.invented, "rows", goal="0", holds=campaign.invented == 0),
+    ]
+
+
+def show(campaign: Campaign, figures: list[dict[str, object]], options: argparse.Namespace) -> None:
+    kills = campaign.kills
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "seed": options.seed}
     witnesses = [
-        {"kind": kill.kind, "pid": kill.pid, "recovered_s": kill.recovered_s, "witness": kill.witness} for kill in kills
+        {name: getattr(kill, name) for name in ("kind", "pid", "recovered_s", "witness", "named_s")} for kill in kills
     ]
     if options.json:
         told = {"machine": machine, "figures": figures, "problems": campaign.problems, "faults": witnesses}
@@ -571,8 +611,6 @@ def report(campaign: Campaign, *, elapsed_s: float, options: argparse.Namespace)
         print(f"  {each['kind']:8s} {each['pid']:>8}  {each['witness']}")
     for problem in campaign.problems:
         print(f"PROBLEM: {problem}")
-    if campaign.ended_by:
-        print(f"ENDED BY {campaign.ended_by}: {len(kills)} kills of the {options.kills} that were asked for")
 
 
 def figure(

@@ -10,7 +10,14 @@ import threading
 import pytest
 
 from asyncrl.errors import EngineError
-from asyncrl.runtime import Terminated, failure_of_program, first_cause, run_with_signals, shield_until_done
+from asyncrl.runtime import (
+    Terminated,
+    failure_of_program,
+    first_cause,
+    in_abandonable_thread,
+    run_with_signals,
+    shield_until_done,
+)
 
 # ------------------------------------------------------------------------------------------------ shield_until_done
 
@@ -269,3 +276,31 @@ def test_a_thread_ends_the_program_with_its_error_after_the_cleanup():
         run_with_signals(wait_for_ever())
     assert closed == [True]
     assert failure_of_program() is None
+
+
+async def test_a_call_that_may_be_abandoned_is_awaited_unless_it_is_hopeless():
+    begun, released, hopeless = threading.Event(), threading.Event(), False
+
+    def call() -> str:
+        begun.set()
+        released.wait(30)
+        return "done"
+
+    async def cancelled() -> bool:
+        running = asyncio.ensure_future(in_abandonable_thread(call, hopeless=lambda: hopeless))
+        await asyncio.to_thread(begun.wait, 30)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=0.2)
+        released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return bool(done)
+
+    assert await in_abandonable_thread(lambda: 7, hopeless=lambda: False) == 7
+    with pytest.raises(KeyError):
+        await in_abandonable_thread(lambda: {}["missing"], hopeless=lambda: False)
+    assert not await cancelled()
+    begun.clear()
+    released.clear()
+    hopeless = True
+    assert await cancelled()

@@ -32,7 +32,7 @@ from asyncrl.plugins import make_part, offered_options
 from asyncrl.rollout.chat import load_renderer
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
-from asyncrl.runtime import failure_of_program
+from asyncrl.runtime import failure_of_program, in_abandonable_thread, program_has_failed
 from asyncrl.single_controller import ClassWithInitArgs, Restart, Worker, WorkerGroup, create_colocated_worker_cls
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
@@ -203,9 +203,7 @@ class Assembly:
         made: dict[str, WorkerGroup] = {}
         replicas: dict[str, WorkerGroup] = {}
         for request in requests:
-            group = self._make_group(request)
-            self._groups[request.name] = group
-            groups_stack.push_async_callback(group.aclose)
+            group = await self._make_started_group(request, groups_stack)
             if request.role == "rollout":
                 replicas[request.name] = group
             made |= group.spawn(request.colocated) if request.colocated else {request.name: group}
@@ -221,6 +219,17 @@ class Assembly:
         self.critic = cast("CriticGroup | None", made.get("critic"))
         if replicas:
             self._make_pool(replicas, {request.name: request for request in requests}, groups_stack)
+
+    async def _make_started_group(self, request: WorkerGroupRequest, groups_stack: AsyncExitStack) -> WorkerGroup:
+        def make() -> WorkerGroup:
+            group = self._groups[request.name] = self._make_group(request)
+            groups_stack.push_async_callback(group.aclose)
+            return group
+
+        if self.config.cluster.backend == "local":
+            return make()
+        # Ray asks its head what there is: where that has died, this does not return.
+        return await in_abandonable_thread(make, hopeless=program_has_failed)
 
     def _make_pool(
         self,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import doctest
 import logging
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,61 @@ class Sleeper(Worker):
         while time.monotonic() < end:  # computes, and gives the lock back as Python does
             sum(range(1000))
         return os.getpid()
+
+
+class SlowToStart(Worker):
+    def __init__(self, notes: str) -> None:
+        super().__init__()
+        Path(notes).write_text(str(os.getpid()))
+        time.sleep(600)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_process_that_is_frozen_while_its_worker_is_constructed_is_ended(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from asyncrl.single_controller import ClassWithInitArgs
+    from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup, backend
+
+    notes = tmp_path / "process"
+    monkeypatch.setattr(backend, "STARTING_NAMED_S", 1.0)
+    monkeypatch.setattr(backend, "START_S", 3.0)
+    init = ClassWithInitArgs(SlowToStart, str(notes))
+    group = RayWorkerGroup(RayResourcePool([1]), init, name="slow", liveness=Liveness.of(3.0))
+    try:
+        while not (notes.exists() and notes.read_text()):
+            time.sleep(0.05)
+        os.kill(int(notes.read_text()), signal.SIGSTOP)
+        with pytest.raises(WorkerDiedError, match=r"rank 0 of slow|slow\[0\]"):
+            group.ready().result(60)
+    finally:
+        group.shutdown()
+    assert f"slow[0] (process {notes.read_text()} on" in caplog.text
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_process_that_never_starts_is_named_and_given_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    from asyncrl.single_controller import ClassWithInitArgs
+    from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup, backend
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(backend, "STARTING_NAMED_S", 0.2)
+    monkeypatch.setattr(backend, "START_S", 0.4)
+    monkeypatch.setattr(RayWorkerGroup, "_value", never)
+    liveness = Liveness(every_s=0.1, named_after_s=0.2, ended_after_s=0.4)
+    group = RayWorkerGroup(RayResourcePool([1]), ClassWithInitArgs(Sleeper), name="late", liveness=liveness)
+    try:
+        with pytest.raises(WorkerDiedError, match=r"the process of late\[0\] has not started for 0\.4 s"):
+            group.ready().result(60)
+    finally:
+        group.shutdown()
+    assert "the process of late[0] has not started for 0.2 s: it is stopped, or its machine is busy" in caplog.text
 
 
 @pytest.mark.ray

@@ -254,7 +254,9 @@ def test_a_head_that_is_gone_ends_the_run_by_name(long_config: Config, tmp_path:
             command.wait_for("tokens/s")
         (head,) = (pid for (pid, _), title in command.family().items() if "gcs_server" in title)
         os.kill(head, how)
+        killed = time.monotonic()
         assert command.process.wait(WITHIN_S) == 1, command.text()
+        assert time.monotonic() - killed < 42  # 15 s of silence, and the end; a blocked loop is aborted after 45
         assert "Ray's head (GCS at" in command.text()
         assert "Traceback" not in command.text()
         nothing_is_left(command)

@@ -14,20 +14,21 @@ import signal
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, cast
 
 import numpy as np
 import ray
 import ray.exceptions
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncrl.data.codec import encode_slices
 from asyncrl.data.plan import Header, Plan, Rows
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
-from asyncrl.runtime import ControllerLoop
+from asyncrl.runtime import ControllerLoop, in_abandonable_thread
 from asyncrl.single_controller.call import Arguments, AttemptLost, Call, Failed, Reply, ReturnedBatch
 from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation, PendingReply
@@ -57,6 +58,9 @@ _log = logging.getLogger(__name__)
 
 MAX_CALLS = 1_000_000
 """Calls that one actor holds at a time, running or queued; Ray holds further ones back."""
+
+STARTING_NAMED_S, START_S = 20.0, 60.0
+"""When a process is named that has not started, and the least time after which it is given up: importing takes time."""
 
 _OPTIONS = frozenset({"num_cpus", "num_gpus", "resources", "runtime_env", "env_vars", "enable_task_events"})
 
@@ -401,15 +405,26 @@ class RayWorkerGroup(WorkerGroup):
         self._nodes = [location.address for location in locations]
         self._put_init()
         self._contexts = contexts_of(locations, group_name=self.name)
-        failures = await self._construct(ranks, handles)
+        failures = await self._construct_watched(ranks, handles)
         if self.detached:
             await self._save_state(handles)
             await asyncio.to_thread(detached_groups.check_first, self.name, self._names[0])
         for rank, handle in enumerate(handles):
             self._watch_actor(rank, handle)
-        if self._silence is not None:
-            self._owner.spawn(partial(_ask_for_life, weakref.ref(self), self._silence), lambda _: None)
         return failures
+
+    async def _construct_watched(self, ranks: Sequence[int], handles: Sequence[Handle]) -> list[Failed | None]:
+        """Begin to ask for life, with more patience until the workers are constructed: imports keep the lock."""
+        if self._silence is None:
+            return await self._construct(ranks, handles)
+        liveness = self._silence.liveness
+        named_s, ended_s = max(liveness.named_after_s, STARTING_NAMED_S), max(liveness.ended_after_s, START_S)
+        self._silence.liveness = replace(liveness, named_after_s=named_s, ended_after_s=ended_s)
+        self._owner.spawn(partial(_ask_for_life, weakref.ref(self), self._silence), lambda _: None)
+        try:
+            return await self._construct(ranks, handles, liveness)
+        finally:
+            self._silence.liveness = liveness
 
     def _put_init(self) -> None:
         init = self.cls_with_init
@@ -441,9 +456,12 @@ class RayWorkerGroup(WorkerGroup):
         saved = [handle.save_detached_state.remote(state) for handle in handles]
         await self._all("__init__", range(len(handles)), saved)
 
-    async def _construct(self, ranks: Sequence[int], handles: Sequence[Handle]) -> list[Failed | None]:
+    async def _construct(
+        self, ranks: Sequence[int], handles: Sequence[Handle], liveness: Liveness | None = None
+    ) -> list[Failed | None]:
         variables = {str(name): str(value) for name, value in self._options.get("env_vars", {}).items()}
-        liveness = None if self._silence is None else self._silence.liveness
+        if liveness is None and self._silence is not None:
+            liveness = self._silence.liveness
         calls = [
             handle.construct.remote(self._init, self._contexts[rank], variables, liveness)
             for rank, handle in zip(ranks, handles, strict=True)
@@ -538,9 +556,18 @@ class RayWorkerGroup(WorkerGroup):
 
     async def _place(self) -> list[Handle]:
         pool = self.resource_pool
-        groups = pool.acquire()
-        self._actors.pool = pool
-        waits = [asyncio.to_thread(group.wait, pool.placement_timeout_s) for group in groups]
+
+        def acquire() -> list[PlacementGroup]:
+            groups = pool.acquire()
+            self._actors.pool = pool
+            return groups
+
+        # Neither returns where Ray's head has died.
+        groups = await in_abandonable_thread(acquire, hopeless=is_head_lost)
+        waits = [
+            in_abandonable_thread(partial(group.wait, pool.placement_timeout_s), hopeless=lambda: True)
+            for group in groups
+        ]
         if not all(await asyncio.gather(*waits)):
             raise await asyncio.to_thread(pool.placement_timeout_error)
         for rank, placement in enumerate(await asyncio.to_thread(pool.placements)):
@@ -557,7 +584,31 @@ class RayWorkerGroup(WorkerGroup):
                 f"the workers of {self.name} are not created: the group was ended by another program, or its placement "
                 "group was removed"
             )
-        return await self._all("location", ranks, [handle.location.remote() for handle in handles])
+        return await asyncio.gather(*map(self._location, ranks, handles))
+
+    async def _location(self, rank: int, handle: Handle) -> ActorLocation:
+        """Return the location of an actor once its process has started; name one that takes long, give it up later."""
+        asked = asyncio.ensure_future(self._value(rank, "__init__", handle.location.remote()))
+        try:
+            if self._silence is not None:
+                limit_s = max(self._silence.liveness.ended_after_s, START_S)
+                what = f"the process of {self.name}[{rank}] has not started for"
+                await asyncio.wait([asked], timeout=STARTING_NAMED_S)
+                if not asked.done():
+                    _log.warning("%s %g s: it is stopped, or its machine is busy", what, STARTING_NAMED_S)
+                    await asyncio.wait([asked], timeout=limit_s - STARTING_NAMED_S)
+                if not asked.done():
+                    raise WorkerDiedError(
+                        f"{what} {limit_s:g} s and is given up",
+                        group=self.name,
+                        rank=rank,
+                        method="__init__",
+                        cause="its process does not start",
+                    )
+            location: ActorLocation = await asked
+        finally:
+            asked.cancel()
+        return location
 
     def _actor(self, rank: int, placement: Placement) -> Handle:
         label = f"{self.name}[{rank}]"

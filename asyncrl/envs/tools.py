@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from asyncrl.errors import AsyncRLError, ConfigError, EnvironmentDeadlineError, EnvironmentFailure
 from asyncrl.interfaces import Message, Tool
@@ -138,6 +138,25 @@ def tool(function: Callable[..., Any] | None = None, *, mistakes: tuple[type[Exc
     return PythonTool(function)
 
 
+class CallableTool(Protocol):
+    """What a :class:`Toolbox` holds: a declaration, and the call of what it declares."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tool(self) -> Tool: ...
+
+    async def call(self, arguments: object, *, deadline_s: float) -> str:
+        """Return the answer as text.
+
+        Raises:
+            ValueError: a mistake of the model; the message is for the model.
+            EnvironmentFailure: the tool failed, or gave no answer in time.
+        """
+        ...
+
+
 class Toolbox:
     """Answers the tool calls in an assistant's messages.
 
@@ -148,8 +167,8 @@ class Toolbox:
     ``deadline_s`` holds for each call. Two tools with one name raise ConfigError.
     """
 
-    def __init__(self, tools: Iterable[PythonTool], *, deadline_s: float = 30.0) -> None:
-        self._tools: dict[str, PythonTool] = {}
+    def __init__(self, tools: Iterable[CallableTool], *, deadline_s: float = 30.0) -> None:
+        self._tools: dict[str, CallableTool] = {}
         self._deadline_s = deadline_s
         for each in tools:
             if each.name in self._tools:

@@ -367,10 +367,11 @@ class TrainingRun:
 
     async def _reconfigure(self, driver: Driver, step: int, origin: str) -> None:
         """Train the steps after ``step`` as was wanted; a checkpoint lets a resume begin with them."""
-        wanted, self._wanted = self._wanted, None
-        assert wanted is not None
+        assert self._wanted is not None
+        # Both at once: a key that is set during the waits below is added to these.
+        wanted = self._config = self._wanted
+        self._wanted = None
         await self._save(driver, step)
-        self._config = wanted
         await self._assembly.trainer.build(origin, trainer_options(wanted), step)
         await self._assembly.trainer.load(self._checkpoints.latest() / "trainer")
         driver.learner = self._learner(make_advantages(wanted, kl_coef=driver.learner.advantages.kl_coef))

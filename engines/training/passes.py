@@ -113,21 +113,34 @@ class Passes:
 
         ``weights`` [B] are those of each token of a row. ``squared_norm`` of this rank's shard of the gradients is
         called when they are complete. ``extras`` are what ``loss_fn`` needs beside log-probs.
+
+        Raises:
+            Exception: what ``loss_fn`` raised here.
+            EngineError: it raised on another rank. All ranks have ended the pass, and none has made a step.
         """
         sums: dict[str, Tensor] = {}
+        failure: Exception | None = None
         for micro_batch in self._microbatches(rows, mini_batch):
             scores = self._forward(micro_batch, extras)
             device = scores.log_probs.device
             mask = torch.full_like(scores.log_probs, not micro_batch.is_dummy, dtype=torch.bool)
             packed = {**rows.columns, "row_of": rows.row_of}
             columns = {name: micro_batch.token_values(column).to(device) for name, column in packed.items()}
-            losses = loss_fn(scores, columns, mask)
-            weighted = (losses.loss * micro_batch.row_values(weights).to(device)).sum()
+            try:
+                losses = loss_fn(scores, columns, mask)
+                weighted = (losses.loss * micro_batch.row_values(weights).to(device)).sum()
+            except Exception as error:  # a user's code; the other ranks wait in the backward pass
+                if self._ranks.world_size == 1:
+                    raise
+                failure = failure or error
+                losses = TokenLosses(loss=scores.log_probs * 0)
+                weighted = losses.loss.sum()
             # FSDP averages gradients over ranks; the sum is wanted.
             (weighted * self._ranks.world_size).backward()
             found = {"loss": weighted.detach(), **{name: each.sum() for name, each in losses.metrics.items()}}
             for name, each in found.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=device)) + each.double()
+        self._ranks.raise_together(failure, doing="the loss")
         names = sorted(sums)
         local: list[float] = torch.stack([sums[name] for name in names]).tolist()
         *totals, squared = self._ranks.sum([*local, squared_norm()])

@@ -6,15 +6,18 @@ test runs the very same scenes in its own process with all rows on one rank.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from asyncrl.algorithms import GSPO, ClipCov, PolicyObjective, TruncatedImportance, ValueObjective
+from asyncrl.algorithms import GSPO, ClipCov, PolicyObjective, TokenLosses, TruncatedImportance, ValueObjective
+from asyncrl.algorithms.losses import PolicyLoss, PolicyTokens
 from asyncrl.data import DataProto
 from asyncrl.errors import AsyncRLError
 from engines.training.fsdp_engine import FSDPEngine
@@ -93,6 +96,22 @@ class Rank:
         self.report(f"{scene}.computed", computed)
         engine.save(self.folder / scene)
         engine.close()
+
+
+class Reinforce(PolicyLoss):
+    def __call__(self, tokens: PolicyTokens) -> TokenLosses:
+        return TokenLosses(loss=-tokens.advantages * tokens.current)
+
+
+class DividesByZero(Reinforce):
+    """Fails from its second micro-batch on."""
+
+    calls = itertools.count(1)
+
+    def __call__(self, tokens: PolicyTokens) -> TokenLosses:
+        if next(self.calls) >= 2:
+            raise ZeroDivisionError("the user's loss divides by 0")
+        return super().__call__(tokens)
 
 
 def _watched(engine: FSDPEngine) -> list[int]:
@@ -206,7 +225,7 @@ def errors(rank: Rank) -> None:
     def attempt(call: Callable[[], object]) -> None:
         try:
             call()
-        except (AsyncRLError, OSError) as error:
+        except (AsyncRLError, OSError, ZeroDivisionError) as error:
             said.append(f"{type(error).__name__}: {error}")
 
     batch = rank.rows(0, split=4)
@@ -218,6 +237,12 @@ def errors(rank: Rank) -> None:
     attempt(lambda: engine.update(batch if rank.rank == 0 else batch.with_columns(advantages=nan)))
     attempt(lambda: engine.save(rank.folder / "in_the_way" / "checkpoint"))
     attempt(lambda: engine.load(rank.folder / "nowhere"))
+    loss = DividesByZero() if rank.rank == 1 else Reinforce()
+    failing = rank.engine(objective=PolicyObjective(loss=loss), max_tokens_per_microbatch=20)
+    begun_s = time.monotonic()
+    attempt(lambda: failing.update(batch))
+    said.append(str(time.monotonic() - begun_s < 30))
+    failing.close()
     rank.report("errors", {"said": said, "goes_on": engine.update(batch) == twin.update(batch)})
     engine.close()
     twin.close()

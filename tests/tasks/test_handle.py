@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, InfrastructureError, RunStoppedError
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
 from asyncrl.telemetry.run_directory import read_json_lines
 from asyncrl.trainer.report import read_status
+from asyncrl.trainer.run import TrainingRun
 
 ROWS = [{"prompt": f"say {number}", "wanted": number % 10} for number in range(8)]
 SAID = [[{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}] for n in range(8)]
@@ -262,6 +263,32 @@ def test_a_run_is_paused_set_resumed_and_stopped_from_elsewhere(tmp_path: Path):
         assert recording.config_of(1).trainer.lr == 1e-2
         replayed = recording.replay(to_step=last - 1)
     assert replayed.equal
+
+
+def test_a_key_that_is_set_while_another_one_is_taken_over_keeps_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save = TrainingRun._save
+    begun = threading.Event()
+
+    async def saving(self: TrainingRun, *arguments: Any) -> None:
+        if begun.is_set():
+            self._set("trainer.max_grad_norm", 2.0)
+            begun.clear()
+        await save(self, *arguments)
+
+    monkeypatch.setattr(TrainingRun, "_save", saving)
+    changes = {"checkpoint.every": 0, "reward": lambda completion: float(len(completion))}
+    run = train(**settings(tmp_path, steps=500, **changes))
+    steps = iter(run)
+    next(steps)
+    begun.set()
+    run.set("trainer.lr", 5e-3)
+    while run.metrics[-1].get("train/lr") != 5e-3:
+        next(steps)
+    next(steps)
+    next(steps)
+    run.stop()
+    config = load_config(run.path / "config.toml")
+    assert (config.trainer.lr, config.trainer.max_grad_norm) == (5e-3, 2.0)
 
 
 PROGRAM = """

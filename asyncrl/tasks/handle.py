@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
+_ENDING_S = 30.0
+"""How long a run that takes no orders any more is given to end."""
 _LOOK_S = 0.2
 """How often the files of a run are looked at while something waits for their next line."""
 
@@ -348,13 +350,19 @@ class Run(Generic[_Result]):
         """End it in order, and wait until that is done; it can be resumed. Idempotent.
 
         Raises:
-            InfrastructureError: it is a run of another process that does not train yet, or no more.
+            InfrastructureError: it is a run of another process that does not train yet, or no more, and does not end.
         """
         if self._program is not None:
             self._stopped = True
             self._program.cancel()
         elif not self.ended:
-            give_order(self.path, "stop")
+            try:
+                give_order(self.path, "stop")
+            except InfrastructureError:  # it may be ending, by another order
+                with contextlib.suppress(TimeoutError, InfrastructureError):
+                    self.wait(_ENDING_S if self.step else 0.0)
+                if not self.ended:
+                    raise
         with contextlib.suppress(RunStoppedError, InfrastructureError):
             self.wait()
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from asyncrl.telemetry.run_directory import sound_record
+
+_Record = TypeVar("_Record")
+_Form = TypeVar("_Form")
 
 MOST_LINE_BYTES = 1 << 24
 """A longer line is damage."""
 
 
-class LineFollower:
+class LineFollower(Generic[_Record]):
     """Reads the whole lines of a file that another process appends to.
 
     A file that was replaced or has become shorter, as after a resume, is read again from its beginning:
-    :attr:`generation` grows then. Lines that are no JSON objects, or fail their checksum, are counted in
-    :attr:`damaged` and left out. Not safe to use from several threads at once.
+    :attr:`generation` grows then. ``read`` makes a record of a line, or returns None for a damaged one, which is
+    counted in :attr:`damaged` and left out. Not safe to use from several threads at once.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: Callable[[bytes], _Record | None]) -> None:
         self.path = path
+        self._read = read
         self.generation = 0
         self._identity: tuple[int, int] | None = None
         self._forget()
@@ -33,8 +38,8 @@ class LineFollower:
         self._offset = 0
         self._skipping = False
 
-    def new_records(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield what was appended since the last call: the offset and the bytes of each line, and its object.
+    def new_records(self) -> Iterator[tuple[int, int, _Record]]:
+        """Yield what was appended since the last call: the offset and the bytes of each line, and its record.
 
         An absent file has no lines. Look at :attr:`generation` before the first record: if it has grown, the records
         begin again.
@@ -63,7 +68,7 @@ class LineFollower:
                 if self._skipping:  # the end of a line that was too long
                     self._skipping = False
                     continue
-                record = sound_record(line)
+                record = self._read(line)
                 if record is not None:
                     yield at, len(line), record
                 elif line.strip():
@@ -79,10 +84,9 @@ class LineFollower:
             return None
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if it is absent or damaged."""
+def read_form(path: Path, form: type[_Form]) -> _Form | None:
+    """Return the JSON object in a file as a ``form`` of msgspec; None if it is absent, damaged, or of another shape."""
     try:
-        found = json.loads(path.read_bytes())
+        return msgspec.json.decode(path.read_bytes(), type=form)
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None

@@ -3,38 +3,143 @@
 from __future__ import annotations
 
 import heapq
+import json
+import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from asyncrl.page.follow import LineFollower, read_object
+import msgspec
+import numpy as np
+
+from asyncrl.page.follow import LineFollower, read_form
 from asyncrl.page.timeline import BinnedTimeline, read_timeline, thinned
-from asyncrl.telemetry.run_directory import is_locked
+from asyncrl.telemetry.run_directory import is_locked, sound_record
 
 MOST_RUNS = 1000
-MOST_POINTS = 1000
+MOST_POINTS = 600
 """Points of a curve."""
+MOST_NAMES = 1000
+"""Metrics that are kept."""
 MOST_LISTED = 200
 """Rollouts of one answer."""
+SEARCH_S = 0.08
+"""Time after which a search for a text answers with what it has found, and where to go on."""
 _LOG_BYTES = 1 << 16
 _WATCHED = ("metrics.jsonl", "trajectories.jsonl", "status.json", "summary.json", "timeline.json", "logs/driver.log")
 
 
-@dataclass(frozen=True, slots=True)
-class _Rollout:
-    """Where a line of ``trajectories.jsonl`` is, and what it is chosen by."""
+class _Heading(msgspec.Struct):
+    """What a list of rollouts takes of a line. Its checksum is looked at when the rollout is."""
 
-    offset: int
-    size: int
-    step: int
-    reward: float | None
-    tokens: int
-    finish: str
-    title: str
+    step: int = 0
+    reward: float | None = None
+    finish: str = ""
+    text: str = ""
+    tokens: list[msgspec.Raw] = []
+
+
+class _Wait(msgspec.Struct):
+    owner: str
+    reason: str
+    for_s: float
+
+
+class _Work(msgspec.Struct):
+    stage: str
+    name: str
+    for_s: float
+
+
+class _Advice(msgspec.Struct):
+    sentence: str
+    cause: str = ""
+
+
+class _Status(msgspec.Struct):
+    """What is shown of ``status.json``."""
+
+    steps: int | None = None
+    waits: list[_Wait] = []
+    work: list[_Work] = []
+    causes: list[str] = []
+    idle: dict[str, dict[str, float]] = {}
+    advice: _Advice | None = None
+
+
+class _Failure(msgspec.Struct):
+    count: int
+    example: str = ""
+
+
+class _Tokens(msgspec.Struct):
+    dropped: dict[str, int] = {}
+
+
+class _Staleness(msgspec.Struct):
+    histogram: dict[str, int] = {}
+
+
+class _Summary(msgspec.Struct):
+    """What is shown of ``summary.json``."""
+
+    steps: int | None = None
+    weight_version: int | None = None
+    max_staleness: int | None = None
+    staleness: _Staleness = msgspec.field(default_factory=_Staleness)
+    tokens: _Tokens = msgspec.field(default_factory=_Tokens)
+    failures: dict[str, _Failure] = {}
+    idle: dict[str, dict[str, float]] = {}
+    advice: _Advice | None = None
+
+
+class _Columns:
+    """Numbers of lines by name, of one length; None where a line lacks one."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.by_name: dict[str, list[float | None]] = {}
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if _is_number(value):
+                column = self.by_name.get(name)
+                if column is None:
+                    if len(self.by_name) == MOST_NAMES:
+                        continue
+                    column = self.by_name[name] = [None] * self.length
+                column.append(float(value))
+        self.length += 1
+        for column in self.by_name.values():
+            if len(column) < self.length:
+                column.append(None)
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value."""
+        return next((value for value in reversed(self.by_name.get(name, [])) if value is not None), None)
+
+
+class _Rollouts:
+    """Where the lines of ``trajectories.jsonl`` are, and what they are chosen by."""
+
+    def __init__(self) -> None:
+        self.offsets, self.sizes, self.steps, self.tokens = array("q"), array("q"), array("q"), array("q")
+        self.rewards = array("d")
+        self.finishes: list[str] = []
+        self.titles: list[str] = []
+
+    def append(self, offset: int, size: int, heading: _Heading) -> None:
+        self.offsets.append(offset)
+        self.sizes.append(size)
+        self.steps.append(heading.step)
+        self.tokens.append(len(heading.tokens))
+        self.rewards.append(float("nan") if heading.reward is None else heading.reward)
+        self.finishes.append(heading.finish[:40])
+        self.titles.append(heading.text[:100])
 
 
 class RunFolder:
@@ -43,11 +148,10 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._lines = LineFollower(path / "metrics.jsonl")
-        self._steps: list[dict[str, Any]] = []
-        self._others: list[dict[str, Any]] = []
-        self._trajectories = LineFollower(path / "trajectories.jsonl")
-        self._rollouts: list[_Rollout] = []
+        self._lines = LineFollower(path / "metrics.jsonl", sound_record)
+        self._trajectories = LineFollower(path / "trajectories.jsonl", _heading)
+        self._forget_metrics()
+        self._rollouts = _Rollouts()
         self._timeline: tuple[int, BinnedTimeline] | None = None
 
     def stamps(self) -> dict[str, int]:
@@ -71,52 +175,54 @@ class RunFolder:
         """Return what a list of runs says of it."""
         with self._lock:
             self._read_metrics()
-            last = self._steps[-1] if self._steps else {}
-            scores = [line["eval/success"] for line in self._others if _is_number(line.get("eval/success"))]
-        return {
-            "state": self.state(),
-            "step": last.get("step", 0),
-            "steps": self._planned_steps(),
-            "reward": last.get("reward_mean"),
-            "success": scores[-1] if scores else None,
-            "time_s": last.get("time_s"),
-        }
+            steps = self._steps
+            return {
+                "state": self.state(),
+                "step": int(steps.last("step") or 0),
+                "steps": self._planned_steps(),
+                "reward": steps.last("reward_mean"),
+                "success": self._scores.last("eval/success"),
+                "time_s": steps.last("time_s"),
+            }
 
     def overview(self) -> dict[str, Any]:
         """Return curves by step, what the run waits for, its advice, its results, and what of its files is damaged."""
         with self._lock:
             self._read_metrics()
-            steps, others = list(self._steps), list(self._others)
+            step = int(self._steps.last("step") or 0)
+            columns = (self._steps, self._scores, self._warm_start)
+            curves, scores, warm_start = (thinned(each.by_name, MOST_POINTS) for each in columns)
             damaged = {each.path.name: each.damaged for each in (self._lines, self._trajectories) if each.damaged}
-        status, summary = read_object(self.path / "status.json"), read_object(self.path / "summary.json")
+        status, summary = read_form(self.path / "status.json", _Status), read_form(self.path / "summary.json", _Summary)
         for name, found in (("status.json", status), ("summary.json", summary)):
             if found is None and (self.path / name).exists():
                 damaged[name] = 1
-        known = summary if summary is not None else status or {}
+        known = summary or status or _Status()
+        shown: dict[str, Any] = msgspec.to_builtins(
+            {"idle": known.idle, "advice": known.advice, "status": status, "summary": summary}
+        )
         return {
             "state": self.state(),
-            "step": steps[-1]["step"] if steps else 0,
+            "step": step,
             "steps": self._planned_steps(status),
-            "curves": thinned(_columns(steps, "step"), MOST_POINTS),
-            "scores": thinned(_columns([line for line in others if "eval/success" in line], "step"), MOST_POINTS),
-            "warm_start": thinned(_columns([line for line in others if "sft/loss" in line], None), MOST_POINTS),
-            "idle": known.get("idle") or {},
-            "advice": known.get("advice"),
-            "status": status,
-            "summary": summary,
+            "curves": curves,
+            "scores": scores,
+            "warm_start": warm_start,
             "damaged": damaged,
+            **shown,
         }
 
     def failures(self) -> dict[str, Any]:
         """Return causes of failed attempts with a traceback each, and the end of the log."""
-        summary = read_object(self.path / "summary.json") or {}
+        summary = read_form(self.path / "summary.json", _Summary) or _Summary()
         try:
             with (self.path / "logs" / "driver.log").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
                 log = file.read().decode(errors="replace")
         except OSError:
             log = ""
-        return {"failures": summary.get("failures") or {}, "tokens": summary.get("tokens") or {}, "log": log}
+        found: dict[str, Any] = msgspec.to_builtins({"failures": summary.failures, "tokens": summary.tokens})
+        return {**found, "log": log}
 
     def timeline(self, start_s: float, end_s: float | None, bins: int) -> dict[str, Any]:
         """Return :meth:`asyncrl.page.timeline.BinnedTimeline.view`; without rows where there is no sound timeline.
@@ -146,78 +252,108 @@ class RunFolder:
         before: int | None = None,
         count: int = 50,
     ) -> dict[str, Any]:
-        """Return ``count`` rollouts, the newest first, of those that fit.
+        """Return rollouts, the newest first.
 
-        These are of ``step``, have a reward from ``least`` to ``most`` and at least ``longer`` tokens, contain ``text``
-        (in any case) and have a number below ``before``.
+        They are those of ``step``, of rewards from ``least`` to ``most``, with ``longer`` tokens or more, whose text or
+        task contains ``text`` (any case), with a number below ``before``.
+        A search for a text ends after :data:`SEARCH_S`. ``before`` of the answer is where to go on, None at the end.
         """
         with self._lock:
             self._read_rollouts()
-            known = list(self._rollouts)
-        found: list[dict[str, Any]] = []
-        more = False
-        for number in range(min(before if before is not None else len(known), len(known)) - 1, -1, -1):
-            each = known[number]
-            if (step is not None and each.step != step) or each.tokens < longer:
-                continue
-            if least is not None and (each.reward is None or each.reward < least):
-                continue
-            if most is not None and (each.reward is None or each.reward > most):
-                continue
-            if text and not self._contains(each, text.casefold()):
-                continue
-            if len(found) == min(count, MOST_LISTED):
-                more = True
-                break
-            about = {"number": number, "step": each.step, "reward": each.reward, "tokens": each.tokens}
-            found.append({**about, "finish": each.finish, "title": each.title})
-        return {"rollouts": found, "more": more, "all": len(known)}
+            known = self._rollouts
+            chosen = np.array(known.tokens) >= longer
+            if step is not None:
+                chosen &= np.array(known.steps) == step
+            if least is not None:
+                chosen &= np.array(known.rewards) >= least
+            if most is not None:
+                chosen &= np.array(known.rewards) <= most
+            numbers = np.flatnonzero(chosen[: max(before, 0) if before is not None else None])[::-1].tolist()
+            count = min(count, MOST_LISTED)
+            found, rest = self._search(numbers, text, count) if text else (numbers[:count], numbers[count:])
+            return {
+                "rollouts": [self._rollout_line(number) for number in found],
+                "before": rest[0] + 1 if rest else None,
+                "all": len(known.offsets),
+            }
+
+    def _rollout_line(self, number: int) -> dict[str, Any]:
+        known, reward = self._rollouts, self._rollouts.rewards[number]
+        about = {"number": number, "step": known.steps[number], "tokens": known.tokens[number]}
+        return {
+            **about,
+            "reward": reward if reward == reward else None,
+            "finish": known.finishes[number],
+            "title": known.titles[number],
+        }
 
     def rollout(self, number: int) -> dict[str, Any] | None:
         """Return one line of ``trajectories.jsonl``; None if there is none of this number."""
         with self._lock:
             self._read_rollouts()
-            if not 0 <= number < len(self._rollouts):
+            if not 0 <= number < len(self._rollouts.offsets):
                 return None
-            each = self._rollouts[number]
-            return self._trajectories.record_at(each.offset, each.size)
+            return self._trajectories.record_at(self._rollouts.offsets[number], self._rollouts.sizes[number])
 
-    def _contains(self, rollout: _Rollout, text: str) -> bool:
-        record = self._trajectories.record_at(rollout.offset, rollout.size) or {}
-        return text in str(record.get("text", "")).casefold() or text in str(record.get("task", "")).casefold()
+    def _search(self, numbers: Sequence[int], text: str, count: int) -> tuple[list[int], Sequence[int]]:
+        """Return the rollouts whose text or task contains ``text``, and those that were not looked at."""
+        found: list[int] = []
+        folded, deadline_s = text.casefold(), time.monotonic() + SEARCH_S
+        # Letters outside ASCII have several forms of one case: then every line is decoded.
+        needle = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower() if text.isascii() else b""
+        try:
+            with self._trajectories.path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as lines:
+                for place, number in enumerate(numbers):
+                    if len(found) == count or time.monotonic() > deadline_s:
+                        return found, numbers[place:]
+                    start = self._rollouts.offsets[number]
+                    line = lines[start : start + self._rollouts.sizes[number]]
+                    if needle in line.lower():
+                        record = sound_record(line) or {}
+                        if any(folded in str(record.get(name, "")).casefold() for name in ("text", "task")):
+                            found.append(number)
+        except (OSError, ValueError):  # removed, or emptied, a moment ago
+            return found, []
+        return found, []
 
-    def _planned_steps(self, status: Mapping[str, Any] | None = None) -> int | None:
-        status = status if status is not None else read_object(self.path / "status.json") or {}
-        steps = status.get("steps")
-        return steps if isinstance(steps, int) else None
+    def _planned_steps(self, status: _Status | None = None) -> int | None:
+        status = status or read_form(self.path / "status.json", _Status)
+        return status.steps if status is not None else None
+
+    def _forget_metrics(self) -> None:
+        self._steps, self._scores, self._warm_start = _Columns(), _Columns(), _Columns()
 
     def _read_metrics(self) -> None:
         generation = self._lines.generation
         for _offset, _size, record in self._lines.new_records():
             if generation != self._lines.generation:
                 generation = self._lines.generation
-                self._steps, self._others = [], []
-            is_step = isinstance(record.get("step"), int) and record.get("reward_mean") is not None
-            (self._steps if is_step else self._others).append(record)
+                self._forget_metrics()
+            if isinstance(record.get("step"), int) and record.get("reward_mean") is not None:
+                self._steps.append(record)
+            elif "eval/success" in record:
+                self._scores.append(record)
+            elif "sft/loss" in record:
+                self._warm_start.append({"line": self._warm_start.length + 1, "sft/loss": record["sft/loss"]})
 
     def _read_rollouts(self) -> None:
         generation = self._trajectories.generation
-        for offset, size, record in self._trajectories.new_records():
+        for offset, size, heading in self._trajectories.new_records():
             if generation != self._trajectories.generation:
                 generation = self._trajectories.generation
-                self._rollouts = []
-            step, reward, tokens = record.get("step"), record.get("reward"), record.get("tokens")
-            self._rollouts.append(
-                _Rollout(
-                    offset=offset,
-                    size=size,
-                    step=step if isinstance(step, int) else 0,
-                    reward=float(reward) if _is_number(reward) else None,
-                    tokens=len(tokens) if isinstance(tokens, list) else 0,
-                    finish=str(record.get("finish", ""))[:40],
-                    title=str(record.get("text", ""))[:100],
-                )
-            )
+                self._rollouts = _Rollouts()
+            self._rollouts.append(offset, size, heading)
+
+
+_headings = msgspec.json.Decoder(_Heading)
+
+
+def _heading(line: bytes) -> _Heading | None:
+    try:
+        heading = _headings.decode(line)
+    except (ValueError, RecursionError):
+        return None
+    return heading if abs(heading.step) < 1 << 53 else None
 
 
 class RunFolders:
@@ -252,8 +388,14 @@ class RunFolders:
             except OSError:
                 found = []
             paths = heapq.nlargest(MOST_RUNS, found, key=_begun_s)
-        self._known = {path.resolve().name: self._known.get(path.resolve().name) or RunFolder(path) for path in paths}
+        named = {_name(path): path for path in paths}
+        self._known = {name: self._known.get(name) or RunFolder(path) for name, path in named.items()}
         return self._known
+
+
+def _name(path: Path) -> str:
+    """Return the name of a folder; bytes that are no text become escapes."""
+    return path.resolve().name.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_run(path: Path) -> bool:
@@ -265,17 +407,6 @@ def _begun_s(path: Path) -> float:
         return (path / "config.toml").stat().st_mtime
     except OSError:
         return time.time()
-
-
-def _columns(lines: list[dict[str, Any]], index: str | None) -> dict[str, list[float | None]]:
-    """Return the numbers of lines by name, None where a line lacks one; ``index`` comes first, or the line's number."""
-    names = dict.fromkeys(name for line in lines for name, value in line.items() if _is_number(value))
-    columns: dict[str, list[float | None]] = {}
-    if index is None:
-        columns["line"] = [float(number) for number in range(1, len(lines) + 1)]
-    for name in names:
-        columns[name] = [float(line[name]) if _is_number(line.get(name)) else None for line in lines]
-    return columns
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

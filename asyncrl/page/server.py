@@ -22,10 +22,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from asyncrl.errors import ConfigError
 from asyncrl.page.runs import MOST_LISTED, RunFolder, RunFolders
+from asyncrl.telemetry.run_directory import to_json
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -159,16 +161,18 @@ class PageServer:
         return answer
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        lines = await asyncio.to_thread(self.runs.lines)
-        return _json({"folder": str(self.runs.folder), "alone": self.runs.alone, "runs": lines})
+        def find() -> web.Response:
+            return _json({"folder": str(self.runs.folder), "alone": self.runs.alone, "runs": self.runs.lines()})
+
+        return await asyncio.to_thread(find)
 
     def _of_run(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        def find(request: web.Request) -> Any:
-            return answer(self._run(request), request)
+        def find(request: web.Request) -> web.Response:
+            return _json(answer(self._run(request), request))
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                return _json(await asyncio.to_thread(find, request))
+                return await asyncio.to_thread(find, request)
             except ValueError as error:
                 raise web.HTTPBadRequest(text=str(error)) from error
 
@@ -245,7 +249,11 @@ def _number(text: str | None) -> float | None:
 
 
 def _json(value: Any) -> web.Response:
-    return web.json_response(value, dumps=lambda found: json.dumps(found, ensure_ascii=False, default=str))
+    try:
+        body = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half of a character, which a damaged file may have
+        body = json.dumps(to_json(value)).encode()
+    return web.Response(body=body, content_type="application/json")
 
 
 def _host_of(request: web.Request) -> str:

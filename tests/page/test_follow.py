@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.page.follow import MOST_LINE_BYTES, LineFollower, read_object
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.page.follow import MOST_LINE_BYTES, LineFollower, read_form
+from asyncrl.telemetry.run_directory import RunDirectory, sound_record
 
 
 @settings(max_examples=60, deadline=None)
@@ -22,7 +22,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 def test_pieces_of_a_file_give_the_lines_of_the_whole(tmp_path_factory, records, cuts):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     whole = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-    follower, found = LineFollower(path), []
+    follower, found = LineFollower(path, sound_record), []
     for end in [*sorted(min(cut, len(whole)) for cut in cuts), len(whole)]:
         path.write_bytes(whole[:end]) if not path.exists() else _append(path, whole, end)
         found += list(follower.new_records())
@@ -39,7 +39,7 @@ def _append(path: Path, whole: bytes, end: int) -> None:
 def test_damaged_lines_are_counted_once_and_left_out(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\nnonsense\n\xff\xfe\n[1]\n{"a": 2}\n{"a":')
-    follower = LineFollower(path)
+    follower = LineFollower(path, sound_record)
     assert [record for *_where, record in follower.new_records()] == [{"a": 1}, {"a": 2}]
     assert not list(follower.new_records())
     assert follower.damaged == 3
@@ -51,7 +51,7 @@ def test_a_changed_letter_is_noticed(tmp_path: Path):
         run.log_trajectory({"step": 2, "text": "eight"})
     path = run.trajectories_path
     path.write_text(path.read_text().replace("seven", "sevem"))
-    follower = LineFollower(path)
+    follower = LineFollower(path, sound_record)
     assert [record["step"] for *_where, record in follower.new_records()] == [2]
     assert follower.damaged == 1
 
@@ -62,7 +62,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path):
         file.truncate(3 * MOST_LINE_BYTES)
         file.seek(0, 2)
         file.write(b'\n{"a": 1}\n')
-    follower = LineFollower(path)
+    follower = LineFollower(path, sound_record)
     assert [record for *_where, record in follower.new_records()] == [{"a": 1}]
     assert follower.damaged == 1
 
@@ -70,7 +70,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path):
 def test_a_file_that_was_rewritten_begins_again(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    follower = LineFollower(path)
+    follower = LineFollower(path, sound_record)
     assert len(list(follower.new_records())) == 2
     draft = tmp_path / "b"
     draft.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\n')
@@ -81,7 +81,7 @@ def test_a_file_that_was_rewritten_begins_again(tmp_path: Path):
 
 def test_what_is_not_an_object_is_nothing(tmp_path: Path):
     path = tmp_path / "a.json"
-    assert read_object(path) is None
+    assert read_form(path, dict[str, int]) is None
     for text in ("[1]", "{", "[" * 100_000, ""):
         path.write_text(text)
-        assert read_object(path) is None
+        assert read_form(path, dict[str, int]) is None

@@ -245,12 +245,20 @@ async function failures(name) {
 
 // ------------------------------------------------------------------------------------------------------------ rollouts
 
+const MOST_SEARCHES = 40;
 let filters = {};
 async function rollouts(name) {
   const [, , , , number] = location.hash.split("/");
   if (number) return rollout(name, Number(number));
+  const mine = location.hash;
   const query = new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
   const found = await get(runPath(name, `rollouts?${query}`));
+  for (let part = 0; part < MOST_SEARCHES && found.before && found.rollouts.length < 50 && location.hash === mine; part += 1) {
+    query.set("before", found.before); // a search for a text answers in parts
+    const next = await get(runPath(name, `rollouts?${query}`));
+    found.rollouts.push(...next.rollouts);
+    found.before = next.before;
+  }
   const field = (label, key, type = "number") => make("label", {}, label, make("input", { type, name: key, value: filters[key] ?? "", step: "any" }));
   const choose = (event) => {
     event.preventDefault();
@@ -262,7 +270,7 @@ async function rollouts(name) {
     make("a", { href: `${runLink(name, "rollouts")}/${each.number}` }, each.title || "(empty)"),
     short(each.step), short(each.reward), short(each.tokens), each.finish,
   ]);
-  const next = found.more && make("button", { type: "button", onclick: () => { filters.before = found.rollouts.at(-1).number; show(); } }, "Older ones");
+  const next = found.before && make("button", { type: "button", onclick: () => { filters.before = found.before; show(); } }, "Older ones");
   return [
     heading(name, "rollouts"),
     make("p", { class: "soft" }, `${short(found.all)} were written to read (telemetry.trajectories_per_step).`),

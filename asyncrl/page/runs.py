@@ -330,6 +330,9 @@ class RunFolder:
                 generation = self._lines.generation
                 self._forget_metrics()
             if isinstance(record.get("step"), int) and record.get("reward_mean") is not None:
+                masked, trained = record.get("masked_tokens"), record.get("train/tokens_trained")
+                if _is_number(masked) and _is_number(trained) and masked + trained > 0:
+                    record["masked_share"] = masked / (masked + trained)
                 self._steps.append(record)
             elif "eval/success" in record:
                 self._scores.append(record)

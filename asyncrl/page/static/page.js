@@ -117,8 +117,8 @@ async function runs() {
 
 const CHARTS = [
   ["Reward", ["reward_mean", "reward_std"]], ["Length", ["length_mean"], "tokens"],
-  ["KL", ["train/kl", "train/policy_kl", "train/behaviour_kl"]], ["Entropy", ["train/entropy"]],
-  ["Clipped, masked, truncated", ["train/clip_fraction", "masked_share", "truncated", "groups_without_signal"]],
+  ["KL", ["train/policy_kl", "train/behaviour_kl", "train/reference_kl", "train/reward_kl"]], ["Entropy", ["train/entropy"]],
+  ["Clipped, masked, without signal", ["train/clip_fraction", "masked_share", "groups_without_signal"]],
   ["Gradient norm", ["train/grad_norm"]], ["Learning rate", ["train/lr"]], ["Loss", ["train/loss"]],
   ["Tokens per second", ["tokens_per_s"]], ["Effective sample share", ["train/effective_sample_share"]],
 ];

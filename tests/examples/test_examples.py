@@ -131,6 +131,15 @@ def test_the_way_through_a_reward_model_runs_at_its_smallest() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_an_agent_over_sessions_runs_at_its_smallest(capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = await load("agent").main(rounds=2, games=2, group=2, warm_steps=40)
+    assert len(rewards) == 2
+    assert all(0.0 <= reward <= 1.0 for reward in rewards)
+    assert "weight version 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_supervision_then_reinforcement_runs_at_its_smallest() -> None:
     before, after = load("sft_then_rl").main(steps=2, warm_steps=20)
     assert 0.0 <= before <= 1.0

@@ -3,12 +3,12 @@
     python benchmarks/evaluation.py [--json] [--seconds 10] [--rounds 3]
 
 Rollout workers run side by side in this process. Their engines decode eight requests at a time, a token of each every
-20 ms, whatever the machine: so replicas are what limits the throughput, and not its cores. Every token is the number of
+50 ms, whatever the machine: so replicas are what limits the throughput, and not its cores. Every token is the number of
 the version that sampled it: foreign tokens are counted from these, not from the versions that workers record.
 
 Three cases take turns. Two replicas train; three, of which one is pinned for one evaluation after the other; and two
-that evaluate without a pin, where a score is of several versions and training has fewer slots. Figures are medians over
-the rounds.
+that evaluate without a pin, where a score is of several versions and training has fewer slots. The pinned replica
+trains, too, between two evaluations. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from asyncrl.trainer.evaluation import evaluate
 from asyncrl.weights import TransportSpec, WeightManifest
 from engines.training.scratch import make_scratch_tokenizer
 
-SLOTS, TOKEN_S, TOKENS = 8, 0.02, 48
+SLOTS, TOKEN_S, TOKENS = 8, 0.05, 24
 TRAINING_REPLICAS, GROUPS_EACH, GROUP_SIZE, TASKS = 2, 3, 8, 32
 FIRST_VERSION = 100  # above the tokens that end a turn
 PUBLISH_EVERY_S = 1.0

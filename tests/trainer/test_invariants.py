@@ -171,7 +171,11 @@ def test_a_replay_finds_an_engine_that_kept_its_weights(
         self._shadow.tensors.clear()
         swap(self, version)
 
+    async def unread(*_: object) -> None:
+        """An engine whose live tensors cannot be read, or the run itself would notice."""
+
     monkeypatch.setattr(ShadowWeights, "swap", number_alone)
+    monkeypatch.setattr("asyncrl.rollout.live_weights.check_live_weights", unread)
     config = small_config(steps=2, max_staleness=0, eval={"tasks": 0})
     train(config)
     (run,) = config.runs.glob("small-2*")

@@ -425,6 +425,8 @@ class RayWorkerGroup(WorkerGroup):
             return await self._construct(ranks, handles, liveness)
         finally:
             self._silence.liveness = liveness
+            for rank in ranks:  # a ping that waits since then is not held against the shorter times
+                self._silence.answered(rank)
 
     def _put_init(self) -> None:
         init = self.cls_with_init

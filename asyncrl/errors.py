@@ -89,11 +89,13 @@ class ConfigError(AsyncRLError):
 
     Attributes:
         path: dotted path of the key (``trainer.lr``), or the file when the file itself is the problem.
-        remedy: what is allowed there, or the nearest key that exists.
+        remedy: what is allowed there, or the nearest key that exists; also a note, which tracebacks show.
     """
 
     def __init__(self, message: str, *, path: str = "", remedy: str = "") -> None:
         super().__init__(message)
+        if remedy and remedy not in message:
+            self.add_note(remedy)
         self.path = path
         self.remedy = remedy
 

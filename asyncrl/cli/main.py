@@ -153,6 +153,8 @@ def run(command: Run, namespace: argparse.Namespace, settings: Sequence[str]) ->
     """Run a command; turn failures into messages and exit codes."""
     if os.getcwd() not in sys.path and not sys.flags.safe_path:  # noqa: PTH109  a user's modules lie where one runs
         sys.path.append(os.getcwd())  # noqa: PTH109
+    if not sys.stderr.isatty():  # of transformers' bars a log would keep every state, in one line
+        os.environ.setdefault("TQDM_DISABLE", "1")
     with_traceback = namespace.traceback or os.environ.get("ASYNCRL_TRACEBACK", "0") not in {"", "0"}
     with sigterm_ends_the_program():
         try:

@@ -58,19 +58,20 @@ def _keys(command: str = "train") -> list[Key]:
 # ------------------------------------------------------------------------------------------------- a file to begin with
 
 _MODEL = {"model.path": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+_ROWS = {"files": "train.jsonl", "held_out_share": 0.1}
 _SMALL = {"rollout.max_new_tokens": 256, "rollout.max_seq_len": 1024, "trainer.groups_per_step": 8, "trainer.lr": 1e-6}
 
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "data": (
         "Questions from a file, answers judged by a rule.",
-        {**_MODEL, "env.name": "dataset", "env.options": {"files": "train.jsonl", "reward": "math"}, **_SMALL},
+        {**_MODEL, "env.name": "dataset", "env.options": {**_ROWS, "reward": "math"}, **_SMALL},
     ),
     "tools": (
         "Questions from a file, with Python functions that the model may call on the way to its answer.",
         {
             **_MODEL,
             "env.name": "dataset",
-            "env.options": {"files": "train.jsonl", "reward": "rewards.py:score", "tools": ["tools.py:search"]},
+            "env.options": {**_ROWS, "reward": "rewards.py:score", "tools": ["tools.py:search"]},
             "env.max_turns": 6,
             **_SMALL,
         },

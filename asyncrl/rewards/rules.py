@@ -361,6 +361,8 @@ def _function(
         rule = FunctionRule(function, **options)
     except TypeError as error:
         raise ConfigError(f"{key}: {name!r} cannot be made from its options: {error}", path=key) from error
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}", path=key, remedy=error.remedy) from error
     if unknown := sorted(rule.unknown_options):
         raise ConfigError(
             f"{key}: {name!r} has no option {unknown[0]!r}",

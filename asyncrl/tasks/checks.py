@@ -243,7 +243,10 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
             check_held_out(config, environments)
             if not isinstance(environments, FiniteHeldOutTasks):
                 environments.task(0, split="held_out")
-        environments.make()
+        made = environments.make()
+    if lacks := [name for name in ("reset", "step", "close") if not callable(getattr(made, name, None))]:
+        remedy = "see asyncrl.interfaces.Environment"
+        _refuse("env.name", f": the {type(made).__name__} that make() returned has no {' and no '.join(lacks)}", remedy)
     if config.sft.steps:
         with _foreign("sft.data" if config.sft.data is not None else "env.name", config.env.name):
             if config.sft.data is not None:

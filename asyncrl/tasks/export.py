@@ -67,7 +67,7 @@ def _checkpoint(run: Path, *, step: int | None) -> Path:
         return run
     folder = run / "checkpoints"
     if not folder.is_dir():
-        raise CheckpointError(f"{run} is not the folder of a run: it has no checkpoints")
+        raise ConfigError(f"{run} is not the folder of a run: it has no checkpoints", remedy="give a run's folder")
     if step is None:
         return Checkpoints(folder, keep=1).latest()
     wanted = folder / f"step-{step:06d}"

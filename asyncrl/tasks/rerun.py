@@ -76,14 +76,14 @@ class Recording:
         (0, 4)
 
     Raises:
-        ConfigError: its configuration cannot be read.
-        RecordingError: it is not the folder of a run, or the run keeps no ledger.
+        ConfigError: it is not the folder of a run, or its configuration cannot be read.
+        RecordingError: the run keeps no ledger, or it cannot be read.
     """
 
     def __init__(self, run: Path | str) -> None:
         self.path = Path(run)
         if not (self.path / "config.toml").is_file():
-            raise RecordingError(f"{run} is not the folder of a run: it has no config.toml")
+            raise ConfigError(f"{run} is not the folder of a run: it has no config.toml", remedy="give a run's folder")
         self.config = load_config(self.path / "config.toml")
         if self.config.ledger.kind is None:
             raise RecordingError(f'{run} kept no ledger, so nothing is recorded; ledger.kind = "sqlite" keeps one')

@@ -103,7 +103,13 @@ def sft(config: Config) -> dict[str, Any]:
     >>> trained = sft(config)
     >>> trained["steps"], (Path(trained["model"]) / "config.json").is_file()
     (1, True)
+
+    Raises:
+        ConfigError: ``sft.steps`` is 0, or another key cannot be used.
     """
+    if not config.sft.steps:
+        remedy = "give the optimizer steps, as in --sft.steps 100"
+        raise ConfigError("sft.steps = 0: nothing is trained", path="sft.steps", remedy=remedy)
     environments = check_start(config)
     run = RunDirectory.create(config.runs, config.name)
     return _in_run(config, run, lambda training: training.supervise(), checkpoint=None, environments=environments)

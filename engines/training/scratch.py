@@ -143,8 +143,8 @@ def check_options(
             f"a model from scratch needs demonstrations, also without a warm start: its tokenizer is trained on them; "
             f"{error}",
             path="model.source",
-            remedy="choose an environment with demonstrations, give them (env.options.demonstrations), or a pretrained "
-            "model (model.path)",
+            remedy="choose an environment with demonstrations, give them (env.options.demonstrations; in Python, the "
+            "argument demonstrations), or choose a pretrained model (model.path)",
         ) from error
 
 

@@ -29,6 +29,14 @@ def test_an_export_of_nothing_is_refused(
     tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
     given = [str(tmp_path) if word == "RUN" else str(tmp_path / "out") if word == "OUT" else word for word in words]
-    assert main(given) == 1
+    assert main(given) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_supervised_training_of_no_steps_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "run.toml"
+    file.write_text('name = "first"\nsteps = 0\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n')
+    assert main(["sft", str(file), "--runs", str(tmp_path / "runs")]) == 2
+    assert "sft.steps = 0: nothing is trained\n  give the optimizer steps" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -1,5 +1,8 @@
 """The sections together: defaults, derived values, and values that do not fit."""
 
+import pickle
+import traceback
+
 import pytest
 from pydantic import ValidationError
 
@@ -113,3 +116,11 @@ def test_every_field_says_what_it_is():
                 yield from undescribed(field.annotation, f"{prefix}{name}.")
 
     assert list(undescribed(Config)) == []
+
+
+def test_a_traceback_shows_the_remedy_once() -> None:
+    error = ConfigError("trainer.lr = 3: too large", path="trainer.lr", remedy="give at most 1")
+    again = pickle.loads(pickle.dumps(error))
+    assert traceback.format_exception_only(again)[-1] == "give at most 1\n"
+    assert again.__notes__ == ["give at most 1"]
+    assert not hasattr(ConfigError("too large; give at most 1", remedy="give at most 1"), "__notes__")

@@ -85,15 +85,14 @@ def test_sources_that_verl_knows_have_a_rule(source: str, rule: str):
         ([{"rule": LENGTH, "weight": "x"}], {}, "weight is 'x'", "env.options.reward.weight"),
         ([LENGTH, LENGTH], {}, "two rules named 'Length'", "env.options.reward"),
         ("absent_module:f", {}, "cannot be imported", "env.options.reward"),
-        ("/absent/file.py:f", {}, "/absent/file.py: no such file", None),
+        ("/absent/file.py:f", {}, "/absent/file.py: no such file", "env.options.reward"),
         (None, {"x": "lenght"}, "no reward rule named 'lenght'", "env.options.rewards.x"),
     ],
 )
-def test_check_refuses_unknown_rules_and_options(reward: Any, rewards: dict[str, Any], message: str, path: str | None):
+def test_check_refuses_unknown_rules_and_options(reward: Any, rewards: dict[str, Any], message: str, path: str):
     with pytest.raises(ConfigError, match=message) as caught:
         Rulebook(reward, rewards, key="env.options").check({"x": ()})
-    if path is not None:
-        assert caught.value.path == path
+    assert caught.value.path == path
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ class NoMake:
         return []
 
 
+class MakesNone(EchoFactory):
+    def make(self) -> Any:
+        return object()
+
+
 def wrong_arguments(completions: str) -> float:
     return 1.0
 
@@ -81,6 +86,7 @@ FUNCTION = {"source": "function"}
         ({"env": {"name": f"{HERE}:HERE"}}, "is a str; name a class or a function"),
         ({"env": {"name": f"{HERE}:RaisesInInit"}}, r"FileNotFoundError in .*test_checks.py:\d+ __init__: tasks.db"),
         ({"env": {"name": f"{HERE}:NoMake"}}, "has no make; write a class"),
+        ({"env": {"name": f"{HERE}:MakesNone"}}, "env.name: the object .* has no reset and no step and no close"),
         ({"env": {"name": f"{HERE}:RaisesInTask"}}, r"KeyError in .*test_checks.py:\d+ task: 'tasks.db'"),
         ({"reward": {**FUNCTION, "options": {}}}, "reward.options: .* missing a required argument: 'function'"),
         ({"reward": {**FUNCTION, "options": {"function": f"{HERE}:nothing"}}}, "has no 'nothing'"),

@@ -150,7 +150,7 @@ def test_what_a_recording_lacks_is_told_before_anything_starts(
     assert main(["replay", str(run), "--dry-run"]) == 1
     assert "missing: the rows of 1 steps" in capsys.readouterr().out
     assert not list(run.parent.glob("small-replay*"))
-    with pytest.raises(RecordingError, match="is not the folder of a run"):
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
         asyncrl.Recording(run / "logs")
     (run / "ledger.sqlite").unlink()
     with pytest.raises(RecordingError, match="no such ledger"):

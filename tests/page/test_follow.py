@@ -12,7 +12,7 @@ from asyncrl.page.follow import MOST_LINE_BYTES, LineFollower, read_form
 from asyncrl.telemetry.run_directory import RunDirectory, sound_record
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     records=st.lists(
         st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=8), max_size=3), max_size=12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.page.timeline import MOST_BINS, read_timeline, thinned
@@ -25,6 +25,7 @@ def made(path: Path, intervals: list[tuple[float, float]]) -> Path:
     return path
 
 
+@settings(max_examples=40, deadline=None)
 @given(intervals=INTERVALS, start=st.floats(0, 60), width=st.floats(0.1, 80), bins=st.integers(1, 50))
 def test_a_bin_has_the_share_of_its_time(tmp_path_factory, intervals, start, width, bins):
     timeline = read_timeline(made(tmp_path_factory.mktemp("t") / "timeline.json", intervals))
@@ -64,6 +65,7 @@ def test_a_view_that_is_none_is_refused(tmp_path: Path, start: float, end: float
         timeline.view(start, end, bins)
 
 
+@settings(deadline=None)
 @given(length=st.integers(0, 500), most=st.integers(1, 60))
 def test_thinned_columns_keep_their_last_values(length, most):
     column = [float(number) for number in range(length)]

@@ -191,6 +191,8 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
             state = "was pinned, and waits for the current weights"
         if not self.serves and self.health.coming_back:
             state += " and is being made again"
+        held = self._updates.held(self.name)
+        state += f", holds version {held}" if held is not None else ""
         calls = {} if self.instance is None else self.instance.calls
         longest_s = max((now_s - call.sent_s for call in calls.values()), default=0.0)
         doing = f"{len(calls)} groups on it, the longest for {longest_s:.1f} s" if calls else "idle"
@@ -552,7 +554,7 @@ class RolloutPool:
     # ----------------------------------------------------------------------------------------------- observation
 
     def explain(self) -> tuple[str, ...]:
-        """Return one sentence for every replica: whether it serves, what it does, and for how long."""
+        """Return one sentence for every replica: whether it serves, what it holds and does, and for how long."""
         now_s = asyncio.get_running_loop().time()
         return tuple(replica.explain(now_s) for replica in self._replicas.values())
 

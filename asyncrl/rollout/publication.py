@@ -451,6 +451,10 @@ class WeightUpdates:
     def retry(self, replica: str) -> None:
         self._carry_out(self._publication.retry(replica))
 
+    def held(self, replica: str) -> int | None:
+        """Return the version that a replica holds; None if it has none."""
+        return next((one.holds for one in self._publication.replicas if one.name == replica), None)
+
     def serves(self, replica: str) -> bool:
         """Return whether the replica serves the current version, or the one that it is pinned to."""
         return any(one.serves for one in self._publication.replicas if one.name == replica)

@@ -27,15 +27,29 @@ class _Trace(msgspec.Struct):
     traceEvents: list[_Event]  # noqa: N815  Chrome's name
 
 
-@dataclass(frozen=True, slots=True)
 class _Row:
-    """Events of one stage and name, by their start. Seconds."""
+    """Events of one stage and name. Asking for bins takes time by the bins, not by the events."""
 
-    stage: str
-    kind: str
-    name: str
-    starts: NDArray[np.float64]
-    ends: NDArray[np.float64]
+    def __init__(
+        self, stage: str, kind: str, name: str, starts: NDArray[np.float64], ends: NDArray[np.float64]
+    ) -> None:
+        self.about = {"stage": stage, "kind": kind, "name": name}
+        self._starts, self._ends = np.sort(starts), np.sort(ends)
+        self._sums = _sums(self._starts), _sums(self._ends)
+
+    def covered_s(self, at_s: NDArray[np.longdouble]) -> NDArray[np.longdouble]:
+        """Return the time that all events together take before each of ``at_s``."""
+        at = at_s.astype(np.float64)
+        began, ended = np.searchsorted(self._starts, at), np.searchsorted(self._ends, at)
+        covered: NDArray[np.longdouble] = (began - ended) * at_s - self._sums[0][began] + self._sums[1][ended]
+        return covered
+
+
+def _sums(times: NDArray[np.float64]) -> NDArray[np.longdouble]:
+    """Return the sum of the first 0, 1, ... times; differences of these sums are small beside them."""
+    sums = np.zeros(len(times) + 1, np.longdouble)
+    np.cumsum(times, out=sums[1:])
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +69,15 @@ class BinnedTimeline:
         """
         if not (0 <= start_s < end_s) or not 1 <= bins <= MOST_BINS:
             raise ValueError(f"a view is from 0 <= start < end, in 1 to {MOST_BINS} bins")
-        width_s = (end_s - start_s) / bins
+        edges = np.linspace(start_s, end_s, bins + 1, dtype=np.longdouble)
         found: list[dict[str, Any]] = []
         for row in self.rows:
-            begin = np.clip((row.starts - start_s) / width_s, 0, bins)
-            end = np.clip((row.ends - start_s) / width_s, 0, bins)
-            shares = _covered(begin, end, bins)
-            total_s = float((end - begin).sum() * width_s)
+            covered_s = row.covered_s(edges)
+            total_s = float(covered_s[-1] - covered_s[0])
             if total_s > 0:
-                about = {"stage": row.stage, "kind": row.kind, "name": row.name, "seconds": round(total_s, 4)}
-                found.append({**about, "shares": [round(share, 3) for share in shares.tolist()]})
+                shares = np.maximum(np.diff(covered_s) / np.diff(edges), 0.0)
+                found.append({**row.about, "seconds": round(total_s, 4), "shares": shares.round(3).tolist()})
         return {"start_s": start_s, "end_s": end_s, "whole_s": self.end_s, "rows": found}
-
-
-def _covered(begin: NDArray[np.float64], end: NDArray[np.float64], bins: int) -> NDArray[np.float64]:
-    """Return how much of each bin the intervals cover, added up. Bins are [0, 1), [1, 2), ..."""
-    # The integral of the number of open intervals, at each whole number, is the sum of what begins left of it.
-    first, last = np.floor(begin).astype(np.intp), np.floor(end).astype(np.intp)
-    size = bins + 2
-    covered = np.bincount(first, weights=first + 1 - begin, minlength=size)
-    covered -= np.bincount(last, weights=last + 1 - end, minlength=size)
-    whole = np.bincount(first, minlength=size) - np.bincount(last, minlength=size)
-    covered[1:] += np.cumsum(whole)[:-1]
-    shares: NDArray[np.float64] = np.maximum(covered[:bins], 0.0)
-    return shares
 
 
 def read_timeline(path: Path) -> BinnedTimeline:
@@ -98,11 +97,9 @@ def read_timeline(path: Path) -> BinnedTimeline:
             name = event.name.removeprefix("wait: ") if kind == "wait" else event.name.rstrip("0123456789 ")
             start_s = event.ts / 1e6
             by_row.setdefault((stage, kind, name), []).append((start_s, start_s + event.dur / 1e6))
-    rows: list[_Row] = []
-    for (stage, kind, name), pairs in sorted(by_row.items()):
-        times = np.array(pairs, np.float64)
-        rows.append(_Row(stage, kind, name, times[:, 0], times[:, 1]))
-    return BinnedTimeline(tuple(rows), max((float(row.ends.max()) for row in rows), default=0.0))
+    rows = [(about, np.array(pairs, np.float64)) for about, pairs in sorted(by_row.items())]
+    end_s = max((float(times[:, 1].max()) for _about, times in rows), default=0.0)
+    return BinnedTimeline(tuple(_Row(*about, times[:, 0], times[:, 1]) for about, times in rows), end_s)
 
 
 def thinned(series: Mapping[str, list[float | None]], most: int) -> dict[str, list[float | None]]:

@@ -392,13 +392,16 @@ class HurtRun:
         self._waits_for_recovery = dice.random() < 0.5
         return time.monotonic() + dice.uniform(0.1, 1.5 if self._waits_for_recovery else 6.0)
 
+    def _victims(self, kind: str) -> list[tuple[int, str, int]]:
+        hurt = {kill.pid for kill in self.kills}
+        return [each for each in victims(self.campaign, kind, self.driver) if each[0] not in hurt]
+
     def _kill(self) -> bool:
         campaign = self.campaign
         kind = campaign.next_kind(self.kinds)
         if kind == "driver" and any(not self._witnessed(kill) for kill in self.kills):
             return False  # a driver that dies with the news cannot tell it
-        hurt = {kill.pid for kill in self.kills}
-        found = [each for each in victims(campaign, kind, self.driver) if each[0] not in hurt]
+        found = self._victims(kind)
         if not found:
             return False
         pid, what, teller = campaign.dice.choice(found)

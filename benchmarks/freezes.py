@@ -52,6 +52,11 @@ class FrozenRun(chaos.HurtRun):
                     self._drop(stop)
         return super().look()
 
+    def _victims(self, kind: str) -> list[tuple[int, str, int]]:
+        """Leave out what only a stopped process would name: the driver ends both together."""
+        stopped = {stop.pid for stop in self.kills}
+        return [each for each in super()._victims(kind) if each[2] not in stopped]
+
     def _drop(self, stop: chaos.Kill) -> None:
         if not self._witnessed(stop):  # its last word may have been this
             self.kills.remove(stop)

@@ -28,10 +28,13 @@ _log = logging.getLogger(__name__)
 
 def stopped_among(pid: int) -> list[int]:
     """Return which are stopped of a child of this process and all that it has started. Reads files of ``/proc``."""
-    state, parent = _state_and_parent(pid)
-    if parent != os.getpid():  # it has ended; the number may be another's
+    if _state_and_parent(pid)[1] != os.getpid():  # it has ended; the number may be another's
         return []
-    stopped, waiting = [pid] if state == "T" else [], [pid]
+    return _stopped_in_family(pid)
+
+
+def _stopped_in_family(pid: int) -> list[int]:
+    stopped, waiting = [pid] if _state_and_parent(pid)[0] == "T" else [], [pid]
     while waiting:
         for child in _children(waiting.pop()):
             waiting.append(child)
@@ -59,8 +62,8 @@ def _children(pid: int) -> list[int]:
 
 
 def kill_stopped(pid: int) -> None:
-    """Kill a child, and what is stopped of all that it has started: that would not notice the end of its parent."""
-    for each in (*stopped_among(pid), pid):
+    """Kill a process, and what is stopped of all that it has started: that would not notice the end of its parent."""
+    for each in (*_stopped_in_family(pid), pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
 

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import asyncrl.single_controller.children
-from asyncrl.single_controller.children import ChildWatch, stopped_among
+from asyncrl.single_controller.children import ChildWatch, kill_stopped, stopped_among
 from asyncrl.single_controller.liveness import Liveness
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is stopped is read from /proc")
@@ -90,6 +91,16 @@ def test_times_can_change_while_a_process_is_stopped(parent):
         os.kill(process.pid, signal.SIGSTOP)
         watch.configure(SOON)
         assert process.wait(20) == -signal.SIGKILL
+
+
+def test_a_stopped_child_does_not_outlive_the_process_that_is_killed_with_it(parent):
+    process, child = parent
+    os.kill(child, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: stopped_among(process.pid) == [process.pid, child])
+    kill_stopped(process.pid)
+    assert process.wait(20) == -signal.SIGKILL
+    until(lambda: not Path(f"/proc/{child}").exists())
 
 
 def test_no_stranger_is_watched(parent):

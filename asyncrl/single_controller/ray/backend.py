@@ -6,11 +6,8 @@ A call goes from ``RayWorkerGroup._submit`` to :class:`RayHost` in the actor; :c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import pickle
-import signal
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -30,6 +27,7 @@ from asyncrl.data.proto import DataProto
 from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.runtime import ControllerLoop, in_abandonable_thread
 from asyncrl.single_controller.call import Arguments, AttemptLost, Call, Failed, Reply, ReturnedBatch
+from asyncrl.single_controller.children import kill_stopped
 from asyncrl.single_controller.decorator import registrations
 from asyncrl.single_controller.invocation import Invocation, PendingReply
 from asyncrl.single_controller.liveness import Liveness, Silence
@@ -172,8 +170,7 @@ def _node_id() -> str:
 @ray.remote(num_cpus=0)
 def _kill_process(pid: int) -> None:
     """Kill a process of this node that does not answer, so that Ray's own ways to end it fail."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    kill_stopped(pid)
 
 
 def _answered(loop: ControllerLoop, silence: Silence, rank: int, reply: object) -> None:

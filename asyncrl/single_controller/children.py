@@ -82,6 +82,7 @@ class ChildWatch:
         self._names: dict[int, str] = {}
         self._kills: dict[int, Callable[[int], None]] = {}
         self._named: set[int] = set()
+        self._killed: set[int] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -112,6 +113,7 @@ class ChildWatch:
             self._kills.pop(pid, None)
             self._silence.answered(pid)
             self._named.discard(pid)
+            self._killed.discard(pid)
 
     @contextmanager
     def watching(self, pid: int, name: str) -> Generator[None]:
@@ -151,7 +153,8 @@ class ChildWatch:
             elif for_s is None and pid in self._named:
                 self._named.discard(pid)
                 _log.warning("%s runs again", name)
-            if pid in silence.overdue(now_s=now_s):
+            if for_s is not None and for_s >= ended_after_s and pid not in self._killed:
+                self._killed.add(pid)
                 _log.error("%s has been stopped for %.0f s: it is killed", who, for_s)
                 self._kills[pid](pid)
 

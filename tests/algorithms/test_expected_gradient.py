@@ -91,6 +91,7 @@ def test_the_ratio_of_single_tokens_is_the_same_wherever_it_stands(seed: int) ->
         torch.testing.assert_close(expected_step(objective, policy, old), corrected)
 
 
+@pytest.mark.slow
 def test_without_the_policy_that_sampled_the_step_goes_elsewhere() -> None:
     """Cosine with the right direction, mean over forty pairs of policies: 0.51 ignoring, 0.60 by token, 1 by answer."""
 

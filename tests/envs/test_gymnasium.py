@@ -66,6 +66,7 @@ def playing(*actions: str) -> Callable[[str], str]:
     return lambda text: actions[text.count("<|assistant|>") - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "max_turns"),
     [

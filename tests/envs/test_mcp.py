@@ -63,6 +63,7 @@ def factory_of(rows: str, **options: Any) -> MCPFactory:
     return MCPFactory(**{"files": rows, "reward": "exact", "order": "file", "servers": {"sums": on_stdio()}, **options})
 
 
+@pytest.mark.slow
 async def test_a_hundred_episodes_with_a_server_each(rows: str, play_many: Play) -> None:
     trajectories = await play_many(factory_of(rows), adding("add"), episodes=104)
     assert [each.reward for each in trajectories] == [float(index % 4 > 0) for index in range(104)]

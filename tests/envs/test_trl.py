@@ -85,6 +85,7 @@ def counting(text: str) -> str:
     return [call("increment", step=2), call("read"), "done"][text.count("<|assistant|>") - 1]
 
 
+@pytest.mark.slow
 async def test_a_hundred_episodes(world: Callable[..., TRLFactory], tmp_path: Path, play_many: Play) -> None:
     factory = world(reward_funcs=[f"{tmp_path / 'world.py'}:short"])
     trajectories = await play_many(factory, counting, episodes=104)

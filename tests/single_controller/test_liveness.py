@@ -115,6 +115,7 @@ def test_a_process_that_never_starts_is_named_and_given_up(
     assert "the process of late[0] has not started for 0.2 s: it is stopped, or its machine is busy" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_frozen_process_is_named_ended_and_replaced_and_a_working_one_is_not(caplog: pytest.LogCaptureFixture):

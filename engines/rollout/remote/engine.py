@@ -410,5 +410,8 @@ async def _end(process: asyncio.subprocess.Process, *, within_s: float) -> int:
     except TimeoutError:
         await asyncio.to_thread(kill_stopped, process.pid)
         return await process.wait()
+    except asyncio.CancelledError:  # nobody watches it from now on
+        kill_stopped(process.pid)
+        raise
     finally:
         children.remove(process.pid)

@@ -67,9 +67,10 @@ class StdioTransport(asyncio.SubprocessProtocol):
         self._process: asyncio.SubprocessTransport | None = None
         self._exited = asyncio.Event()
         self._stderr = b""
-        self._output = asyncio.StreamReader(limit=_LARGEST_MESSAGE_BYTES)
+        self._output: asyncio.StreamReader
 
     async def open(self) -> None:
+        self._output = asyncio.StreamReader(limit=_LARGEST_MESSAGE_BYTES)  # which needs a running loop
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM, *self._command]
         loop = asyncio.get_running_loop()
         await loop.subprocess_exec(lambda: self, *command, env=self._env, start_new_session=True)

@@ -75,7 +75,7 @@ class BinnedTimeline:
             covered_s = row.covered_s(edges)
             total_s = float(covered_s[-1] - covered_s[0])
             if total_s > 0:
-                shares = np.maximum(np.diff(covered_s) / np.diff(edges), 0.0)
+                shares = np.maximum(np.diff(covered_s) / np.diff(edges), 0.0).astype(np.float64)
                 found.append({**row.about, "seconds": round(total_s, 4), "shares": shares.round(3).tolist()})
         return {"start_s": start_s, "end_s": end_s, "whole_s": self.end_s, "rows": found}
 

@@ -285,14 +285,19 @@ async def create(call: Call) -> web.StreamResponse:
     if body.stream:
         return await _stream(call, body, turn, conversation)
     await turn.collect()
-    return call.answer(await _finished(call, body, turn, turn.parse(0), conversation))
+    return call.answer(await _finish(_response(body), call, body, turn, turn.parse(0), conversation))
 
 
-async def _finished(
-    call: Call, body: ResponsesRequest, turn: ChatTurn, parsed: ParsedTurn, conversation: Sequence[Message]
+async def _finish(
+    response: Response,
+    call: Call,
+    body: ResponsesRequest,
+    turn: ChatTurn,
+    parsed: ParsedTurn,
+    conversation: Sequence[Message],
 ) -> Response:
-    """Return the answer, and keep the conversation with it."""
-    response, choice = _response(call, body), turn.choices[0]
+    """Complete the answer, and keep the conversation with it; return it."""
+    choice = turn.choices[0]
     response.status, log_probs = "completed", list[TokenLogProb]()
     if choice.finish_reason != "stop":
         response.status = "incomplete"
@@ -327,7 +332,7 @@ async def _finished(
     return response
 
 
-def _response(call: Call, body: ResponsesRequest) -> Response:
+def _response(body: ResponsesRequest) -> Response:
     """Return the response as it is before the first token."""
     return Response(
         id=f"resp_{secrets.token_hex(16)}",  # not the call's, which clients choose: a response is found by it
@@ -360,7 +365,7 @@ async def _stream(
 ) -> web.StreamResponse:
     events, choice, text = call.events(), turn.choices[0], call.state.chat_text()
     said = {"item_id": _message_id(call), "output_index": 0, "content_index": 0}
-    opened, shown = False, 0
+    response, opened, shown = _response(body), False, 0
 
     async def send(kind: Any, **fields: Any) -> None:
         """Any: fields of an event, and its type."""
@@ -384,14 +389,14 @@ async def _stream(
     async with aclosing(call.stream(turn.requests[0])) as stream:
         async for chunk in stream:
             if not events.begun:
-                await send("response.created", response=_response(call, body))
-                await send("response.in_progress", response=_response(call, body))
+                await send("response.created", response=response)
+                await send("response.in_progress", response=response)
             if piece := choice.feed(chunk):
                 await send_text(piece)
     parsed = turn.parse(0)
     if parsed.tail:
         await send_text(parsed.tail)
-    response = await _finished(call, body, turn, parsed, conversation)
+    await _finish(response, call, body, turn, parsed, conversation)
     for at, item in enumerate(response.output):
         if isinstance(item, OutputMessage):
             if not opened:

@@ -56,6 +56,7 @@ def test_waits_and_work_are_told_apart(tmp_path: Path):
             now[0] += 3.0
     timeline.save(tmp_path / "timeline.json")
     view = read_timeline(tmp_path / "timeline.json").view(0, 12, 12)
+    json.dumps(view, allow_nan=False)
     rows = {(row["kind"], row["name"]): (row["seconds"], row["shares"]) for row in view["rows"]}
     assert rows == {("span", "step"): (9, [0, 1, 1, 1] * 3), ("wait", "rollouts"): (3, [1, 0, 0, 0] * 3)}
 

@@ -175,6 +175,7 @@ async def test_a_stream_equals_the_whole_answer(serve, reply):
         parts = events(await served.events("/v1/responses", {**body, "stream": True}))
         last = parts[-1]["response"]
         assert parts[-1]["type"] == f"response.{whole['status']}"
+        assert {part["response"]["id"] for part in parts if "response" in part} == {last["id"]}
         assert [part["type"] for part in parts[:2]] == ["response.created", "response.in_progress"]
         assert (parts[0]["response"]["status"], parts[0]["response"]["output"]) == ("in_progress", [])
         names = {name: f"<{name}>" for name in ("id", "call_id", "created_at")}

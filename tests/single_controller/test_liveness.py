@@ -122,7 +122,7 @@ def test_a_frozen_process_is_named_ended_and_replaced_and_a_working_one_is_not(c
     from asyncrl.single_controller import ClassWithInitArgs
     from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
 
-    liveness = Liveness(every_s=0.3, named_after_s=1.5, ended_after_s=4.0)
+    liveness = Liveness(every_s=0.3, named_after_s=3.0, ended_after_s=10.0)
     caplog.set_level(logging.WARNING)
     with RayWorkerGroup(
         RayResourcePool([2]),

@@ -294,7 +294,7 @@ def _after_cell(result: Any) -> None:
 
 
 def _forget(operation: Awaitable[Any]) -> None:
-    """Close a coroutine that never began, so that Python does not complain that nobody awaited it."""
+    """Close a coroutine that never began, so that Python does not warn that it was never awaited."""
     if inspect.iscoroutine(operation) and inspect.getcoroutinestate(operation) == inspect.CORO_CREATED:
         operation.close()
 

@@ -99,6 +99,13 @@ def test_no_two_rooms_import_each_other():
     assert {(one, other) for one, other in between if one < other and (other, one) in between} == set()
 
 
+def test_the_page_knows_runs_by_their_folders_alone():
+    knows = {room(module) for path in SOURCES if "page" in path.parts for module in imports(path)} - {"asyncrl.page"}
+    assert {each for each in knows if each.startswith("asyncrl.")} == {"asyncrl.errors", "asyncrl.telemetry"}
+    known_by = {name_of(path) for path in SOURCES if any(each.startswith("asyncrl.page") for each in imports(path))}
+    assert {each for each in known_by if not each.startswith("asyncrl/page/")} == {"asyncrl/cli/page.py"}
+
+
 def test_tests_are_no_package():
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 

@@ -304,7 +304,7 @@ class MCPServer:
                     return answer
                 unasked += 1
                 if unasked > _MOST_UNASKED:
-                    raise ValueError(f"it sent {unasked} messages that nobody asked for")
+                    raise ValueError(f"it sent {unasked} messages without a request")
                 if "method" in answer and "id" in answer:  # a request of the server
                     refusal = {"error": {"code": _METHOD_NOT_FOUND, "message": "not supported"}}
                     content = {"result": {}} if answer["method"] == "ping" else refusal

@@ -440,22 +440,23 @@ def _lock_folder(path: Path) -> IO[str]:
         ConfigError: another process holds the lock.
     """
     file = (path / "run.lock").open("a+", encoding="utf-8")
-    for _look in range(20):  # who only asks whether it is locked holds it for a moment, too
-        with contextlib.suppress(OSError):
+    for left in reversed(range(20)):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        time.sleep(0.01)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
-        raise ConfigError(
-            f"{path} is in use by {owner}", path=str(path), remedy="wait for its end, or stop it"
-        ) from None
-    except OSError as error:  # a file system without locks
-        _log.warning("%s cannot be locked (%s): see that no other process works on this run", path, error.strerror)
+        except BlockingIOError:
+            if left:  # who only asks whether it is locked holds it for a moment, too
+                time.sleep(0.01)
+                continue
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            file.close()
+            raise ConfigError(
+                f"{path} is in use by {owner}", path=str(path), remedy="wait for its end, or stop it"
+            ) from None
+        except OSError as error:  # a file system without locks
+            _log.warning("%s cannot be locked (%s): see that no other process works on this run", path, error.strerror)
+            break
     file.truncate(0)
     now = datetime.now().astimezone()
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {now:%Y-%m-%d %H:%M:%S}\n")

@@ -508,7 +508,7 @@ class RewardWorker(Worker):
     async def score(self, batch: DataProto, model_path: str) -> DataProto:
         """Compute ``scores`` [B] float32. A restarted worker makes its model first, as :meth:`start` does.
 
-        ``meta_info["deterministic"]`` tells whether the model declares itself so.
+        ``meta_info["deterministic"]`` is what the model declares.
         """
         model = await self._made(model_path)
         scored = await model.score(batch)

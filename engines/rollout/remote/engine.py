@@ -410,7 +410,7 @@ async def _end(process: asyncio.subprocess.Process, *, within_s: float) -> int:
     except TimeoutError:
         await asyncio.to_thread(kill_stopped, process.pid)
         return await process.wait()
-    except asyncio.CancelledError:  # nobody watches it from now on
+    except asyncio.CancelledError:  # it is not watched from now on
         kill_stopped(process.pid)
         raise
     finally:

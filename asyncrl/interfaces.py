@@ -951,6 +951,17 @@ class TrainingEngine(Protocol):
         """Leave the process group and free the model. Idempotent."""
 
 
+@runtime_checkable
+class SleepingTrainingEngine(Protocol):
+    """Optional capability: free the memory of weights and optimizer for a while, for rollouts on the same device."""
+
+    def sleep(self) -> None:
+        """Free the memory; every other method but :meth:`close` raises EngineError until :meth:`wake`. Idempotent."""
+
+    def wake(self) -> None:
+        """Continue with the same weights and moments, bit for bit. Idempotent."""
+
+
 class ValueEngine(Protocol):
     """Holds a model with a scalar head, and its optimizer, on every rank of a group; see :class:`TrainingEngine`.
 

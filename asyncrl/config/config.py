@@ -258,11 +258,26 @@ class Config(Document):
     def _cluster_conflicts(self) -> Iterator[Problem]:
         cluster, trainer, rollout = self.cluster, self.trainer, self.rollout
         sizes = {"trainer": trainer.world_size, "critic": self.critic.world_size, "reference": 1}
-        if len({sizes[role] for role in cluster.colocate}) > 1:
+        shared = "rollout" in cluster.colocate
+        if shared and "trainer" not in cluster.colocate:
+            yield Problem(
+                "cluster.colocate",
+                "rollout takes turns with the trainer, which is not named",
+                remedy='use ["trainer", "rollout"], or leave rollout out',
+            )
+        if shared and rollout.num_gpus != trainer.num_gpus:
+            yield Problem(
+                "cluster.colocate",
+                f"a replica shares the devices of one rank: rollout.num_gpus = {rollout.num_gpus:g}, "
+                f"trainer.num_gpus = {trainer.num_gpus:g}",
+                remedy="give both the same number, or leave rollout out",
+            )
+        processes = [role for role in cluster.colocate if role in sizes]
+        if not shared and len({sizes[role] for role in processes}) > 1:
             yield Problem(
                 "cluster.colocate",
                 "roles that share processes must have equally many ranks: "
-                + ", ".join(f"{role} has {sizes[role]}" for role in cluster.colocate),
+                + ", ".join(f"{role} has {sizes[role]}" for role in processes),
                 remedy="give them the same world_size (a reference policy has one rank), or leave one out",
             )
         yield from _local_conflicts(cluster, trainer=trainer.world_size, critic=self.critic.world_size)
@@ -276,6 +291,8 @@ class Config(Document):
             )
             return
         needed = rollout.replicas * rollout.num_cpus + trainer.world_size * trainer.num_cpus
+        if shared:
+            needed = max(rollout.replicas, trainer.world_size) * max(rollout.num_cpus, trainer.num_cpus)
         if needed > cluster.num_cpus:
             yield Problem(
                 "cluster.num_cpus",

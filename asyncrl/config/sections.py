@@ -109,6 +109,10 @@ LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
+def _colocated_roles(value: Any) -> Any:
+    return ("trainer", "critic", "reference", "rollout") if value == "all" else list_to_tuple(value)
+
+
 class ClusterConfig(Section):
     """Where the workers run."""
 
@@ -123,8 +127,12 @@ class ClusterConfig(Section):
     """Longest time for which a worker's process on Ray may answer nothing at all, whatever it works on, and one of an
     engine or a reward function be stopped; past it, it is killed, and mended like a death. The log names it after 20 s,
     or a third of this."""
-    colocate: Annotated[tuple[Literal["trainer", "critic", "reference"], ...], BeforeValidator(list_to_tuple)] = ()
-    """Roles whose ranks share processes and their CPUs and GPUs: they compute one after another, not at once."""
+    colocate: Annotated[
+        tuple[Literal["trainer", "critic", "reference", "rollout"], ...], BeforeValidator(_colocated_roles)
+    ] = ()
+    """Roles that share CPUs and GPUs: they compute one after another, not at once; `"all"` are all that a run has. The
+    ranks of trainer, critic and reference share processes. With `rollout`, engines and trainer take turns: one frees
+    its memory while the other computes (`docs/gpu.md`)."""
 
 
 class ModelConfig(Section):

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import (
@@ -251,6 +251,10 @@ class RolloutPool:
         self._model_path, self._first_version = "", 0
         self._on_turns: Callable[[bytes], None] | None = None
         self._on_state: Callable[[str, str], None] = lambda _name, _state: None
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._starts = 0
+        """Starts of worker groups that are under way."""
 
     @property
     def weight_version(self) -> int:
@@ -260,6 +264,11 @@ class RolloutPool:
     @property
     def needed_versions(self) -> frozenset[int]:
         return self._set.updates.needed_versions
+
+    @property
+    def serving(self) -> list[str]:
+        """Names of the replicas that serve."""
+        return [name for name, replica in self._replicas.items() if replica.serves]
 
     # ------------------------------------------------------------------------------------------------------- life
 
@@ -306,14 +315,21 @@ class RolloutPool:
 
     async def _start_group(self, name: str) -> _WorkerGroup:
         """Return the first worker group of a replica, or the next one, with the model loaded."""
-        group = self._first_groups.pop(name, None)
-        if group is None:
-            assert self._revive is not None, "without it, a replica is given up when its first group is dead"
-            group = await self._revive(name)
-        await group.start(self._model_path, self._first_version)
-        meter = (await group.engine_statistics()).get("meter")
-        instance = _WorkerGroup(name, group, self._first_version, Path(meter) if meter else None)
-        self._instances.append(instance)
+        while not self._awake.is_set():
+            await self._awake.wait()
+        self._starts += 1
+        try:
+            group = self._first_groups.pop(name, None)
+            if group is None:
+                assert self._revive is not None, "without it, a replica is given up when its first group is dead"
+                group = await self._revive(name)
+            await group.start(self._model_path, self._first_version)
+            meter = (await group.engine_statistics()).get("meter")
+            instance = _WorkerGroup(name, group, self._first_version, Path(meter) if meter else None)
+            self._instances.append(instance)
+        finally:
+            self._starts -= 1
+            self._set.changes.notify()
         if self._on_turns is not None:
             self._set.spawn(self._listen(group, self._on_turns), name=f"turns of {name}")
         return instance
@@ -329,6 +345,35 @@ class RolloutPool:
                 call.cancel()
                 raise
             listener(content)
+
+    # ------------------------------------------------------------------------------------------------------ sleep
+
+    async def sleep(self) -> None:
+        """Free the memory of every engine until :meth:`wake`. Idempotent.
+
+        Rollouts lose nothing and go on afterwards; those that are sent meanwhile wait. A replica that is being started
+        is waited for, and one that dies is started again after :meth:`wake`. One that cannot sleep is lost.
+        """
+        self._awake.clear()
+        while self._starts and not self._set.closing:
+            await self._set.changes.wait()
+        await self._everywhere("sleep")
+
+    async def wake(self) -> None:
+        """Go on with what was under way at :meth:`sleep`. Idempotent."""
+        await self._everywhere("wake")
+        self._awake.set()
+
+    async def _everywhere(self, order: Literal["sleep", "wake"]) -> None:
+        async def send(instance: _WorkerGroup) -> None:
+            try:
+                await getattr(instance.group, order)()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it costs this replica, and no other
+                for replica in self._replicas.values():
+                    replica.lost(instance, error)
+
+        # Of every instance: one that has just started may not be its replica's yet. Dead ones answer at once.
+        await asyncio.gather(*(send(instance) for instance in tuple(self._instances)))
 
     # ------------------------------------------------------------------------------------------------------- pins
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data import DataProto
-from asyncrl.errors import EnvironmentFailure, RequestAbortedError
+from asyncrl.errors import EngineError, EnvironmentFailure, RequestAbortedError
 from asyncrl.foreign import Failures
 from asyncrl.interfaces import (
     ClosableFactory,
@@ -32,6 +32,7 @@ from asyncrl.interfaces import (
     KVCachePolicy,
     RolloutEngine,
     SamplingParams,
+    SleepingEngine,
     Task,
     TokenGenerator,
 )
@@ -472,6 +473,19 @@ class RolloutWorker(Worker):
         await commit_into(self._running_engine(), version, kv_cache=kv_cache, manifest=self._manifest)
         return time.monotonic() - started
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def sleep(self) -> None:
+        """Free the memory of the engine until :meth:`wake`; rollouts go on then.
+
+        Raises:
+            EngineError: the engine cannot.
+        """
+        await self._sleeping_engine().sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def wake(self) -> None:
+        await self._sleeping_engine().wake()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def engine_statistics(self) -> dict[str, Any]:
         """Return the engine's statistics, token counts by purpose, and the file of the token meter."""
@@ -488,6 +502,15 @@ class RolloutWorker(Worker):
         self._transport.close()
         if isinstance(self._environments, ClosableFactory):
             await self._environments.aclose()
+
+    def _sleeping_engine(self) -> SleepingEngine:
+        engine = self._running_engine()
+        if not isinstance(engine, SleepingEngine):
+            raise EngineError(
+                f"{type(engine).__name__} cannot free its memory for a while (it has no sleep and wake), so it cannot "
+                "share devices with the trainer: leave rollout out of cluster.colocate"
+            )
+        return engine
 
     def _running_engine(self) -> RolloutEngine:
         if self._engine is None:

@@ -121,7 +121,17 @@ def _normal(x: float) -> float:
 
 
 FaultKind: TypeAlias = Literal[
-    "environment", "crash", "freeze", "slow", "garbage", "duplicate", "weights", "evaluation", "trainer", "storage"
+    "environment",
+    "crash",
+    "freeze",
+    "slow",
+    "garbage",
+    "duplicate",
+    "weights",
+    "evaluation",
+    "hand-over",
+    "trainer",
+    "storage",
 ]
 """Kinds of faults.
 
@@ -133,6 +143,7 @@ FaultKind: TypeAlias = Literal[
     duplicate     the group's rows are put into the buffer a second time, later
     weights       the replica dies while it fetches the next version
     evaluation    the replica dies while it answers held-out tasks under the version of the step
+    hand-over     the replica dies while it sleeps or wakes, under the version of the step
     trainer       the trainer dies in the step
     storage       the checkpoint after the step cannot be written
 """
@@ -166,6 +177,8 @@ class Scenario:
         buffer: options of the replay buffer; they replace those of the scenario.
         eval_every: steps between evaluations of ``eval_tasks`` held-out tasks, which are as long as rollouts; 0: none.
         eval_replicas: replicas that are pinned for each; 0: all replicas evaluate.
+        shared_devices: whether replicas and trainer take turns on the same devices.
+        hand_over_s: time in which a replica, or the trainer, sleeps or wakes.
         weights_deadline_s: longest time of a replica for a phase of a weight update.
         revive_s: time until a dead replica is replaced; None: never.
         endless: keep issuing groups at the end of the run, so that the last steps are like all others.
@@ -194,6 +207,8 @@ class Scenario:
     eval_every: int = 0
     eval_tasks: int = 1
     eval_replicas: int = 0
+    shared_devices: bool = False
+    hand_over_s: float = 0.0
     buffer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     rollout_deadline_s: float | None = None
     weights_deadline_s: float = 300.0

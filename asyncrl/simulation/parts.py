@@ -126,6 +126,9 @@ class ModelledReplica:
         self._times = EpisodeTimes()
         self._unfinished: dict[tuple[str, int], Counter[int]] = {}
         self._slowed = 0
+        self.awake = False
+        """Whether its memory is on its devices."""
+        self._paused = False
 
     @property
     def used_s(self) -> float:
@@ -134,14 +137,42 @@ class ModelledReplica:
 
     async def aclose(self) -> None:
         """End the replica and cancel its calls."""
+        self.awake = False
         await self._calls.owner.cancel_all()
 
     def start(self, model_path: str, weight_version: int) -> Future[Any]:
         async def begin() -> list[float]:
             self.decoder.commit(weight_version)
+            self.awake = True
             return [0.0]
 
         return self._calls.value(f"{self.name}.start", begin)
+
+    def sleep(self) -> Future[Any]:
+        async def sleep() -> list[None]:
+            self._set_pace(awake=False)
+            if self._take_fault(self.decoder.weight_version, "hand-over"):
+                raise WorkerDiedError(f"{self.name} died while it fell asleep", group=self.name)
+            await asyncio.sleep(self._scenario.hand_over_s)
+            self.awake = False
+            return [None]
+
+        return self._calls.value(f"{self.name}.sleep", sleep)
+
+    def wake(self) -> Future[Any]:
+        async def wake() -> list[None]:
+            self.awake = True
+            await asyncio.sleep(self._scenario.hand_over_s)
+            if self._take_fault(self.decoder.weight_version, "hand-over"):
+                raise WorkerDiedError(f"{self.name} died while it woke", group=self.name)
+            self._set_pace(awake=True)
+            return [None]
+
+        return self._calls.value(f"{self.name}.wake", wake)
+
+    def _set_pace(self, *, awake: bool) -> None:
+        self._paused = not awake
+        self.decoder.set_pace(0.0 if self._paused else 0.1 if self._slowed else 1.0)
 
     def rollout(self, prompts: DataProto) -> DataProtoFuture:
         assert prompts.batch is not None
@@ -187,14 +218,14 @@ class ModelledReplica:
         slow = self._take_fault(group_id, "slow")
         if slow:
             self._slowed += 1
-            self.decoder.set_pace(0.1)
+            self._set_pace(awake=not self._paused)
         failing = self._take_fault(group_id, "environment")
         try:
             versions, made = await self._rows("train", group_id, rows)
         finally:
             if slow:
                 self._slowed -= 1
-                self.decoder.set_pace(0.1 if self._slowed else 1.0)
+                self._set_pace(awake=not self._paused)
         if failing:
             raise EnvironmentFailure(f"the environment of group_id {group_id} failed", tokens_generated=made.total())
         block = RolledOut(group_id, versions)
@@ -308,13 +339,33 @@ class ModelledTrainer:
         self._dice = random.Random(scenario.seed + weight_version)  # noqa: S311
         self.trained: list[Trained] = []
         self.published: set[int] = set()
+        self.awake = not scenario.shared_devices
+        """Whether its memory is on its devices."""
 
     def update(self, batch: DataProtoFuture, oldest_version: int | None = None, credit: object = None) -> Future[Any]:
         return self._calls.value("trainer.update", lambda: self._update(batch, oldest_version))
 
+    def sleep(self) -> Future[Any]:
+        return self._calls.value("trainer.sleep", lambda: self._hand_over(awake=False))
+
+    def wake(self) -> Future[Any]:
+        return self._calls.value("trainer.wake", lambda: self._hand_over(awake=True))
+
+    async def _hand_over(self, *, awake: bool) -> list[None]:
+        async with self._turn:
+            self.awake = True  # in between, too
+            await asyncio.sleep(self._scenario.hand_over_s)
+            self.awake = awake
+            return [None]
+
+    def _check_awake(self) -> None:
+        if not self.awake:
+            raise AssertionError("the trainer computes while it is asleep")
+
     def publish(self, version: int) -> Future[Any]:
         async def publish() -> list[WeightManifest]:
             async with self._turn:
+                self._check_awake()
                 if version != self._version:
                     raise WeightVersionError(f"publish({version}) was called at version {self._version}")
                 await asyncio.sleep(self._scenario.publish_s)
@@ -336,6 +387,7 @@ class ModelledTrainer:
 
     async def _update(self, batch: DataProtoFuture, oldest_version: int | None) -> list[dict[str, float]]:
         async with self._turn:
+            self._check_awake()
             step = self._version + 1
             if self._take_fault(step, "trainer"):
                 raise WorkerDiedError(f"the trainer died in step {step}", group="trainer")

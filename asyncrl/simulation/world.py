@@ -33,6 +33,7 @@ from asyncrl.telemetry.idle import idle_shares
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.testing.clock import run_virtually
 from asyncrl.trainer.checkpoint import DriverState
+from asyncrl.trainer.colocation import SeparateDevices, SharedDevices, Side
 from asyncrl.trainer.driver import Driver, TrainingPlan
 from asyncrl.trainer.evaluation import EvaluationPlan, EvaluationResult
 from asyncrl.trainer.group import GroupStages
@@ -305,7 +306,31 @@ class _DriverProcess:
             observer=self,
             save_checkpoint=self._save,
             evaluate_first=evaluate_first,
+            devices=self._shared_devices() if scenario.shared_devices else SeparateDevices(),
         )
+
+    def _shared_devices(self) -> SharedDevices:
+        async def wake_trainer() -> None:
+            self._check_memory(trainer=False)
+            await self._trainer.wake()
+
+        async def wake_replicas() -> None:
+            self._check_memory(trainer=True)
+            await self._pool.wake()
+
+        return SharedDevices(
+            rollouts=Side(sleep=self._pool.sleep, wake=wake_replicas),
+            trainer=Side(sleep=self._trainer.sleep, wake=wake_trainer),
+            waiting=lambda: self.driver.timeline.wait("train", "hand-over"),
+        )
+
+    def _check_memory(self, *, trainer: bool) -> None:
+        """Check before one side wakes that the other one has given its memory back; replicas that died have."""
+        asleep = (
+            not self._trainer.awake if trainer else not any(self._replicas[each].awake for each in self._pool.serving)
+        )
+        if not asleep:
+            self._violated("trainer and replicas hold the memory of the devices at once")
 
     @property
     def _due(self) -> set[int]:
@@ -344,6 +369,8 @@ class _DriverProcess:
 
     async def _revive(self, name: str) -> ModelledReplica:
         """Replace a dead replica."""
+        if self._scenario.shared_devices and self._trainer.awake:
+            self._violated(f"{name} starts while the trainer holds the memory of the devices")
         self._dead.append(self._replicas[name])
         await self._dead[-1].aclose()
         self._replicas[name] = ModelledReplica(self._scenario, name, take_fault=self._run.take_fault)
@@ -432,6 +459,10 @@ class _DriverProcess:
         self._run.result.dropped[group.group_id] = group.reason
 
     async def _save(self, driver: Driver, step: int) -> None:
+        async with driver.devices.trainer_turn():
+            await self._save_now(driver, step)
+
+    async def _save_now(self, driver: Driver, step: int) -> None:
         if self._run.take_fault(step, "storage"):
             raise OSError(f"no space left for the checkpoint of step {step}")
         if self._scenario.checkpoint_s:

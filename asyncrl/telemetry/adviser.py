@@ -178,6 +178,10 @@ def _remedy(cause: str, config: Mapping[str, Any]) -> tuple[str, str, str, str]:
         ),
         "publication": ("the publication of weights, which takes {figure} of the time", *_publication(config)),
         "checkpoint": ("checkpoints, which take {figure} of the trainer's time", "checkpoint.every", "up", ""),
+        "hand-over": (
+            "the hand-over of devices between rollouts and trainer, which takes {figure} of the time",
+            *("trainer.groups_per_step", "up", ", so that there are fewer turns, or give each devices of its own"),
+        ),
         "evaluation": ("the evaluation: the trainer waits for it {figure} of the time", "eval.every", "up", ""),
         "prompts": ("the making of prompts, which takes {figure} of the time", "env.options", "check", ""),
         "buffer": (f"the buffer: {waits}, and it has no room for more", "buffer.capacity_groups", "up", ""),

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -28,7 +28,7 @@ from asyncrl.interfaces import (
     SamplingParams,
 )
 from asyncrl.ledger import Ledger, LedgerBase
-from asyncrl.plugins import make_part, offered_options
+from asyncrl.plugins import load_part, make_part, offered_options
 from asyncrl.rollout.chat import load_renderer
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
@@ -67,7 +67,8 @@ class WorkerGroupRequest:
     """A worker group to be made of ``worker(spec)``; CPUs and GPUs are those reserved for a rank.
 
     ``restart`` is when a worker whose process died is restarted. ``colocated`` are, by role, the requests that share
-    this group's processes; ``restart`` does not count then.
+    this group's processes; ``restart`` does not count then. ``bundles`` are the places of its ranks among those that
+    rollouts and trainer share (``cluster.colocate``); None: places of its own.
     """
 
     role: Role
@@ -79,6 +80,7 @@ class WorkerGroupRequest:
     num_gpus: float = 0.0
     restart: Restart | None = None
     colocated: Mapping[str, WorkerGroupRequest] = field(default_factory=dict)
+    bundles: range | None = None
 
     def class_with_arguments(self, kind: type[C]) -> C:
         """Return the worker's class with its argument, or a class that holds one worker of every role."""
@@ -93,8 +95,15 @@ MakeGroup: TypeAlias = Callable[[WorkerGroupRequest], WorkerGroup]
 
 
 def colocate(requests: list[WorkerGroupRequest], roles: Collection[str]) -> list[WorkerGroupRequest]:
-    """Put the groups of ``roles`` into the processes of one, which reserves the most that any of them needs."""
-    colocated: dict[str, WorkerGroupRequest] = {request.role: request for request in requests if request.role in roles}
+    """Put the groups of ``roles`` into the processes of one, which reserves the most that any of them needs.
+
+    Replicas of ``rollout`` keep their processes, and share the places of the trainer's ranks.
+    """
+    if "rollout" in roles:
+        requests = _on_shared_bundles(requests)
+    colocated: dict[str, WorkerGroupRequest] = {
+        request.role: request for request in requests if request.role in roles and request.role != "rollout"
+    }
     if len(colocated) < 2:
         return requests
     first, *others = colocated.values()
@@ -109,6 +118,17 @@ def colocate(requests: list[WorkerGroupRequest], roles: Collection[str]) -> list
         colocated=colocated,
     )
     return [host if request is first else request for request in requests if request not in others]
+
+
+def _on_shared_bundles(requests: list[WorkerGroupRequest]) -> list[WorkerGroupRequest]:
+    replicas = [request.name for request in requests if request.role == "rollout"]
+    places = {name: range(place, place + 1) for place, name in enumerate(replicas)}
+    return [
+        replace(request, bundles=places.get(request.name, range(request.world_size)))
+        if request.role in ("trainer", "rollout")
+        else request
+        for request in requests
+    ]
 
 
 def group_maker(
@@ -126,17 +146,32 @@ def _ray_group_maker(
 ) -> MakeGroup:
     from asyncrl.single_controller.ray.cluster import RayCluster
 
-    needed = sum(request.world_size * request.num_cpus for request in requests)
+    sharing = [request for request in requests if request.bundles is not None]
+    needed = sum(request.world_size * request.num_cpus for request in requests if request.bundles is None)
+    places = max((request.bundles.stop for request in sharing if request.bundles is not None), default=0)
+    shared_cpus = max((request.num_cpus for request in sharing), default=0.0)
+    needed += places * shared_cpus
     num_cpus = cluster.num_cpus or max(float(os.cpu_count() or 1), needed)
     stack.enter_context(
         RayCluster(address=cluster.address, num_cpus=num_cpus, log_folder=log_folder, on_lost=failure_of_program())
     )
-    from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, SubRayResourcePool
+
+    shared = RayResourcePool(
+        [places] if places else [],
+        max_colocate_count=2,
+        cpus_per_worker=shared_cpus / 2,
+        gpus_per_worker=max((request.num_gpus for request in sharing), default=0.0),
+    )
 
     def make(request: WorkerGroupRequest) -> WorkerGroup:
         # Threads that wait for one another must sleep, not spin: other workers compute on these cores.
         made = request.class_with_arguments(RayClassWithInitArgs).options(env_vars={"OMP_WAIT_POLICY": "PASSIVE"})
-        pool = RayResourcePool([request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus)
+        pool = (
+            RayResourcePool([request.world_size], cpus_per_worker=request.num_cpus, gpus_per_worker=request.num_gpus)
+            if request.bundles is None
+            else SubRayResourcePool([(shared, request.bundles)])
+        )
         return RayWorkerGroup(
             resource_pool=pool,
             ray_cls_with_init=made,
@@ -183,6 +218,7 @@ class Assembly:
         meter_folder: Path | None = None,
         environments: EnvironmentFactory | None = None,
     ) -> None:
+        check_shared_devices(config)
         self.config = config
         self.environments = environments if environments is not None else make_environments(config)
         self.reward: RewardGroup | None = None
@@ -393,6 +429,31 @@ def needs_reference(config: Config) -> bool:
     if config.steps == 0:
         return False
     return config.algorithm.kl_coef > 0 or "divergences" in config.algorithm.estimator().needs
+
+
+def check_shared_devices(config: Config) -> None:
+    """Check that rollouts can take turns with the trainer, if they are to.
+
+    Raises:
+        ConfigError: an engine cannot free its memory for a while, or the trainer's side has to compute something while
+            rollouts are sampled.
+    """
+    if "rollout" not in config.cluster.colocate:
+        return
+    key, engine = "cluster.colocate", config.rollout.engine
+    if not hasattr(load_part("asyncrl.rollout_engines", engine, path="rollout.engine"), "sleep"):
+        remedy = "use the engine transformers, or leave rollout out"
+        raise ConfigError(
+            f"the engine {engine} has no sleep and wake, with which it frees memory", path=key, remedy=remedy
+        )
+    needs = {"reference log-probs": needs_reference(config), "a critic's values": needs_critic(config)}
+    if any(needs.values()):
+        named = " and ".join(name for name, needed in needs.items() if needed)
+        raise ConfigError(
+            f"{named} are computed while rollouts are sampled: these cannot take turns with the trainer",
+            path=key,
+            remedy="leave rollout out, or use kl_coef = 0 and an advantage that needs neither",
+        )
 
 
 def trainer_options(config: Config) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from asyncrl.runtime import shield_until_done
 from asyncrl.staleness import AdmissionLaw
 from asyncrl.telemetry.timeline import PAUSED, Timeline
 from asyncrl.trainer.checkpoint import CheckpointPace
+from asyncrl.trainer.colocation import Devices, SeparateDevices
 from asyncrl.trainer.evaluation import EvaluationPlan, EvaluationResult, evaluate, part_means
 from asyncrl.trainer.group import Failure, Group, GroupStages
 from asyncrl.trainer.invariants import GroupBook, check_bound, check_served
@@ -91,6 +92,7 @@ class Driver:
             last version is published.
         evaluate_first: whether a resumed run still has to evaluate the step it starts from.
         evaluating: steps whose evaluation beside training has begun, and which have no score yet.
+        devices: of rollouts and trainer, which may take turns on the same ones.
         whole_step: the step whose weights the trainer holds; None while an update runs, and after one was cut off.
     """
 
@@ -104,6 +106,7 @@ class Driver:
     save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
     before_step: Callable[[Driver, int], Awaitable[None] | None] | None = None
     evaluate_first: bool = False
+    devices: Devices = field(default_factory=SeparateDevices)
     evaluating: set[int] = field(default_factory=set[int], init=False)
     whole_step: int | None = field(default=None, init=False)
     _step_s: float = 0.0
@@ -214,22 +217,29 @@ class Driver:
                 await change
             with self.timeline.wait("train", "rollouts"):
                 selected = await self._select(step)
-            with self.timeline.span("train", f"step {step}", groups=len(selected)):
-                await self._finish_if_interrupted(self._step(step, selected))
-            if publication is not None:
-                with self.timeline.wait("train", "publication"):
-                    await publication
-            check_served(step - 1, law=self.law.version, pool=self.stages.pool.weight_version)
-            # Called here, not in the task: the trainer runs calls in order, and the next update must come after this.
-            manifest = self.learner.trainer.publish(step)
+            if publication is not None and self.devices.shared:
+                await self._published_by(publication)  # an engine that sleeps serves no version
+            async with self.devices.trainer_turn():
+                with self.timeline.span("train", f"step {step}", groups=len(selected)):
+                    await self._finish_if_interrupted(self._step(step, selected))
+                if publication is not None:
+                    await self._published_by(publication)
+                check_served(step - 1, law=self.law.version, pool=self.stages.pool.weight_version)
+                # Called here, not in the task: the trainer runs calls in order, and the next update comes after this.
+                manifest = self.learner.trainer.publish(step)
+                if self.devices.shared:
+                    await manifest
             publication = tasks.create_task(self._publish(step, manifest), name=f"publish {step}")
             await self._checkpoint(step, pace, after=publication)
             evaluation = self.plan.evaluation
             if evaluation.tasks and evaluation.every and step % evaluation.every == 0 and step < self.plan.steps:
                 self._evaluate_beside(tasks, step, after=publication)
         if publication is not None:
-            with self.timeline.wait("train", "publication"):
-                await publication
+            await self._published_by(publication)
+
+    async def _published_by(self, publication: asyncio.Task[None]) -> None:
+        with self.timeline.wait("train", "publication"):
+            await publication
 
     async def _select(self, step: int) -> Sequence[SelectedGroup]:
         """Take the next batch; one without a token within the bound is dropped for groups sampled from now on."""
@@ -354,8 +364,7 @@ class Driver:
         begun_s = clock()
         if self.save_checkpoint is None or not pace.due(step, now_s=begun_s):
             return
-        with self.timeline.wait("train", "publication"):
-            await after
+        await self._published_by(after)
         if not self.plan.evaluation.replicas:
             await self._evaluated()  # their scores belong into it, and their weights are gone afterwards
         with self.timeline.span("checkpoint", f"step {step}"):

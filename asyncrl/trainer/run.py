@@ -53,6 +53,7 @@ from asyncrl.trainer.assembly import (
     warm_start_options,
 )
 from asyncrl.trainer.checkpoint import Checkpoints, read_driver_state, step_of
+from asyncrl.trainer.colocation import Devices, SeparateDevices, SharedDevices, Side
 from asyncrl.trainer.control import Orders, listening
 from asyncrl.trainer.driver import MOST_PATIENCE_S, Driver, TrainingPlan
 from asyncrl.trainer.evaluation import EvaluationPlan
@@ -105,6 +106,7 @@ class TrainingRun:
         self._ledger: Ledger | None = None
         self._recorder: Recorder  # made when a resumed run has removed the lines of steps that it trains again
         self._wanted: Config | None = None
+        self._devices: Devices = SeparateDevices()
         self._stopped = False
         self._generated_before = 0
         self._left_over_tokens = 0
@@ -129,11 +131,12 @@ class TrainingRun:
             if self._resumed is not None and Path(origin).is_relative_to(self._run.path):
                 await asyncio.to_thread(check_model, origin, key="model")
             driver = await self._serve(origin)
-            await self._record_start(driver, origin)
-            if self._resumed is not None:
-                self._accept_changes(self._resumed.step)
-            if config.steps and config.checkpoint.every != 0 and self._resumed is None:
-                await self._save(driver, 0)  # a run that is killed from here on can be resumed
+            async with self._devices.trainer_turn():
+                await self._record_start(driver, origin)
+                if self._resumed is not None:
+                    self._accept_changes(self._resumed.step)
+                if config.steps and config.checkpoint.every != 0 and self._resumed is None:
+                    await self._save(driver, 0)  # a run that is killed from here on can be resumed
             if config.eval.tasks and config.eval.on_start and driver.law.version == 0 and 0 not in self._evaluated:
                 with self._phase("score before"):
                     self._recorder.evaluated(await driver.evaluate(), step=0)
@@ -250,8 +253,17 @@ class TrainingRun:
             assembly.pool.on_turns(start.journal.turns)
         with self._phase("serve"):
             serving = str(self._checkpoint / "model") if self._checkpoint is not None else origin
+            loading = [self._load_trainer(origin, weight_version=step)]
+            if "rollout" in config.cluster.colocate:
+                await loading.pop()
+                await assembly.trainer.sleep()
+                self._devices = SharedDevices(
+                    rollouts=Side(sleep=assembly.pool.sleep, wake=assembly.pool.wake),
+                    trainer=Side(sleep=assembly.trainer.sleep, wake=assembly.trainer.wake),
+                    waiting=lambda: self._timeline.wait("train", "hand-over"),
+                )
             await asyncio.gather(
-                self._load_trainer(origin, weight_version=step),
+                *loading,
                 assembly.pool.start(serving, weight_version=step),
                 *([assembly.reference.build(origin, trainer_options(config))] if assembly.reference else []),
                 *([assembly.reward.start(origin)] if assembly.reward else []),
@@ -306,6 +318,7 @@ class TrainingRun:
             save_checkpoint=self._save,
             before_step=lambda driver, step: self._reconfigure(driver, step - 1, origin) if self._wanted else None,
             evaluate_first=evaluate_first,
+            devices=self._devices,
         )
 
     def _learner(self, advantages: Advantages) -> Learner:
@@ -371,12 +384,13 @@ class TrainingRun:
         # Both at once: a key that is set during the waits below is added to these.
         wanted = self._config = self._wanted
         self._wanted = None
-        await self._save(driver, step)
-        await self._assembly.trainer.build(origin, trainer_options(wanted), step)
-        await self._assembly.trainer.load(self._checkpoints.latest() / "trainer")
-        driver.learner = self._learner(make_advantages(wanted, kl_coef=driver.learner.advantages.kl_coef))
-        self._accept_changes(step, "set")
-        await self._record_start(driver, origin)
+        async with self._devices.trainer_turn():
+            await self._save(driver, step)
+            await self._assembly.trainer.build(origin, trainer_options(wanted), step)
+            await self._assembly.trainer.load(self._checkpoints.latest() / "trainer")
+            driver.learner = self._learner(make_advantages(wanted, kl_coef=driver.learner.advantages.kl_coef))
+            self._accept_changes(step, "set")
+            await self._record_start(driver, origin)
 
     # --------------------------------------------------------------------------------------------------------- records
 
@@ -437,7 +451,8 @@ class TrainingRun:
         balance = await self._balance(driver)
         position = await self._ledger.durable() if self._ledger is not None else None
         state = driver_state(driver, balance, step=step, history=self._recorder.history, position=position)
-        await self._checkpoints.save(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
+        async with self._devices.trainer_turn():
+            await self._checkpoints.save(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
         self._save_s = time.monotonic() - begun_s
 
     async def _balance(self, driver: Driver) -> TokenBalance:

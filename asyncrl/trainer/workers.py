@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import SchemaError, WeightVersionError
-from asyncrl.interfaces import RewardModel, TrainingEngine, ValueEngine
+from asyncrl.errors import EngineError, SchemaError, WeightVersionError
+from asyncrl.interfaces import RewardModel, SleepingTrainingEngine, TrainingEngine, ValueEngine
 from asyncrl.plugins import Part, make_part, offered_options
 from asyncrl.runtime import in_thread
 from asyncrl.single_controller import Dispatch, Worker, register
@@ -38,6 +38,10 @@ class EngineGroup(Protocol):
     def load(self, folder: Path) -> Awaitable[Any]: ...
 
     def export(self, folder: Path) -> Awaitable[Any]: ...
+
+    def sleep(self) -> Awaitable[Any]: ...
+
+    def wake(self) -> Awaitable[Any]: ...
 
 
 class TrainerGroup(EngineGroup, Protocol):
@@ -299,9 +303,30 @@ class EngineRank(Worker, Generic[EngineT]):
         """Write a Hugging Face model folder."""
         self._held().export(folder)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Free the memory of weights and optimizer until :meth:`wake`; without an engine there is nothing to free."""
+        if self._engine is not None:
+            self._sleeping().sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake(self) -> None:
+        """Continue where :meth:`sleep` left off."""
+        if self._engine is not None:
+            self._sleeping().wake()
+
     def close(self) -> None:
         """Leave the process group and free the model."""
         self._close_engine()
+
+    def _sleeping(self) -> SleepingTrainingEngine:
+        engine = self._held()
+        if not isinstance(engine, SleepingTrainingEngine):
+            raise EngineError(
+                f"{type(engine).__name__} cannot free its memory for a while (it has no sleep and wake), so rollouts "
+                "cannot share its devices: leave rollout out of cluster.colocate"
+            )
+        return engine
 
     def _make_engine(self, model_path: str, settings: Mapping[str, Any]) -> None:
         self._close_engine()

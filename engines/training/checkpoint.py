@@ -199,8 +199,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor. Collective. On one rank the result may be the shard's own memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if tensor.device_mesh.size() == 1:
-        return local_shard(tensor).detach()  # full_tensor() would take 0.1 ms to find out
+    if tensor.device_mesh.size() == 1:  # full_tensor() would take 0.1 ms to find out
+        shard = local_shard(tensor).detach()
+        return shard.clone() if shard.device.type == "cpu" else shard  # what numpy reads could not be freed (Offload)
     with torch.no_grad():
         return tensor.full_tensor()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 from engines.training.model import local_shard
+from engines.training.offload import resizable
 
 Schedule: TypeAlias = Literal["constant", "cosine", "linear"]
 
@@ -116,6 +117,17 @@ class ShardedAdamW:
             parameter.grad = None
         for local in self._local.values():
             local.grad = None
+
+    def resizable_moments(self) -> list[Tensor]:
+        """Return the moments, for :class:`~engines.training.offload.Offload`; follow parameters that were replaced."""
+        for name, parameter in self._sharded.items():
+            self._local[name].data = local_shard(parameter).detach()
+        found: list[Tensor] = []
+        for _, state in self._states():
+            for each in MOMENTS:
+                state[each] = resizable(state[each])
+                found.append(state[each])
+        return found
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Return the local shards of ``exp_avg`` and ``exp_avg_sq`` of every parameter that has made a step."""

@@ -10,6 +10,7 @@ from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.aggregation import check_range
 from asyncrl.data import DataProto
@@ -17,7 +18,8 @@ from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidD
 from asyncrl.io import DurableFiles
 from engines.training.checkpoint import export_model, full_tensor, load_trainer, save_trainer
 from engines.training.log_probs import Extras
-from engines.training.model import ComputeDtype, PolicyModel, shard
+from engines.training.model import ComputeDtype, PolicyModel, local_shard, shard
+from engines.training.offload import Offload, resizable
 from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
 from engines.training.packing import Layout, PackedRows
 from engines.training.partition import BatchPartition
@@ -105,7 +107,7 @@ class ShardedEngine(Generic[ModelT]):
         self._saved_seed = self.seed
         self._updates = 0
         self._optimizer_steps = 0
-        self._closed = False
+        self._closed = self._asleep = False
         self._ranks = RankGroup(
             rank=self.rank,
             world_size=self.world_size,
@@ -126,6 +128,7 @@ class ShardedEngine(Generic[ModelT]):
             self._passes = Passes(
                 self._model, self._ranks, max_tokens=self.max_tokens_per_microbatch, temperature=temperature
             )
+            self._offload = Offload(self._ranks.device)
         except BaseException:
             self._ranks.close()
             raise
@@ -189,11 +192,30 @@ class ShardedEngine(Generic[ModelT]):
             files=self.files,
         )
 
+    def sleep(self) -> None:
+        if self._asleep:
+            return
+        self._check_open()
+        self._optimizer.discard_gradients()
+        weights: list[Tensor] = []
+        for _, parameter in self._model.parameters_by_name():
+            if not isinstance(parameter.data, DTensor):  # a shard has memory of its own, which only FSDP reads
+                parameter.data = resizable(parameter.data)
+            weights.append(local_shard(parameter))
+        self._offload.release([*weights, *self._optimizer.resizable_moments()])
+        self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._offload.restore()
+            self._asleep = False
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         del self._passes, self._optimizer, self._model
+        self._offload.close()
         self._ranks.close()
 
     # --------------------------------------------------------------------------------------------- for derived engines
@@ -307,6 +329,8 @@ class ShardedEngine(Generic[ModelT]):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the training engine is closed")
+        if self._asleep:
+            raise EngineError("the training engine is asleep: call wake() first")
 
 
 def check_any_tokens(tokens: int) -> None:

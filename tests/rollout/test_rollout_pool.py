@@ -55,6 +55,7 @@ class FakeWorker(Worker):
         self._out_of_memory_at = out_of_memory_at
         self.gate = asyncio.Event()
         self.dead = False
+        self.orders: list[str] = []
 
     def _allocate(self, what_for: str) -> None:
         if what_for == self._out_of_memory_at:
@@ -100,6 +101,19 @@ class FakeWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def open(self) -> None:
         self.gate.set()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def sleep(self) -> None:
+        self._allocate("sleep")
+        self.orders = [*self.orders, "sleep"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def wake(self) -> None:
+        self.orders = [*self.orders, "wake"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def slept(self) -> list[str]:
+        return self.orders
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def turns(self) -> bytes:
@@ -185,6 +199,54 @@ async def test_work_goes_where_least_is_waiting(pair: Pair):
     await groups["a"].open()
     assert (await slow)["by"] == "a"
     assert await by(pool) == "a"
+
+
+async def test_a_replica_that_dies_while_the_pool_sleeps_starts_again_when_it_wakes(pair: Pair):
+    pool, groups = pair
+    slow = asyncio.ensure_future(meta_of(pool, rows(4, slow=True)))
+    await begun(pool, "a")
+    await pool.sleep()
+    kill(pool, "b")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not replica(pool, "b").serves
+    assert await groups["b"].slept() == ["sleep"]  # the group that died: no other was made
+    await pool.wake()
+    await serving(pool, "b")
+    assert await groups["a"].slept() == ["sleep", "wake"]
+    assert await groups["b"].slept() == []  # a new one, which was not there when the pool slept
+    await groups["a"].open()
+    assert (await slow)["by"] == "a"
+
+
+async def test_sleep_waits_for_a_replica_that_starts(pair: Pair):
+    pool, groups = pair
+    kill(pool, "b")
+    while replica(pool, "b").instance is not None or not pool._starts:
+        await asyncio.sleep(0)
+    await pool.sleep()
+    await serving(pool, "b")
+    assert await groups["b"].slept() == ["sleep"]
+    await pool.wake()
+    assert await groups["b"].slept() == ["sleep", "wake"]
+
+
+async def test_a_replica_that_cannot_sleep_is_lost():
+    async def revive(name: str) -> LocalWorkerGroup:
+        made.append(group(name))
+        return made[-1]
+
+    made = [group("a", out_of_memory_at="sleep"), group("b")]
+    pool = RolloutPool({"a": made[0], "b": made[1]}, revive=revive, restart_s=0.0)
+    await pool.start("model", weight_version=0)
+    await pool.sleep()
+    assert [replica(pool, name).serves for name in "ab"] == [False, True]
+    await pool.wake()
+    await serving(pool, "a")
+    assert await made[2].slept() == []
+    await pool.aclose()
+    for one in made:
+        await one.aclose()
 
 
 async def test_a_version_is_served_by_all_or_its_replica_is_fenced_until_the_next(pair: Pair):

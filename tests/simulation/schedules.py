@@ -51,6 +51,7 @@ def random_scenario(seed: int) -> Scenario:
         ledger=dice.random() < 0.1,
     )
     scenario = _with_evaluations(scenario, random.Random(seed + 1))
+    scenario = _on_shared_devices(scenario, random.Random(seed + 2))
     buffer = dice.choice(({}, {}, {"samples_per_insert": 1.0}, {"eviction": "oldest", "keep_groups": groups_per_step}))
     if "eviction" in buffer and scenario.staleness.selection == "fifo":
         buffer = {}  # the buffer refuses to wait in order for groups that it evicts
@@ -69,6 +70,16 @@ def _with_evaluations(scenario: Scenario, dice: random.Random) -> Scenario:
         eval_replicas=dice.randint(0, scenario.replicas - 1),
         faults=faults,
     )
+
+
+def _on_shared_devices(scenario: Scenario, dice: random.Random) -> Scenario:
+    """Let replicas and trainer take turns in a quarter of the runs; in some of these a replica dies in a hand-over."""
+    if dice.random() < 0.75:
+        return scenario
+    faults = scenario.faults
+    if dice.random() < 0.4:
+        faults += (Fault(kind="hand-over", at=dice.randint(0, scenario.steps)),)
+    return replace(scenario, shared_devices=True, hand_over_s=dice.choice((0.0, 0.3, 2.0)), faults=faults)
 
 
 _MOST_TOKENS = 256

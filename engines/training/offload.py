@@ -1,0 +1,104 @@
+"""Memory that is given back for a while: weights and moments of a trainer that shares its device with rollouts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from asyncrl.errors import EngineError
+from asyncrl.io import LockedTemporaryDirectory
+
+
+class Offload:
+    """Frees the memory of tensors, and brings their contents back into the same tensors.
+
+    The contents of a device's memory are kept in pinned host memory, those of host memory in a file of a crash-safe
+    temporary directory, whose pages the kernel can take back. All tensors are on ``device``; every view of their memory
+    is empty until :meth:`restore`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._freed: list[tuple[UntypedStorage, int]] = []
+        self._host: list[Tensor] = []  # reused: pinning memory takes longer than the copy
+        self._folder: LockedTemporaryDirectory | None = None
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Free the memory of ``tensors``, all of which :func:`resizable` has returned.
+
+        Raises:
+            OSError: the file cannot be written; nothing has been freed then.
+        """
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.numel()}
+        freed = [(storage, storage.nbytes()) for storage in storages.values()]
+        if self._device.type == "cpu":
+            if self._folder is None:
+                self._folder = LockedTemporaryDirectory("offload")
+            with (self._folder.path / "memory").open("wb", buffering=0) as file:
+                for storage, _ in freed:
+                    data = _memory_of(storage)
+                    while data:
+                        data = data[file.write(data) :]
+        else:
+            if [each.numel() for each in self._host] != [size for _, size in freed]:
+                self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _, size in freed]
+            for host, (storage, _) in zip(self._host, freed, strict=True):
+                host.copy_(_bytes_of(storage), non_blocking=True)
+            torch.cuda.synchronize(self._device)
+        for storage, _ in freed:
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._freed = freed
+
+    def restore(self) -> None:
+        """Allocate the memory again and fill it.
+
+        Raises:
+            EngineError: the file is not there any more, or is shorter than it was.
+        """
+        for storage, size in self._freed:
+            storage.resize_(size)
+        if self._device.type != "cpu":
+            for host, (storage, _) in zip(self._host, self._freed, strict=bool(self._freed)):
+                _bytes_of(storage).copy_(host, non_blocking=True)
+            torch.cuda.synchronize(self._device)
+        elif self._freed:
+            assert self._folder is not None
+            try:
+                self._read(self._folder)
+            except OSError as error:
+                raise EngineError(f"the memory that was given back cannot be read again: {error}") from error
+        self._freed = []
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _read(self, folder: LockedTemporaryDirectory) -> None:
+        with (folder.path / "memory").open("rb", buffering=0) as file:
+            for storage, _ in self._freed:
+                data = _memory_of(storage)
+                while data:
+                    found = file.readinto(data)
+                    if not found:
+                        raise OSError(f"it ends {len(data)} bytes early")
+                    data = data[found:]
+
+
+def resizable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if its memory cannot be freed: that of a mapped file, or what numpy has seen."""
+    return tensor if tensor.untyped_storage().resizable() else tensor.clone()
+
+
+def _memory_of(storage: UntypedStorage) -> memoryview:
+    # Not through numpy: a storage that numpy has seen cannot be resized any more.
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

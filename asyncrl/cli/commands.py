@@ -197,7 +197,7 @@ def why_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
         status = read_status(run / "status.json")
     except FileNotFoundError:
         raise ConfigError(
-            f"{run} has no status.json: it is not the folder of a run, or training has not begun",
+            f"{run} has no status.json: it is not the folder of a run, or the run has not started anything",
             remedy="give the folder of a run that trains",
         ) from None
     if namespace.json:

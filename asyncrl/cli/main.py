@@ -130,7 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.exit(BAD_USAGE, f"asyncrl: {word!r} is not UTF-8: rename it, or run in its folder\n")
     name = next((word for word in words if not word.startswith("-")), "")
     settings: list[str] = []
-    if name in table and table[name].takes_settings:
+    if name and name not in table:
+        near = f"train {name}" if name.endswith(".toml") else next(iter(get_close_matches(name, table, n=1)), "--help")
+        parser.exit(BAD_USAGE, f"asyncrl: no command {name!r}; did you mean `asyncrl {near}`?\n")
+    if name and table[name].takes_settings:
         at = words.index(name) + 1
         try:
             split = split_arguments(words[at:], parsers[name].options)

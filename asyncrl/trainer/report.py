@@ -20,6 +20,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.interfaces import TextTracker, Tracker
+from asyncrl.runtime import shield_until_done
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.report import trajectory_text
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -288,7 +289,8 @@ class Watch:
     async def _watch(self) -> None:
         while True:
             status = self.look()
-            await asyncio.to_thread(write_status, self._path, status)
+            # To its end: the watch that comes next writes the same files.
+            await shield_until_done(asyncio.to_thread(write_status, self._path, status))
             self._check_deadlines(status)
             await self._save_timeline()
             await asyncio.sleep(self._every_s)
@@ -296,7 +298,7 @@ class Watch:
     async def _save_timeline(self) -> None:
         begin_s = time.monotonic()
         if self._timeline_path is not None and begin_s >= self._save_again_s:
-            await asyncio.to_thread(self._timeline.save, self._timeline_path)
+            await shield_until_done(asyncio.to_thread(self._timeline.save, self._timeline_path))
             end_s = time.monotonic()
             self._save_again_s = end_s + max(_SAVE_EVERY_S, 100 * (end_s - begin_s))
 

@@ -98,6 +98,7 @@ class TrainingRun:
         self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep_last, in_use=checkpoint)
         self._phases_s: dict[str, float] = {}
+        self._phase_now = ("", time.monotonic())
         self._assembly = Assembly(config, log_folder=run.logs, meter_folder=run.meters, environments=environments)
         self._buffer: ReplayBuffer = self._assembly.make_buffer()  # here, so that a wrong option is found at once
         self._trackers = open_trackers(  # the last that can fail: what is opened here is closed with the run
@@ -122,24 +123,8 @@ class TrainingRun:
             self._progress.note(f"unsound, and run as configured: {issue.key}: {issue.reason}")
         try:
             await asyncio.to_thread(self._open_records)
-            origin = await self._start()
-            if note := await in_thread(filter_overlong_prompts, config, self._assembly.environments, origin):
-                self._progress.note(note)
-            if config.sft.steps:
-                resumed = self._checkpoint is not None
-                origin = str(self._warm_start_folder) if resumed else await self._warm_start(origin)
-            if self._resumed is not None and Path(origin).is_relative_to(self._run.path):
-                await asyncio.to_thread(check_model, origin, key="model")
-            driver = await self._serve(origin)
-            async with self._devices.trainer_turn():
-                await self._record_start(driver, origin)
-                if self._resumed is not None:
-                    self._accept_changes(self._resumed.step)
-                if config.steps and config.checkpoint.every != 0 and self._resumed is None:
-                    await self._save(driver, 0)  # a run that is killed from here on can be resumed
-            if config.eval.tasks and config.eval.on_start and driver.law.version == 0 and 0 not in self._evaluated:
-                with self._phase("score before"):
-                    self._recorder.evaluated(await driver.evaluate(), step=0)
+            async with self._watch().watching():
+                driver = await self._begin()
             with self._phase("train"):
                 self._progress.stage("train", config.steps - driver.law.version)
                 try:
@@ -148,12 +133,13 @@ class TrainingRun:
                 except asyncio.CancelledError:
                     await self._save_interrupted(driver)
                     raise
-            with self._phase("save"):
-                await self._save(driver, config.steps)
-                driver.journal.record(Committed(config.steps))
-            if config.eval.tasks and config.steps not in self._evaluated:  # a resumed run may have done it
-                with self._phase("score after"):
-                    await driver.score(config.steps)
+            async with self._watch(driver).watching():
+                with self._phase("save"):
+                    await self._save(driver, config.steps)
+                    driver.journal.record(Committed(config.steps))
+                if config.eval.tasks and config.steps not in self._evaluated:  # a resumed run may have done it
+                    with self._phase("score after"):
+                        await driver.score(config.steps)
             summary = await self._summary(driver)
             self._run.write_summary(summary.as_record())
             for cause, found in summary.failures.items():
@@ -165,6 +151,29 @@ class TrainingRun:
             raise
         finally:
             await self._close()
+
+    async def _begin(self) -> Driver:
+        """Do what comes before the first step; return the driver."""
+        config = self._config
+        origin = await self._start()
+        if note := await in_thread(filter_overlong_prompts, config, self._assembly.environments, origin):
+            self._progress.note(note)
+        if config.sft.steps:
+            resumed = self._checkpoint is not None
+            origin = str(self._warm_start_folder) if resumed else await self._warm_start(origin)
+        if self._resumed is not None and Path(origin).is_relative_to(self._run.path):
+            await asyncio.to_thread(check_model, origin, key="model")
+        driver = await self._serve(origin)
+        async with self._devices.trainer_turn():
+            await self._record_start(driver, origin)
+            if self._resumed is not None:
+                self._accept_changes(self._resumed.step)
+            if config.steps and config.checkpoint.every != 0 and self._resumed is None:
+                await self._save(driver, 0)  # a run that is killed from here on can be resumed
+        if config.eval.tasks and config.eval.on_start and driver.law.version == 0 and 0 not in self._evaluated:
+            with self._phase("score before"):
+                self._recorder.evaluated(await driver.evaluate(), step=0)
+        return driver
 
     async def supervise(self) -> dict[str, Any]:
         """Run the warm start alone (``asyncrl sft``); return the folder of its model and the time of the phases."""
@@ -419,16 +428,22 @@ class TrainingRun:
             _log.info("%s after step %d with %s", how, step, change)
         self._run.write_config(self._config.to_toml(), step=step)
 
-    def _watch(self, driver: Driver) -> Watch:
+    def _watch(self, driver: Driver | None = None) -> Watch:
+        def causes() -> list[str]:
+            name, since_s = self._phase_now
+            phase = [f"{name}: for {time.monotonic() - since_s:.0f} s"] if name != "train" else []
+            return [*phase, *self._assembly.explain(), *(driver.explain() if driver is not None else ())]
+
+        begun = self._resumed.step if self._resumed is not None else 0
         return Watch(
             self._run.status_path,
             timeline=self._timeline,
             timeline_path=self._run.timeline_path,
             steps=self._config.steps,
-            done=lambda: driver.law.version,
-            causes=lambda: [*self._assembly.explain(), *driver.explain()],
+            done=lambda: driver.law.version if driver is not None else begun,
+            causes=causes,
             stall_timeout_s=self._config.telemetry.stall_timeout_s,
-            measured=lambda: self._measured(driver),
+            measured=lambda: self._measured(driver) if driver is not None else {},
             score=lambda: self._recorder.last_score,
         )
 
@@ -523,6 +538,7 @@ class TrainingRun:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.monotonic()
+        self._phase_now = (name, started)
         self._progress.note(name)
         try:
             yield

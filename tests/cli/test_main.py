@@ -147,7 +147,9 @@ def test_a_dry_run_starts_nothing_and_prints_a_usable_file(command, file, pipeli
         (["export", "absent"], "--out"),
         (["plot", "absent"], "absent: not the folder of a run"),
         (["plot", "absent", "--bogus"], "unrecognized arguments: --bogus"),
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "no command 'trian'; did you mean `asyncrl train`?"),
+        (["first.toml"], "no command 'first.toml'; did you mean `asyncrl train first.toml`?"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_a_message(words, text, file, pipeline, capsys):

@@ -19,6 +19,7 @@ from asyncrl.staleness import POLICIES
 from asyncrl.tasks.run import evaluate, generate, sft, train
 from asyncrl.telemetry import report_text
 from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.trainer import report
 from asyncrl.trainer.assembly import make_environments
 from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.journal import TokenBalance
@@ -37,9 +38,15 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_tells_where_every_token_went_and_keeps_its_bound(small_config: MakeConfig):
+def test_a_run_tells_where_every_token_went_and_keeps_its_bound(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    statuses: list[report.RunStatus] = []
+    monkeypatch.setattr(report, "write_status", lambda path, status: statuses.append(status))
     config = small_config(steps=4, max_staleness=2)
     summary = train(config)
+    assert statuses[0].causes[0].startswith("start: for ")  # before and after the training there are statuses, too
+    assert statuses[-1].causes[0].startswith(("save: for ", "score after: for "))
     tokens = summary["tokens"]
     assert tokens["generated"] == tokens["trained"] > 0
     assert (tokens["dropped"], tokens["in_flight"]) == ({}, 0)

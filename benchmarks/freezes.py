@@ -3,8 +3,9 @@
     python benchmarks/freezes.py --stops 200 [--seed 0] [--json] [--kinds trainer,rollout,...] [--folder .] [--keep]
 
 The runs, the moments and what a finished run is held against are those of ``chaos.py``, the signal is another: nobody
-continues what was stopped. A stopped process has to be named in a log of the run, by its number, and to be mended like
-a death within ``cluster.health_check_timeout_s``, here 15 s, so that the run ends with all of its steps.
+continues what was stopped. Up to four processes are stopped at one moment. Each has to be named in a log of the run,
+by its number, and to be mended like a death within ``cluster.health_check_timeout_s``, here 15 s, so that the run ends
+with all of its steps.
 
     named_late           stops that no log named within 30 s
     ended_first          processes that ended for another reason before they were named: they count as no stop
@@ -28,6 +29,8 @@ KINDS = tuple(kind for kind in chaos.KINDS if kind != "driver")
 """Kinds of process that are stopped. The driver is watched by nobody: it is the program that a user has started."""
 NAMED_WITHIN_S = 30.0
 LOOK_EVERY_S = 0.25
+AT_ONCE = 4
+"""Most processes that are stopped at one moment."""
 
 
 class FrozenRun(chaos.HurtRun):
@@ -56,6 +59,10 @@ class FrozenRun(chaos.HurtRun):
         """Leave out what only a stopped process would name: the driver ends both together."""
         stopped = {stop.pid for stop in self.kills}
         return [each for each in super()._victims(kind) if each[2] not in stopped]
+
+    def _kill(self) -> bool:
+        wanted = self.campaign.dice.randint(1, AT_ONCE)
+        return sum(super(FrozenRun, self)._kill() for _ in range(wanted)) > 0
 
     def _drop(self, stop: chaos.Kill) -> None:
         if not self._witnessed(stop):  # its last word may have been this

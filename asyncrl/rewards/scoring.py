@@ -128,9 +128,9 @@ class ScoringProcess:
                     return await self._exchange(request)
             except TimeoutError:
                 await self._check_runs()
-                raise RewardError(
-                    f"took longer than its deadline of {deadline_s:g} s and was killed", how="deadline"
-                ) from None
+                text = f"took longer than its deadline of {deadline_s:g} s and was killed"
+                _log.warning("a call of %s %s", self._function, text)  # now: the row is tried again, and others wait
+                raise RewardError(text, how="deadline") from None
         except BaseException:
             # The process is still busy, or in an unknown state.
             if self._process is not None and _has_ended(self._process.pid):

@@ -66,10 +66,12 @@ async def test_a_function_may_take_fewer_arguments_and_further_options(function)
         ("import os; os._exit(3)", EnvironmentFailure, "ended with exit code 3"),
     ],
 )
-async def test_no_failure_is_a_score(function, body: str, error: type[Exception], message: str):
+async def test_no_failure_is_a_score(function, caplog, body: str, error: type[Exception], message: str):
     rule = FunctionRule(function(f"def compute_score(**given):\n    {body}\n"), deadline_s=0.3)
     with pytest.raises(error, match=message):
         await verdict(rule)
+    hung = [each.message for each in caplog.records if "took longer than its deadline of 0.3 s" in each.message]
+    assert len(hung) == (error is EnvironmentDeadlineError)  # logged when it happens: the row is tried again
 
 
 @pytest.mark.parametrize("value", ["10**400", "{'score': 10**5000}", "-(10**400)"])

@@ -261,7 +261,7 @@ def _foreign(key: str, name: Part) -> Iterator[None]:
     try:
         yield
     except InvalidDataError as error:
-        _refuse(key, f": {error}", "correct the data")
+        _refuse("env.options" if key == "env.name" else key, f": {error}", "correct the data")  # these name the files
     except AsyncRLError:
         raise
     except Exception as error:  # noqa: BLE001  foreign code may raise anything

@@ -186,6 +186,13 @@ def test_a_role_that_cannot_share_processes_is_answered_with_those_that_can(tmp_
         config(tmp_path, cluster={"colocate": ["trainer", "rollot"]})
 
 
+def test_rows_that_cannot_be_read_are_named_with_the_options_that_name_their_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{\n")
+    env = {"name": "dataset", "options": {"files": str(tmp_path / "rows.jsonl"), "reward": "exact"}}
+    with pytest.raises(ConfigError, match=r"env.options: .*rows.jsonl:1"):
+        check_start(config(tmp_path, env=env, eval={"tasks": 0}))
+
+
 def test_a_rule_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "data_source": "x", "ground_truth": "2"}))
     rule = {"rule": "regex", "pattern": "("}

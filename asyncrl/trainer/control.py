@@ -81,13 +81,13 @@ def _carry_out(line: bytes, orders: Orders) -> dict[str, Any]:
     try:
         given = json.loads(line)
         carry_out = orders[given.pop("order")]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {"error": f"an order is one of {', '.join(orders)}"}
     try:
         carry_out(**given)
     except AsyncRLError as error:
         return {"error": str(error), "path": getattr(error, "path", ""), "remedy": getattr(error, "remedy", "")}
-    except TypeError as error:
+    except (TypeError, AttributeError, RecursionError) as error:  # their types are the sender's
         return {"error": f"wrong arguments: {error}"}
     return {"ok": True}
 

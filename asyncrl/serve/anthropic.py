@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from asyncrl.interfaces import Message, Tool
 from asyncrl.serve.call import Call, EventStream
-from asyncrl.serve.chat import ChatTurn, Form, Rendering, chat_form, render_prompt, tool_use
+from asyncrl.serve.chat import ChatTurn, Form, Rendering, chat_form, effort_variable, render_prompt, tool_use
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Count, Ignored, Probability, SamplingFields, Temperature, Text, TopK, sampling_params
 from asyncrl.serve.text import Choice, ModelText, ParsedTurn
@@ -97,7 +97,10 @@ class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
+    """``effort`` is the variable ``reasoning_effort`` of the chat template."""
+
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class _Conversation(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -202,7 +205,7 @@ async def count_tokens(call: Call) -> web.StreamResponse:
     """Count the tokens of the prompt of a conversation."""
     body = call.body_as(CountTokensRequest)
     call.state.check_model(body.model)
-    rendering = Rendering(continues=_continues(body))
+    rendering = _rendering(call.state.chat_text(), body)
     prompt = await render_prompt(call, _conversation(body), _tools(body), call.session(create=False), rendering)
     return call.answer(TokenCount(len(prompt.token_ids)))
 
@@ -222,7 +225,7 @@ async def messages(call: Call) -> web.StreamResponse:
             max_tokens=body.max_tokens,
         ),
         form=_form(call.state.chat_text(), body, tools),
-        rendering=Rendering(continues=_continues(body)),
+        rendering=_rendering(call.state.chat_text(), body),
     )
     if body.stream:
         return await _stream(call, body, turn)
@@ -330,9 +333,12 @@ def _tools(body: MessagesRequest | CountTokensRequest) -> list[Tool]:
     ]
 
 
-def _continues(body: MessagesRequest | CountTokensRequest) -> bool:
-    """Return whether the last message is the beginning of the answer."""
-    return body.messages[-1].role == "assistant"
+def _rendering(text: ModelText, body: MessagesRequest | CountTokensRequest) -> Rendering:
+    """Return how the conversation is rendered: a last message of the assistant is the beginning of the answer."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    return Rendering(
+        template=effort_variable(text, effort, "output_config.effort"), continues=body.messages[-1].role == "assistant"
+    )
 
 
 def _conversation(body: MessagesRequest | CountTokensRequest) -> list[Message]:

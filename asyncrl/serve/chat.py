@@ -223,6 +223,15 @@ class Rendering:
         return messages[-1]["content"] or ""
 
 
+def effort_variable(text: ModelText, effort: str | None, name: str) -> dict[str, str]:
+    """Return the variable of the chat template for the effort of reasoning; an API error if there is none."""
+    if effort is not None and text.template_mentions("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    if effort not in (None, "none"):
+        raise APIError(400, f"{name} = {effort} is not served: the model's chat template has no such variable")
+    return {}
+
+
 async def render_prompt(
     call: Call,
     messages: Sequence[Message],

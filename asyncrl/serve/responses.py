@@ -19,7 +19,17 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from asyncrl.interfaces import Message, Tool
 from asyncrl.serve.call import Call, Version, version_spans
-from asyncrl.serve.chat import JSON_OBJECT, ChatTurn, Form, Rendering, ToolUse, chat_form, tool_call, tool_use
+from asyncrl.serve.chat import (
+    JSON_OBJECT,
+    ChatTurn,
+    Form,
+    Rendering,
+    ToolUse,
+    chat_form,
+    effort_variable,
+    tool_call,
+    tool_use,
+)
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import (
     Count,
@@ -452,14 +462,8 @@ def _form(text: ModelText, body: ResponsesRequest, tools: ToolUse) -> Form:
 
 def _template_variables(text: ModelText, body: ResponsesRequest) -> Mapping[str, Any]:
     """Any: variables of the chat template."""
-    variables, effort = dict(body.chat_template_kwargs or {}), body.reasoning.effort if body.reasoning else None
-    if effort is not None and text.template_mentions("reasoning_effort"):
-        variables["reasoning_effort"] = effort
-    elif effort not in (None, "none"):
-        raise APIError(
-            400, f"reasoning.effort = {effort} is not served: the model's chat template has no such variable"
-        )
-    return variables
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return {**(body.chat_template_kwargs or {}), **effort_variable(text, effort, "reasoning.effort")}
 
 
 def _with_instructions(conversation: list[Message], instructions: str | None) -> list[Message]:

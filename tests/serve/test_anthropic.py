@@ -130,7 +130,6 @@ async def test_a_system_message_may_stand_between_others(serve, text):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "defer_loading"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "it", "lang": "de"}]}]}, "lang"),
         ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
@@ -140,6 +139,19 @@ async def test_fields_within_fields_are_refused_by_name(serve, fields, named):
     async with serve() as served:
         refused = await served.post("/v1/messages", {**BODY, **fields}, status=400)
         assert f"{named} is not served" in refused["error"]["message"]
+
+
+async def test_an_effort_is_a_variable_of_the_template_and_refused_without_it(serve, monkeypatch):
+    effort = {**BODY, "output_config": {"effort": "max"}}
+    async with serve(lambda prompt: "it again<|end|>") as served:
+        refused = await served.post("/v1/messages", effort, status=400)
+        assert "output_config.effort = max is not served: the model's chat template" in refused["error"]["message"]
+        tokenizer = served.state.text.renderer.tokenizer
+        monkeypatch.setattr(
+            tokenizer, "chat_template", "{{ reasoning_effort | default('') }}" + tokenizer.chat_template
+        )
+        await served.post("/v1/messages", effort)
+        assert tokenizer.decode(served.engines[0].requests[0].prompt_token_ids).startswith("max")
 
 
 async def test_marks_of_a_cache_and_signatures_are_accepted(serve):

@@ -302,7 +302,9 @@ class Middleware:
         return handle
 
     def _new_id(self) -> str:
-        return f"{self._prefix}{next(self._numbers):x}"
+        """Return an id that no request has, none either whose client guessed that this one would be the next."""
+        ids = (f"{self._prefix}{number:x}" for number in self._numbers)
+        return next(made for made in ids if made not in self._state.choices_by_request)
 
     def fallback(self, routes: Sequence[Route]) -> Handler:
         """Return the handler of other requests: a browser's preflight, 405 if another method has a route, else 404."""

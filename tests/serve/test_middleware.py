@@ -372,6 +372,19 @@ async def test_of_two_requests_with_one_id_the_second_is_refused_and_the_first_c
         assert served.state.choices_by_request == {}
 
 
+async def test_a_client_that_takes_the_next_id_before_it_is_made_disturbs_no_other(serve):
+    async with serve(lambda prompt: [7] * 200, token_s=0.005) as served:
+        made = (await served.post("/generate", {**GENERATE, "max_new_tokens": 1}))["request_id"]
+        guesses = [f"{made[:8]}{int(made[8:], 16) + ahead:x}" for ahead in range(5, 9)]  # these requests count, too
+        async with asyncio.TaskGroup() as taking:
+            for guess in guesses:
+                taking.create_task(served.post("/generate", GENERATE, headers={"X-Request-ID": guess}))
+            while served.state.choices_by_request.keys() != {*guesses}:
+                await asyncio.sleep(0)
+            others = [taking.create_task(served.post("/generate", GENERATE)) for _ in range(4)]
+        assert not {each.result()["request_id"] for each in others} & {*guesses}
+
+
 async def test_a_broken_stream_ends_with_an_error_event(serve):
     async with serve(lambda prompt: [7] * 50, token_s=0.01) as served:
         async with served.client.post(f"{served.url}/generate", json={**GENERATE, "stream": True}) as answer:

@@ -20,13 +20,13 @@ from asyncrl.serve.pool import WeightUpdater
 from asyncrl.weights import WeightManifest
 
 
-class PauseRequest(Struct, kw_only=True):
+class PauseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """``mode`` may be given in the query too."""
 
     mode: PauseMode = "keep"
 
 
-class AbortRequest(Struct, kw_only=True):
+class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """``request_id`` is the ``X-Request-ID`` of an answer, or of a request that set it."""
 
     request_id: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -38,7 +38,7 @@ class AbortAnswer(Struct, kw_only=True):
     aborted: int
 
 
-class ReplicaRequest(Struct, kw_only=True):
+class ReplicaRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The replica's name; to add it on a node of the Ray cluster, a resource of that node."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9_.-]+$")]
@@ -61,7 +61,7 @@ class PoolReport(Struct, kw_only=True):
     """Of the cluster whose machines may add replicas; empty without one."""
 
 
-class WeightsRequest(Struct, kw_only=True):
+class WeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """``prepare`` the safetensors of a folder or a manifest, ``commit`` what is prepared, or both (``swap``)."""
 
     action: Literal["prepare", "commit", "swap"]
@@ -77,7 +77,7 @@ class WeightStatus(Struct, kw_only=True):
     replicas: dict[str, int | None]
 
 
-class UpdateRequest(Struct, kw_only=True):
+class UpdateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's ``update_info`` or ``init_info``: here ``{"backend": "manifest", "manifest": base64}``."""
 
     update_info: dict[str, Any] = {}  # Any: the backend's own

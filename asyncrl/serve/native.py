@@ -132,7 +132,7 @@ Reward: TypeAlias = Annotated[float, Meta(ge=-3e38, le=3e38)]
 """What float32 holds."""
 
 
-class RewardRequest(Struct, kw_only=True):
+class RewardRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /sessions/NAME/reward: the return of every trajectory of the session, which ends with it.
 
     Sessions with the same ``group`` (attempts at one task) are stored together, once ``group_size`` have a reward.

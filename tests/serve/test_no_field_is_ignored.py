@@ -16,6 +16,7 @@ from asyncrl.serve.anthropic import MessagesRequest
 from asyncrl.serve.native import GenerateRequest
 from asyncrl.serve.openai import ChatCompletionRequest, ChatTokensRequest, CompletionRequest
 from asyncrl.serve.responses import ResponsesRequest
+from asyncrl.serve.routes import ROUTES
 from asyncrl.serve.sglang import GenerateBody, SGLangSampling
 from asyncrl.serve.vllm import TokensRequest, VLLMSampling
 
@@ -136,6 +137,12 @@ def nested(route: str, body: dict[str, Any], more: dict[str, Any]) -> dict[str, 
     inner = {name: value for name, value in more.items() if name in NESTED[route].__struct_fields__}
     outer = {name: value for name, value in more.items() if name not in inner}
     return {**body, **outer, "sampling_params": {**body.get("sampling_params", {}), **inner}}
+
+
+def test_every_body_refuses_fields_that_it_does_not_have():
+    taken = {route.path: route.request for route in ROUTES if route.request is not None}
+    assert {"/abort", "/replicas", "/sessions/{session}/reward", "/v1/messages"} <= taken.keys()
+    assert [path for path, kind in taken.items() if not kind.__struct_config__.forbid_unknown_fields] == []
 
 
 @pytest.mark.parametrize(("route", "name", "inner"), fields())

@@ -288,9 +288,11 @@ class ChatTurn:
         requests: list[GenerationRequest],
         form: Form,
         prefill: str,
+        stops: frozenset[int],
     ) -> None:
         self._call = call
         self._prefill = prefill
+        self._stops = stops
         self._text = text
         self._form = form
         self.prompt = prompt
@@ -324,11 +326,12 @@ class ChatTurn:
             prompt = await render_prompt(call, messages, tools, session, rendering)
         if sampling.ignore_eos and form.grammar:
             raise APIError(400, "ignore_eos goes on after the end that a form gives the answer: give one of them")
+        stops = frozenset(sampling.stop_token_ids) - {text.renderer.end_of_turn_id}
         sampling = dataclasses.replace(
             sampling.ending_at(text.renderer.end_of_turn_id), grammar=check_grammar(state.limits, form.grammar)
         )
         requests = call.requests(prompt.token_ids, sampling, choices=choices)
-        turn = cls(call, text, prompt, requests, form, rendering.prefill(messages))
+        turn = cls(call, text, prompt, requests, form, rendering.prefill(messages), stops)
         turn.choices = [
             Choice(
                 text.decode if skip_special_tokens and not tools else text.renderer.decode,
@@ -349,7 +352,8 @@ class ChatTurn:
         """Check the form of a finished choice, add it to the session and return its message. Once per choice."""
         choice = self.choices[number]
         parsed = choice.parse(self._text.renderer, call_prefix=f"call_{self._call.id}_{number}")
-        self._form.check(choice, parsed)
+        if not self._stops & {*choice.token_ids[-1:]}:  # else the client's own token cut it off
+            self._form.check(choice, parsed)
         whole: Message = {**parsed.message, "content": self._prefill + (parsed.message["content"] or "")}
         self._call.record(self.prompt, choice.generation(), whole)
         return parsed

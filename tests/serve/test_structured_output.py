@@ -92,6 +92,15 @@ async def test_an_answer_that_breaks_its_grammar_is_an_error(serve, caplog):
         assert "did not follow it" in caplog.text
 
 
+async def test_an_answer_that_a_token_of_the_client_ends_is_no_failure_of_the_engine(serve, tokenizer):
+    end = tokenizer.encode('{"a": 1}', add_special_tokens=False)[2]
+    async with serve(lambda prompt: '{"a": 1}<|end|>') as served:
+        cut = await served.post("/v1/chat/completions", {**CHAT, "response_format": JSON, "stop_token_ids": [end]})
+        (choice,) = cut["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"][:1]) == ("stop", "{")
+        assert "}" not in choice["message"]["content"]
+
+
 async def test_allowed_tools_are_all_that_is_declared(serve):
     async with serve(lambda _: [70]) as served:
         other = {"type": "function", "function": {"name": "other"}}

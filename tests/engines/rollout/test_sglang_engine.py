@@ -30,6 +30,8 @@ from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.rollout.health import HealthPolicy
 from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.single_controller.children import children
+from asyncrl.single_controller.liveness import Liveness
 from asyncrl.weights import TransportSpec
 from engines.rollout.remote.engine import RemoteEngine
 from engines.weights.shared_memory import SharedMemoryTransport
@@ -415,6 +417,28 @@ async def test_nothing_listens_and_nothing_outlives_a_kill(served: Served, reque
             pass
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=20)
     assert not alive, [process.cmdline() for process in alive]
+
+
+async def test_a_stopped_scheduler_is_named_and_ended_with_all_of_its_engine(
+    folder_of: FolderOf, request_of: RequestOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    children.configure(Liveness(every_s=0.1, named_after_s=0.3, ended_after_s=1.0))
+    try:
+        async with hosting(folder_of()) as engine:
+            host = psutil.Process(engine.pid)
+            family = [host, *host.children(recursive=True)]
+            stream = engine.generate(request_of("a", [1], 200))
+            assert (await anext(stream)).token_ids
+            scheduler = max(family[1:], key=lambda each: each.memory_info().rss)
+            scheduler.suspend()
+            with pytest.raises(EngineError, match="SIGKILL"):
+                async for _ in stream:
+                    pass
+            _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=20)
+            assert not alive, [process.cmdline() for process in alive]
+        assert f"process {scheduler.pid} of the process {host.pid} of engine {ENGINE} has been stopped" in caplog.text
+    finally:
+        children.configure(Liveness())
 
 
 DRIVER = """

@@ -21,6 +21,8 @@ import torch
 from asyncrl.errors import EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, OutOfProcessEngine, RolloutEngineStatistics
 from asyncrl.io import LockedTemporaryDirectory
+from asyncrl.single_controller.children import children
+from asyncrl.single_controller.liveness import Liveness
 from asyncrl.weights import TransportSpec
 from engines.rollout.remote.engine import RemoteEngine
 
@@ -485,6 +487,26 @@ async def test_a_dead_engine_core_is_reported_and_leaves_nothing(
         assert "killed by SIGKILL" in await asyncio.wait_for(engine.wait_ended(), 60)
         _, alive = await asyncio.to_thread(psutil.wait_procs, left, 20)
         assert [each for each in alive if "resource_tracker" not in " ".join(each.cmdline())] == []
+
+
+async def test_a_stopped_engine_core_is_named_and_ended_with_all_of_its_engine(
+    hosting: Any, folder_of: FolderOf, request_of: RequestOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    children.configure(Liveness(every_s=0.1, named_after_s=0.3, ended_after_s=1.0))
+    try:
+        async with hosting(folder_of("llama", **SHAPE)) as engine:
+            host = psutil.Process(engine.pid)
+            family = [host, *host.children(recursive=True)]
+            (task,) = await first_chunks(engine, [request_of("a", [1], 250)])
+            core = next(each for each in family[1:] if each.memory_info().rss > 200 << 20)
+            core.send_signal(signal.SIGSTOP)
+            with pytest.raises(EngineError, match="killed by SIGKILL"):
+                await asyncio.wait_for(task, 60)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, family, 20)
+            assert [each for each in alive if "resource_tracker" not in " ".join(each.cmdline())] == []
+        assert f"process {core.pid} of the process {host.pid} of engine vllm has been stopped" in caplog.text
+    finally:
+        children.configure(Liveness())
 
 
 DRIVER = """

@@ -108,13 +108,8 @@ class ModelTokens:
                 sampling.stop, decode=self.decode, prompt=prompt[:prompt_length], passed=sampling.min_tokens
             )
         if logit_parameters(sampling):
-            ends = self.stop_token_ids.union(sampling.stop_token_ids)
-            rules = LogitRules(
-                sampling,
-                prompt_length,
-                [token for token in sorted(ends) if token < self.vocabulary],
-                self._spellings(sampling.bad_words),
-            )
+            ends = sorted(self._in_vocabulary(self.stop_token_ids.union(sampling.stop_token_ids)))
+            rules = LogitRules(sampling, prompt_length, ends, self._spellings(sampling.bad_words))
             logits = RowLogits(rules)
         return Row(
             request_id=request.request_id,
@@ -152,7 +147,11 @@ class ModelTokens:
 
     def _stop_token_ids_of(self, request: GenerationRequest) -> frozenset[int]:
         ends = frozenset[int]() if request.sampling.ignore_eos else self.stop_token_ids
-        return ends.union(request.sampling.stop_token_ids)
+        return self._in_vocabulary(ends.union(request.sampling.stop_token_ids))
+
+    def _in_vocabulary(self, tokens: frozenset[int]) -> frozenset[int]:
+        """Leave out tokens that are never sampled: masks of the vocabulary have no place for them."""
+        return frozenset(token for token in tokens if 0 <= token < self.vocabulary)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

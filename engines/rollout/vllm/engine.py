@@ -309,6 +309,7 @@ class VLLMEngine:
             raise EngineError(GONE) from error
 
     async def _submit(self, held: VLLMRequest, started: StartedLLM) -> None:
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
         async with self._submitting:  # an update of the weights meets each request either submitted or not
@@ -320,7 +321,7 @@ class VLLMEngine:
             prompt = tokens_input(list(held.row.tokens), cache_salt=f"v{self._version}")
             try:
                 held.collector = await started.llm.add_request(name, prompt, held.sampling_params())
-            except ValueError as error:
+            except (ValueError, VLLMClientError) as error:
                 raise InvalidDataError(f"vLLM does not take request {held.row.request_id!r}: {error}") from error
             except asyncio.CancelledError:
                 await started.llm.abort(name)

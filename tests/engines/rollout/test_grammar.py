@@ -74,7 +74,13 @@ def text_of(engine: TransformersEngine, tokens: tuple[int, ...]) -> str:
     return str(engine._model_tokens.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 2.0, "top_k": 7}, {"top_p": 0.3}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *({}, {"temperature": 0.0}, {"temperature": 2.0, "top_k": 7}, {"top_p": 0.3}),
+        {"stop_token_ids": (1 << 20, -1)},  # no tokens of the model: they end nothing
+    ],
+)
 async def test_json_of_a_schema(engine: TransformersEngine, sampling: dict[str, Any]) -> None:
     for seed in range(4):
         made = await run(engine, asked(json_grammar(SCHEMA), seed=seed, **sampling))

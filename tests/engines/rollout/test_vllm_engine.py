@@ -196,6 +196,10 @@ async def test_what_is_refused(served: Served, collect: Collect, request_of: Req
             await collect(served.engine, request_of("bad", prompt, 4))
     with pytest.raises(InvalidDataError, match="has no tokenizer"):
         await collect(served.engine, request_of("bad", [1], 4, stop=("x",)))
+    with pytest.raises(InvalidDataError, match="vLLM does not take request 'bad'"):  # not a failure of the engine
+        await collect(served.engine, request_of("bad", [1], 4, top_log_probs=60))
+    ended: Generation = await collect(served.engine, request_of("good", [1], 4, stop_token_ids=(1 << 20,)))
+    assert ended.finish_reason == "length"
 
 
 async def test_ends(served: Served, collect: Collect, request_of: RequestOf) -> None:

@@ -32,6 +32,9 @@ def _byte_letters() -> dict[str, int]:
 
 
 _UNFINISHED = "\ufffd"
+_MOST_WAITS = 64
+"""Chunks that may end within a character in a row. No text needs so many; bytes that are none would be decoded again
+and again, in time that grows with their square."""
 _TOOL_CALL = "<tool_call>"
 _BYTES = _byte_letters()
 _BLANK = "\u0120"
@@ -309,6 +312,7 @@ class TextStream:
         self._ids: list[int] = []
         self._shown = 0  # ids whose text was taken into `_pending`
         self._begin = 0  # first id of the window that is decoded: some context for the tokenizer
+        self._waits = 0  # chunks that ended within a character, one after another
         self._pending = ""
         self._holding = False
         self.held = ""
@@ -325,9 +329,10 @@ class TextStream:
             return first + self.feed(token_ids[begin:])
         self._ids += token_ids
         piece = self._decoded()
-        if not piece or piece.endswith(_UNFINISHED):
+        if (not piece or piece.endswith(_UNFINISHED)) and self._waits < _MOST_WAITS:
+            self._waits += 1
             return ""
-        self._begin, self._shown = self._shown, len(self._ids)
+        self._begin, self._shown, self._waits = self._shown, len(self._ids), 0
         return self._take(piece, last=False)
 
     def finish(self) -> str:

@@ -216,3 +216,19 @@ def test_pieces_of_a_stream_join_to_the_whole_text(tokenizer, pieces, stops, cut
     expected = whole[: min(ends, default=len(whole))]
     assert "".join(given_out) + stream.held == expected
     assert "<to" not in "".join(given_out)
+
+
+def test_bytes_that_make_no_character_are_not_decoded_again_and_again():
+    from asyncrl.serve.text import TextStream
+
+    decoded = 0
+
+    def decode(ids):
+        nonlocal decoded
+        decoded += len(ids)
+        return bytes(ids).decode(errors="replace")
+
+    stream, invalid, whole = TextStream(decode), [0x80] * 2000, [*b"so"]
+    text = "".join(stream.feed([each]) for each in (*invalid, *whole)) + stream.finish()
+    assert text == bytes((*invalid, *whole)).decode(errors="replace")
+    assert decoded < 200 * len(invalid)

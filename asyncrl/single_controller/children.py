@@ -152,7 +152,8 @@ class ChildWatch:
                 _log.warning("%s has been stopped for %.0f s; it is killed after %g s", who, for_s, ended_after_s)
             elif for_s is None and pid in self._named:
                 self._named.discard(pid)
-                _log.warning("%s runs again", name)
+                if pid not in self._killed:  # else what was stopped is dead, and the rest is about to be
+                    _log.warning("%s runs again", name)
             if for_s is not None and for_s >= ended_after_s and pid not in self._killed:
                 self._killed.add(pid)
                 _log.error("%s has been stopped for %.0f s: it is killed", who, for_s)

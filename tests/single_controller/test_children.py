@@ -73,7 +73,9 @@ def test_a_stopped_process_is_named_and_killed(parent, caplog: pytest.LogCapture
     assert stopped_among(victim) == []
 
 
-def test_one_that_is_due_while_another_is_looked_at_is_killed(monkeypatch: pytest.MonkeyPatch):
+def test_one_that_is_due_while_another_is_looked_at_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     now_s, killed = [0.0], list[int]()
     monkeypatch.setattr("asyncrl.single_controller.children.time.monotonic", lambda: now_s[0])
     monkeypatch.setattr(ChildWatch, "_run", lambda _self: None)
@@ -83,6 +85,8 @@ def test_one_that_is_due_while_another_is_looked_at_is_killed(monkeypatch: pytes
     for now_s[0], pid in ((0.0, 1), (0.0, 2), (0.39, 1), (0.41, 2), (0.42, 1), (0.44, 2), (0.45, 1)):
         watch._look(pid, [1] if pid == 1 else [])
     assert killed == [1]
+    watch._look(1, [])  # what was stopped is gone, and the process not yet
+    assert "runs again" not in caplog.text
 
 
 def test_one_that_goes_on_is_left_alone(parent, caplog: pytest.LogCaptureFixture):

@@ -29,6 +29,7 @@ The columns of a trajectory batch, from rollout to loss:
     staleness             ragged float32  optional: versions between the sampled token and the weights that train on it
     turns                 ragged int32    index of the turn that sampled the token, from 0; -1 where not sampled
     turn_rewards          ragged float32  one per turn of the row: the environment's reward for it
+    branches              ragged int32    of a tree of turns, three per turn (:mod:`asyncrl.rollout.branches`)
     values                ragged float32  optional: the critic's value before the token was sampled; 0 where not sampled
     returns               ragged float32  optional: the critic's target at that place
     group_id              [B] int64       the group's number in issue order
@@ -645,6 +646,7 @@ class GroupSummary:
         reward_parts: components of the rewards, by name; one number per row that has the component.
         turn_rewards: for each row, the reward of each of its turns.
         turn_anchors: for each row and turn, a hash of the environment's messages before it: the state that it began in.
+        turn_parents: for each row, the turn that each turn continues (-1: none); empty for lines.
     """
 
     group_id: int
@@ -658,6 +660,7 @@ class GroupSummary:
     reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     turn_anchors: tuple[tuple[int, ...], ...] = ()
+    turn_parents: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncrl.algorithms.advantages import TOKEN_COLUMNS, TURN_COLUMNS, AdvantageEstimator
+from asyncrl.algorithms.credit import Credit
 from asyncrl.algorithms.objective import PolicyObjective
 
 _ROW_COLUMNS = frozenset({"rewards", "groups", "lengths", "greedy_rewards", "divergences"})
@@ -32,6 +33,7 @@ class Setting:
     group_size: int
     max_uses: int = 1
     kl_in_reward: bool = False
+    credit: Credit = "outcome"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,13 @@ def _impossible(estimator: AdvantageEstimator, setting: Setting) -> Iterator[Con
             key="trainer.group_size",
             reason="a group of one has no baseline: every advantage would be 0",
             remedy="use at least 2, or an advantage without groups (reinforce_plus_plus)",
+            overridable=False,
+        )
+    if setting.credit != "outcome" and not (level == "row" and {*estimator.needs} <= {"rewards", "groups"}):
+        yield ConfigIssue(
+            key="algorithm.credit",
+            reason="an advantage of turns or tokens gives credit by itself, and others compare what only rows have",
+            remedy='use credit = "outcome", or an advantage of rows from rewards and groups (grpo, dr_grpo, rloo)',
             overridable=False,
         )
     k = estimator.option("k")

@@ -396,6 +396,7 @@ def check_algorithm(config: Config) -> tuple[ConfigIssue, ...]:
         group_size=trainer.group_size,
         max_uses=config.buffer.options.get("max_uses", 1),
         kl_in_reward=algorithm.kl_in_reward,
+        credit=algorithm.credit,
     )
     objective, estimator = algorithm.objective(longest=config.rollout.max_seq_len), algorithm.estimator()
     issues = tuple(config_issues(objective, estimator, setting))

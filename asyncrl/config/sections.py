@@ -466,6 +466,9 @@ class AlgorithmConfig(Section):
     """Advantage estimator: an installed name, or `package.module:function`."""
     advantage_options: Table = Field(default_factory=dict)
     """Options of the advantage estimator."""
+    credit: Literal["outcome", "branch", "turn"] = "outcome"
+    """Which turns the advantages of rows are given to: those of the row; of each branch of a tree of turns, by what the
+    branch earned; each turn by what it and those after it earned (docs/algorithms.md)."""
     loss: Part = "dapo"
     """Policy loss: an installed name, or `package.module:Class`."""
     loss_options: Table = Field(default_factory=dict)

@@ -108,7 +108,8 @@ EpisodeEnd: TypeAlias = Literal["done", "max_turns", "max_seq_len"]
 class Turn:
     """One sampled turn: tokens ``start <= t < end`` of the trajectory, the message they were read as, and its reward.
 
-    A turn that was cut, and so not passed to the environment, has no reward.
+    A turn that was cut, and so not passed to the environment, has no reward. ``parent`` is the number of the turn that
+    it continues, -1 if it continues none; None in a trajectory in which each turn continues the one before.
     """
 
     start: int
@@ -116,11 +117,15 @@ class Turn:
     finish_reason: FinishReason
     message: Message
     reward: float = 0.0
+    parent: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One finished episode: L tokens as they were sampled, in the order the model saw them.
+
+    An agent's episode may be a tree of turns: then a turn's own tokens follow those of the turn that ended before it,
+    and the model saw the tokens of its ``parent``, and so on back to the root (:mod:`asyncrl.rollout.branches`).
 
     Attributes:
         token_ids: [L] prompt, sampled turns, and the environment's answers between them.
@@ -162,6 +167,15 @@ class Trajectory:
         for number, turn in enumerate(self.turns):
             numbers[turn.start : turn.end] = [number] * (turn.end - turn.start)
         return numbers
+
+    @property
+    def branches(self) -> list[int]:
+        """Of a tree, three numbers for each turn: where its own tokens begin and end, and its parent. Else empty."""
+        if all(turn.parent is None for turn in self.turns):
+            return []
+        begins = [0, *(turn.end for turn in self.turns)]
+        places = ((begin, turn.end, turn.parent) for begin, turn in zip(begins, self.turns, strict=False))
+        return [-1 if number is None else number for place in places for number in place]
 
     @property
     def turn_anchors(self) -> tuple[int, ...]:
@@ -211,6 +225,7 @@ def trajectories_to_batch(trajectories: Sequence[Trajectory], *, group_id: int) 
             "weight_versions": ragged(lambda each: each.weight_versions, torch.int32),
             "turns": ragged(lambda each: each.turn_numbers, torch.int32),
             "turn_rewards": ragged(lambda each: [turn.reward for turn in each.turns], torch.float32),
+            "branches": ragged(lambda each: each.branches, torch.int32),
             "rewards": torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
             "num_turns": torch.tensor([len(t.turns) for t in trajectories], dtype=torch.int64),
             "group_id": torch.full((rows,), group_id, dtype=torch.int64),
@@ -232,6 +247,7 @@ def summarise(trajectories: Sequence[Trajectory], *, group_id: int) -> GroupSumm
         versions.update(trajectory.version_tokens)
     if not versions:
         raise InvalidDataError(f"group {group_id} has no sampled token; it cannot be trained on")
+    parents = tuple(tuple(trajectory.branches[2::3]) for trajectory in trajectories)
     return GroupSummary(
         group_id=group_id,
         rows=len(trajectories),
@@ -244,6 +260,7 @@ def summarise(trajectories: Sequence[Trajectory], *, group_id: int) -> GroupSumm
         reward_parts=_reward_parts(trajectories),
         turn_rewards=tuple(tuple(turn.reward for turn in trajectory.turns) for trajectory in trajectories),
         turn_anchors=tuple(trajectory.turn_anchors for trajectory in trajectories),
+        turn_parents=parents if any(parents) else (),
     )
 
 
@@ -263,7 +280,8 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         row: number in its group.
         tokens: how many the policy sampled.
         oldest_version, newest_version: among them; -1 without any.
-        turns: JSON: ``[[start, end, finish_reason, message, reward], ...]``, tokens ``start <= t < end``.
+        turns: JSON: ``[[start, end, finish_reason, message, reward], ...]``, tokens ``start <= t < end``; of a tree the
+            parent follows.
         spans: JSON: ``[[version, start, end], ...]``, runs of sampled tokens of one version, in order.
         task: JSON.
         info: msgpack of the environment's last ``info``.
@@ -286,13 +304,14 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class _TurnForm(msgspec.Struct, frozen=True, array_like=True):
-    """A turn in the column ``turns``; older records have no reward by turn."""
+    """A turn in the column ``turns``; older records have no reward by turn, and turns of a line no parent."""
 
     start: int
     end: int
     finish_reason: FinishReason
     message: Message
     reward: float = 0.0
+    parent: int | None = None
 
 
 def encode_rows(trajectories: Sequence[Trajectory]) -> bytes:
@@ -353,7 +372,11 @@ def _record(row: int, trajectory: Trajectory) -> RowRecord:
             oldest_version=min(versions, default=-1),
             newest_version=max(versions, default=-1),
             turns=_json(
-                [(turn.start, turn.end, turn.finish_reason, turn.message, turn.reward) for turn in trajectory.turns]
+                [
+                    (turn.start, turn.end, turn.finish_reason, turn.message, turn.reward)
+                    + (() if turn.parent is None else (turn.parent,))
+                    for turn in trajectory.turns
+                ]
             ),
             spans=_json(spans),
             task=_json(trajectory.task),

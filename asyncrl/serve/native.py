@@ -12,9 +12,11 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from asyncrl import __version__
+from asyncrl.data.ragged import rows_of
 from asyncrl.errors import AsyncRLError, BufferClosedError, DeadlineError
 from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, SamplingParams, TopLogProbs
-from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory
+from asyncrl.rollout.branches import unfold
+from asyncrl.rollout.trajectory import REWARD_PARTS, Trajectory, trajectories_to_batch
 from asyncrl.runtime import shield_until_done
 from asyncrl.serve.call import Call, ServerState, Version, version_spans
 from asyncrl.serve.errors import APIError
@@ -133,13 +135,15 @@ Reward: TypeAlias = Annotated[float, Meta(ge=-3e38, le=3e38)]
 
 
 class RewardRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /sessions/NAME/reward: the return of every trajectory of the session, which ends with it.
+    """POST /sessions/NAME/reward: the return of the session, which ends with it.
 
+    ``turn_rewards``, if given, are the share of it that each turn earned, in the order in which the turns ended.
     Sessions with the same ``group`` (attempts at one task) are stored together, once ``group_size`` have a reward.
     ``info.reward_parts``, if given, are numbers by name: what the reward was made of.
     """
 
     reward: Reward
+    turn_rewards: list[Reward] = []
     group: Annotated[str, Meta(max_length=128)] = ""
     group_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     info: dict[str, Any] = {}  # Any: JSON that is kept with the trajectory
@@ -147,7 +151,7 @@ class RewardRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class RewardAnswer(Struct, kw_only=True):
     session: str
-    trajectories: int
+    branches: int
     sampled_tokens: int
     kept: str
 
@@ -200,16 +204,15 @@ async def session_status(call: Call) -> web.StreamResponse:
 async def session_trajectories(call: Call) -> web.StreamResponse:
     """Return what was captured so far, without ending the session."""
     session = _session(call)
-    columns = [
-        TrajectoryColumns(
-            input_ids=each.token_ids,
-            loss_mask=each.loss_mask,
-            behaviour_log_probs=each.behaviour_log_probs,
-            weight_versions=each.weight_versions,
-        )
-        for each in session.trajectories(reward=0.0, info={})
-    ]
-    return call.answer(TrajectoryList(session=session.name, trajectories=columns))
+    branches: list[TrajectoryColumns] = []
+    if session.turns:
+        captured = session.trajectory(task={}, reward=0.0, info={})
+        rows = unfold(trajectories_to_batch([captured], group_id=0)).rows.batch
+        assert rows is not None
+        names = TrajectoryColumns.__struct_fields__
+        columns = zip(*([row.tolist() for row in rows_of(rows[name])] for name in names), strict=True)
+        branches = [TrajectoryColumns(**dict(zip(names, each, strict=True))) for each in columns]
+    return call.answer(TrajectoryList(session=session.name, trajectories=branches))
 
 
 async def reward_session(call: Call) -> web.StreamResponse:
@@ -224,24 +227,26 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise APIError(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:
         raise APIError(409, f"nothing was sampled in session {session.name!r}")
+    if body.turn_rewards and len(body.turn_rewards) != session.turns:
+        raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
     # Cancelled halfway it could be stored twice.
-    trajectories, kept = await shield_until_done(_store(state, state.capture, session, body))
-    sampled = sum(each.sampled_tokens for each in trajectories)
-    state.metrics.captured_trajectories += len(trajectories)
+    trajectory, kept = await shield_until_done(_store(state, state.capture, session, body))
+    sampled = trajectory.sampled_tokens
+    state.metrics.captured_trajectories += 1
     state.metrics.captured_tokens += sampled
-    return call.answer(
-        RewardAnswer(session=session.name, trajectories=len(trajectories), sampled_tokens=sampled, kept=kept)
-    )
+    return call.answer(RewardAnswer(session=session.name, branches=session.branches, sampled_tokens=sampled, kept=kept))
 
 
 async def _store(
     state: ServerState, sink: GroupedSink, session: Session, body: RewardRequest
-) -> tuple[list[Trajectory], str]:
+) -> tuple[Trajectory, str]:
     group = f"{session.holder}/{body.group}" if body.group else ""
     with state.sessions.ending(session):
-        trajectories = session.trajectories(reward=body.reward, info=body.info)
+        trajectory = session.trajectory(
+            task={"session": session.name}, reward=body.reward, info=body.info, turn_rewards=body.turn_rewards
+        )
         try:
-            return trajectories, await sink.put(trajectories, group=group, size=body.group_size)
+            return trajectory, await sink.put([trajectory], group=group, size=body.group_size)
         except DeadlineError as error:
             raise APIError(503, "the replay buffer is full; the session is kept", retry_after_s=30) from error
         except OSError as error:
@@ -296,7 +301,7 @@ async def version(call: Call) -> web.StreamResponse:
 async def readyz(call: Call) -> web.StreamResponse:
     """Check that a request would be served now."""
     state = call.state
-    if state.concurrency.draining or not state.ready or not any(each.serving for each in state.pool.replicas()):
+    if state.concurrency.draining or not state.ready or not any(each.serving for each in state.replica_pool.replicas()):
         raise APIError(503, "not ready", retry_after_s=1)
     return call.answer(Done())
 
@@ -306,7 +311,7 @@ async def health(call: Call) -> web.StreamResponse:
     state = call.state
     begin = state.clock()
     error = ""
-    if state.pool.statistics().paused:
+    if state.replica_pool.statistics().paused:
         error = "paused"
     else:
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
@@ -314,12 +319,12 @@ async def health(call: Call) -> web.StreamResponse:
             await call.collect(GenerationRequest(request_id=f"{call.id}-0", prompt_token_ids=(0,), sampling=sampling))
         except (AsyncRLError, APIError) as failure:
             error = type(failure).__name__
-    replicas = state.pool.replicas()
+    replicas = state.replica_pool.replicas()
     report = HealthReport(
         healthy=not error,
         model=state.names[0],
         dtype=state.dtype,
-        weight_version=state.pool.weight_version,
+        weight_version=state.replica_pool.weight_version,
         replicas=len(replicas),
         serving=sum(replica.serving for replica in replicas),
         probe_s=state.clock() - begin,
@@ -334,7 +339,7 @@ async def metrics(call: Call) -> web.StreamResponse:
     state = call.state
     text = exposition(
         state.metrics,
-        state.pool.statistics(),
+        state.replica_pool.statistics(),
         generations=state.concurrency.running,
         sessions=len(state.sessions),
         session_tokens=state.sessions.tokens,

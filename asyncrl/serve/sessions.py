@@ -2,9 +2,8 @@
 
 A session is a tree. A request whose messages (or ids) begin with those of an earlier one *and its answer* continues
 from there: its prompt is exactly the ids of that turn and what the new messages add. Anything else begins a new branch,
-so an agent may sample several answers, go back, or hold side conversations. Each leaf becomes one trajectory; a turn
-that several leaves share is trained on in the first of them only. The tree is held in memory: one entry per turn,
-nothing twice, 16 bytes per token.
+so an agent may sample several answers, go back, or hold side conversations. The whole tree becomes one trajectory
+(:mod:`asyncrl.rollout.branches`), in which each turn is once. It is held in memory: 16 bytes per token.
 
 The trajectories of a rewarded session go to a folder of batches or to a replay buffer, in groups.
 """
@@ -19,7 +18,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +26,7 @@ from typing import Protocol
 import msgspec
 
 from asyncrl.errors import ConfigError
-from asyncrl.interfaces import FinishReason, Generation, GroupSummary, Message, ReplayBuffer, Tool
+from asyncrl.interfaces import FinishReason, Generation, GroupSummary, Message, ReplayBuffer, Task, Tool
 from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
@@ -58,10 +57,15 @@ def _digests(messages: Sequence[Message], *, after: bytes) -> list[bytes]:
 class _Node:
     """One turn: what was appended before it, what was sampled, and the turn it continues from."""
 
-    __slots__ = ("appended", "children", "finish_reason", "log_probs", "message", "parent", "sampled", "versions")
+    __slots__ = (
+        *("appended", "children", "finish_reason", "log_probs", "message", "number", "parent", "sampled", "versions"),
+    )
 
-    def __init__(self, parent: _Node | None, appended: Sequence[int], generation: Generation, message: Message) -> None:
+    def __init__(
+        self, parent: _Node | None, appended: Sequence[int], generation: Generation, message: Message, *, number: int
+    ) -> None:
         self.parent = parent
+        self.number = number
         self.appended = array("i", appended)
         self.sampled = array("i", generation.token_ids)
         self.log_probs = array("f", generation.log_probs)
@@ -116,8 +120,8 @@ class Session:
         self.ending = False
         self.used_at_s = 0.0
         self.tokens = 0
-        self.turns = 0
         self._by_digest: dict[bytes, list[_Node]] = {}
+        self._nodes: list[_Node] = []
         self._leaves: dict[_Node, None] = {}  # a set that remembers its order
 
     def check_open(self) -> None:
@@ -126,9 +130,18 @@ class Session:
             raise APIError(409, f"session {self.name!r} is being stored with its reward")
 
     @property
+    def turns(self) -> int:
+        return len(self._nodes)
+
+    @property
     def branches(self) -> int:
-        """Leaves of the tree: the number of its trajectories."""
+        """Number of leaves of the tree."""
         return len(self._leaves)
+
+    @property
+    def roots(self) -> int:
+        """Number of turns that continue no other: conversations that could not be joined to one before."""
+        return sum(node.parent is None for node in self._nodes)
 
     def chat_prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], text: ModelText, *, generation_prompt: bool = True
@@ -167,7 +180,8 @@ class Session:
         return TurnPrompt(token_ids=token_ids, parent=best, appended=token_ids[length:], digest=b"")
 
     def add(self, prompt: TurnPrompt, generation: Generation, message: Message) -> int:
-        node = _Node(prompt.parent, prompt.appended, generation, message)
+        node = _Node(prompt.parent, prompt.appended, generation, message, number=len(self._nodes))
+        self._nodes.append(node)
         if prompt.parent is not None:
             prompt.parent.children += 1
             self._leaves.pop(prompt.parent, None)
@@ -177,43 +191,56 @@ class Session:
         self._leaves[node] = None
         tokens = len(node.appended) + len(node.sampled)
         self.tokens += tokens
-        self.turns += 1
         return tokens
 
-    def trajectories(self, *, reward: float, info: dict[str, object]) -> list[Trajectory]:
-        """Return one trajectory per leaf, in the order in which they were sampled, each with ``reward``."""
-        trained: set[_Node] = set()
-        made = []
-        for leaf in self._leaves:
-            ids, log_probs, versions = array("i"), array("f"), array("i")
-            mask: list[bool] = []
-            turns: list[Turn] = []
-            for node in leaf.path():
-                ids += node.appended
-                log_probs.extend([0.0] * len(node.appended))
-                versions.extend([-1] * len(node.appended))
-                mask += [False] * len(node.appended)
-                start = len(ids)
-                ids += node.sampled
-                log_probs += node.log_probs
-                versions += node.versions
-                mask += [node not in trained] * len(node.sampled)
-                trained.add(node)
-                turns.append(Turn(start=start, end=len(ids), finish_reason=node.finish_reason, message=node.message))
-            made.append(
-                Trajectory(
-                    task={"session": self.name},
-                    token_ids=tuple(ids),
-                    loss_mask=tuple(mask),
-                    behaviour_log_probs=tuple(log_probs),
-                    weight_versions=tuple(versions),
-                    reward=reward,
-                    turns=tuple(turns),
-                    finish_reason="max_seq_len" if turns[-1].finish_reason == "length" else "done",
-                    info=info,
+    @property
+    def last_message(self) -> Message | None:
+        """What the turn that ended last said; None before the first."""
+        return self._nodes[-1].message if self._nodes else None
+
+    def trajectory(
+        self, *, task: Task, reward: float, info: Mapping[str, object], turn_rewards: Sequence[float] = ()
+    ) -> Trajectory:
+        """Return the session as one trajectory, its turns in the order in which they ended.
+
+        Tokens with a version below 0 were not sampled from the policy as it is: they count as context. ``turn_rewards``
+        are those of all turns; without them no turn has one of its own.
+        """
+        ids, log_probs, versions = array("i"), array("f"), array("i")
+        mask: list[bool] = []
+        turns: list[Turn] = []
+        line = all(node.parent is (self._nodes[node.number - 1] if node.number else None) for node in self._nodes)
+        for node in self._nodes:
+            ids += node.appended
+            log_probs.extend([0.0] * len(node.appended))
+            versions.extend([-1] * len(node.appended))
+            mask += [False] * len(node.appended)
+            own = [version >= 0 for version in node.versions]
+            turns.append(
+                Turn(
+                    start=len(ids),
+                    end=len(ids) + len(node.sampled),
+                    finish_reason=node.finish_reason,
+                    message=node.message,
+                    reward=turn_rewards[node.number] if turn_rewards else 0.0,
+                    parent=None if line else -1 if node.parent is None else node.parent.number,
                 )
             )
-        return made
+            ids += node.sampled
+            log_probs.extend(value if mine else 0.0 for value, mine in zip(node.log_probs, own, strict=True))
+            versions += node.versions
+            mask += own
+        return Trajectory(
+            task=task,
+            token_ids=tuple(ids),
+            loss_mask=tuple(mask),
+            behaviour_log_probs=tuple(log_probs),
+            weight_versions=tuple(versions),
+            reward=reward,
+            turns=tuple(turns),
+            finish_reason="max_seq_len" if turns[-1].finish_reason == "length" else "done",
+            info=info,
+        )
 
 
 class Sessions:

@@ -251,7 +251,7 @@ class Recording:
             versions = [{*row.tolist()} - {-1} for row in rows_of(group.rows.batch["weight_versions"])]
             whole = [row for row, found in enumerate(versions) if found == {version}]
             if whole:
-                rows = group.rows.select(["input_ids", "loss_mask", "behaviour_log_probs"], [], [])
+                rows = group.rows.select(["input_ids", "loss_mask", "behaviour_log_probs", "branches"], [], [])
                 parts.append(rows.select_idxs(whole))
         return DataProto.concat(parts) if parts else None
 
@@ -655,7 +655,7 @@ class _Replay:
         if rows is None:
             return
         assert rows.batch is not None
-        scored = await self._assembly.trainer.log_probs(rows.select(["input_ids"]))
+        scored = await self._assembly.trainer.log_probs(rows.select(["input_ids", "branches"]))
         assert scored.batch is not None
         from asyncrl.algorithms.kl import kl_estimate
 

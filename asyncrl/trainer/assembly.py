@@ -515,6 +515,7 @@ def make_advantages(config: Config, *, kl_coef: float | None = None) -> Advantag
     """Return how advantages are computed; a KL penalty in the reward starts at ``kl_coef`` (None: as configured)."""
     return Advantages(
         estimator=config.algorithm.estimator(),
+        credit=config.algorithm.credit,
         by_turns=config.reward.source == "environment",
         kl_controller=config.algorithm.controller(kl_coef),
         gae_lambda=config.critic.gae_lambda,

@@ -249,7 +249,7 @@ class GroupStages:
     async def _add_values(self, group: Group) -> None:
         assert self.values is not None
         with self.timeline.span("values", f"group {group.group_id}"):
-            values = self.values(group.sampled_rows.select(["input_ids", "loss_mask"], [], []))
+            values = self.values(group.sampled_rows.select(["input_ids", "loss_mask", "branches"], [], []))
             await values.header()
         self.buffer.extend(group.group_id, ("values",), values)
 

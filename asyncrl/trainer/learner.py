@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from asyncrl.algorithms.advantages import AdvantageEstimator
+from asyncrl.algorithms.credit import Credit, Earned, earned_by
 from asyncrl.algorithms.kl import KLController, penalised_rewards
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.ragged import ragged_from_list
 from asyncrl.errors import EngineError, InvalidDataError, SchemaError
+from asyncrl.interfaces import GroupSummary
 from asyncrl.staleness import Certificate, StalenessPolicy, certify
 from asyncrl.trainer.group import Group
 from asyncrl.trainer.invariants import broken, check_certificate
@@ -37,7 +39,7 @@ _NO_DROPS = Drops()
 _ORDER_TOLERANCE = 0.05
 """Part of the largest advantage by which the order of groups may change one: sums are rounded otherwise."""
 
-TRAINED_COLUMNS = ("input_ids", "loss_mask", "behaviour_log_probs", "weight_versions")
+TRAINED_COLUMNS = ("input_ids", "loss_mask", "behaviour_log_probs", "weight_versions", "branches")
 """Columns of a row that every update reads; advantages may need more, and nothing else is sent to the trainer."""
 
 # ----------------------------------------------------------------------------------------------------------- advantages
@@ -67,12 +69,14 @@ class Advantages:
     rewards, groups, lengths  here, one for a row           ``advantages`` [B]
     ``greedy_rewards``,       here, one for a row           ``advantages`` [B]
     ``divergences``
-    ``turn_...``              here, one for a turn          ``turn_advantages``, one for each turn of a row
+    ``turn_...``; or any of   here, one for a turn          ``turn_advantages``, one for each turn of a row
+    rows with ``credit``
     ``token_rewards``,        where the rows are trained    ``rewards`` [B], and :class:`TokenAdvantages` beside
     ``values``                                              the batch
     ========================  ============================  ==================================================
 
     Attributes:
+        credit: which turns the advantages of rows are given to (:mod:`asyncrl.algorithms.credit`).
         by_turns: the environment's rewards count, each for its turn; else one score for the whole row.
         kl_controller: coefficient of the KL penalty in the reward (arXiv:2203.02155 eq. 2); None without one. Replaced
             by its successor after every step.
@@ -81,6 +85,7 @@ class Advantages:
     """
 
     estimator: AdvantageEstimator
+    credit: Credit = "outcome"
     by_turns: bool = True
     kl_controller: KLController | None = None
     gae_lambda: float = 1.0
@@ -100,9 +105,9 @@ class Advantages:
     def row_columns(self) -> tuple[str, ...]:
         """Columns of the rows that an update reads for its advantages."""
         level = self.estimator.level
-        if level == "row":
+        if level == "row" and self.credit == "outcome":
             return ()
-        if level == "turn":
+        if level in ("row", "turn"):
             return ("turns",)
         turns = ("turns", "turn_rewards") if self.by_turns else ()
         return (*turns, *(["values"] if "values" in self.estimator.needs else []))
@@ -144,6 +149,9 @@ class Advantages:
             rewards = penalised_rewards(
                 torch.tensor(rewards), _divergences(groups), coefficient=self.kl_controller.coefficient
             ).tolist()
+        if self.credit != "outcome":
+            by_turn = ragged_from_list(self._credited(summaries, rewards))
+            return BatchAdvantages(columns=DataProto.from_dict(tensors={"turn_advantages": by_turn, **own}))
         columns = {
             "rewards": torch.tensor(rewards, dtype=torch.float32),
             "groups": group_ids,
@@ -161,6 +169,30 @@ class Advantages:
         by_turn = ragged_from_list(list(advantages.split(counts)))
         return BatchAdvantages(columns=DataProto.from_dict(tensors={"turn_advantages": by_turn, **own}))
 
+    def _credited(self, summaries: Sequence[GroupSummary], rewards: Sequence[float]) -> list[torch.Tensor]:
+        """Return the advantages of the turns of each row."""
+        assert self.credit != "outcome"
+        earned: list[list[Earned]] = []
+        group_ids: list[int] = []
+        for summary in summaries:
+            for row, turn_rewards in enumerate(summary.turn_rewards):
+                parents = summary.turn_parents[row] if summary.turn_parents else ()
+                by_turn = turn_rewards if self.by_turns else (0.0,) * len(turn_rewards)
+                given = {"reward": rewards[len(earned)], "turn_rewards": by_turn, "parents": parents}
+                earned.append(earned_by(self.credit, **given))
+                group_ids += [summary.group_id] * len(earned[-1])
+        compared = torch.tensor([each.reward for row in earned for each in row], dtype=torch.float32)
+        advantages = iter(self.estimator({"rewards": compared, "groups": torch.tensor(group_ids)}).tolist())
+        found: list[torch.Tensor] = []
+        for row in earned:
+            sums = torch.zeros(1 + max((turn for each in row for turn in each.turns), default=-1))
+            counts = torch.zeros_like(sums)
+            for each in row:
+                sums[list(each.turns)] += next(advantages)
+                counts[list(each.turns)] += 1
+            found.append(sums / counts)
+        return found
+
     def check_order(self, groups: Sequence[Group], computed: BatchAdvantages) -> None:
         """Check that rows have the same advantages, up to rounding, if their groups come in the opposite order.
 
@@ -169,7 +201,7 @@ class Advantages:
         Raises:
             InvariantError: they have not.
         """
-        if self.estimator.level != "row" or computed.columns.batch is None:
+        if self.estimator.level != "row" or self.credit != "outcome" or computed.columns.batch is None:
             return
         backwards = self.of(groups[::-1]).columns.batch
         assert backwards is not None

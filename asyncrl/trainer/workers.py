@@ -17,6 +17,7 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EngineError, SchemaError, WeightVersionError
 from asyncrl.interfaces import RewardModel, SleepingTrainingEngine, TrainingEngine, ValueEngine
 from asyncrl.plugins import Part, make_part, offered_options
+from asyncrl.rollout.branches import unfold
 from asyncrl.runtime import in_thread
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport, fingerprint_of
@@ -399,6 +400,7 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         Tokens of versions below ``oldest_version`` are masked. Advantages are made by ``by_token``, or come from the
         columns ``turn_advantages`` or ``advantages``.
         """
+        batch = unfold(batch).rows
         if by_token is not None:
             batch = with_token_advantages(batch, by_token)
         elif batch.batch is not None and "turn_advantages" in batch.batch.keys():  # noqa: SIM118  iterates rows
@@ -411,7 +413,8 @@ class TrainerWorker(EngineRank[TrainingEngine]):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, batch: DataProto) -> DataProto:
         """Compute ``log_probs`` (ragged, like ``input_ids``) under the weights held."""
-        return self._held().log_probs(batch).select(["log_probs"])
+        found = unfold(batch)
+        return found.fold(self._held().log_probs(found.rows).select(["log_probs"]))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def reference_log_probs(self, batch: DataProto, estimator: KLEstimator | None = None) -> DataProto:
@@ -421,7 +424,9 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         also ``divergences`` [B]: the KL of each row, its sampled tokens summed, in nats.
         """
         engine: Any = self._held()  # one that takes `lora` has a method more than the contract
-        scored = engine.reference_log_probs(batch) if self._adapted else engine.log_probs(batch)
+        branches = unfold(batch)
+        scored = engine.reference_log_probs(branches.rows) if self._adapted else engine.log_probs(branches.rows)
+        scored = branches.fold(scored.select(["log_probs"]))
         assert scored.batch is not None
         reference = scored.batch["log_probs"]
         found = {"reference_log_probs": reference}
@@ -490,7 +495,8 @@ class CriticWorker(EngineRank[ValueEngine]):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def values(self, batch: DataProto) -> DataProto:
         """Compute ``values`` (ragged, like ``input_ids``) under the weights held."""
-        return self._held().values(batch)
+        found = unfold(batch)
+        return found.fold(self._held().values(found.rows))
 
     # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
@@ -498,7 +504,7 @@ class CriticWorker(EngineRank[ValueEngine]):
         self, batch: DataProto, by_token: TokenAdvantages, oldest_version: int | None = None
     ) -> dict[str, float]:
         """Take one step towards the returns of a batch; tokens of versions below ``oldest_version`` are masked."""
-        rows = with_returns(batch, by_token)
+        rows = with_returns(unfold(batch).rows, by_token)
         return self._held().update(rows if oldest_version is None else mask_stale_tokens(rows, oldest_version))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

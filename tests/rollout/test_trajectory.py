@@ -74,6 +74,7 @@ def test_a_group_becomes_a_batch() -> None:
         "weight_versions": torch.int32,
         "turns": torch.int32,
         "turn_rewards": torch.float32,
+        "branches": torch.int32,
         "rewards": torch.float32,
         "num_turns": torch.int64,
         "group_id": torch.int64,

@@ -159,7 +159,7 @@ async def test_a_reward_may_follow_the_last_event_immediately(serve):
             async for line in answer.content:
                 if b'"finish_reason":"stop"' in line:
                     kept = await served.post("/sessions/s/reward", {"reward": 1.0})
-        assert kept["trajectories"] == 1
+        assert kept["branches"] == 1
         body = {**chat(user("say it")), "stream": True}
         async with served.client.post(f"{served.url}/sessions/s/v1/chat/completions", json=body) as answer:
             async for line in answer.content:

@@ -17,6 +17,7 @@ def group(
     group_id: int,
     *rewards: float,
     turns: tuple[tuple[float, ...], ...] = (),
+    parents: tuple[tuple[int, ...], ...] = (),
     baseline_reward: float | None = None,
     divergences: tuple[float, ...] | None = None,
 ) -> Group:
@@ -30,6 +31,7 @@ def group(
         lengths=(2,) * len(rewards),
         turn_rewards=turns,
         turn_anchors=tuple(tuple(range(len(row))) for row in turns),
+        turn_parents=parents,
     )
     return Group(
         group_id=group_id,
@@ -130,3 +132,18 @@ def test_a_kl_penalty_is_subtracted_from_the_rewards_of_rows() -> None:
     for divergences in (None, (1.0,)):
         with pytest.raises(InvalidDataError, match="has no divergence for each of its rows"):
             advantages.of([group(5, 1.0, 2.0, divergences=divergences)])
+
+
+def test_credit_is_given_by_branch_or_by_turn() -> None:
+    """Of row 0 (a tree: two turns continue the first) the turns earned 0, 2 and 0; of row 1 (a line) 0 and 1."""
+    groups = [group(3, 2.0, 1.0, turns=((0.0, 2.0, 0.0), (0.0, 1.0)), parents=((-1, 0, 0), ()))]
+    estimator = load_estimator("dr_grpo")
+    found = {
+        credit: rows_of(Advantages(estimator=estimator, credit=credit).of(groups).columns.batch["turn_advantages"])
+        for credit in ("branch", "turn")
+    }
+    # Branches: 2 and 0 in row 0, 1 in row 1; their mean is 1.
+    assert [row.tolist() for row in found["branch"]] == [[0.0, 1.0, -1.0], [0.0, 0.0]]
+    # Turns: 1 (the mean of what follows), 2 and 0; 1 and 1; their mean is 1.
+    assert [row.tolist() for row in found["turn"]] == [[0.0, 1.0, -1.0], [0.0, 0.0]]
+    assert Advantages(estimator=estimator, credit="turn").row_columns == ("turns",)

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -22,6 +23,7 @@ from transformers import (
 from asyncrl.data import DataProto
 
 VOCABULARY = 61
+_ModelT = TypeVar("_ModelT", bound=nn.Module)
 
 _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": LlamaConfig,
@@ -99,3 +101,18 @@ def trajectories() -> Callable[..., DataProto]:
 @pytest.fixture
 def a_folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
+
+
+def in_float64(model: _ModelT) -> _ModelT:
+    """Norms too, which transformers computes in float32 whatever the model's precision."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            norm: Any = module
+            eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+            offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
+
+            def forward(states: Tensor, norm: Any = norm, eps: float = eps, offset: float = offset) -> Tensor:
+                return nn.functional.rms_norm(states, states.shape[-1:], norm.weight + offset, eps)
+
+            norm.forward = forward
+    return model.double()

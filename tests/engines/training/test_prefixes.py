@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.data import DataProto
@@ -20,6 +20,8 @@ from engines.training.packing import PackedMicroBatch, PackedRows, Rectangle, pl
 from engines.training.partition import RowCost
 from engines.training.prefixes import Bunch, bunches_of, plan_shared
 from engines.training.value_engine import FSDPValueEngine
+
+from .conftest import in_float64
 
 BY_TOKENS = RowCost(per_token=1.0, per_scored_token=0.0, per_pair=0.0)
 
@@ -164,21 +166,6 @@ def _scores_and_gradients(
     return scores, {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-def _in_float64(model: PolicyModel) -> PolicyModel:
-    """Norms too, which transformers computes in float32 whatever the model's precision."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            norm: Any = module
-            eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-            offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
-
-            def forward(states: Tensor, norm: Any = norm, eps: float = eps, offset: float = offset) -> Tensor:
-                return nn.functional.rms_norm(states, states.shape[-1:], norm.weight + offset, eps)
-
-            norm.forward = forward
-    return model.double()
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -189,11 +176,11 @@ def _in_float64(model: PolicyModel) -> PolicyModel:
         ("mistral", {"sliding_window": 12}),  # longer than the prompts, shorter than the rows
     ],
 )
-def test_gradients_are_those_of_rows_apart_in_float64(
+def test_gradients_are_those_of_rows_apartin_float64(
     model_folder: Callable[..., str], family: str, options: dict[str, Any], checkpointing: bool
 ) -> None:
     folder = model_folder(family, **options)
-    model = _in_float64(load_policy_model(folder, layout="packed", gradient_checkpointing=checkpointing))
+    model = in_float64(load_policy_model(folder, layout="packed", gradient_checkpointing=checkpointing))
     rows = _groups(prompts=2, rows=4, prompt=9, answer=5)
     members = range(len(rows))
     apart = plan_microbatches(rows.lengths, max_tokens=1000, overhead_tokens=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -116,6 +117,8 @@ PART_COMMANDS = "asyncrl.commands"
 SETTINGS_HELP = """
 settings of the configuration override the file's, the last one wins:
   --trainer.lr 1e-4   --max-staleness=0   --env.options.digits 3   --rollout.stop '["\\n"]'
+what follows -- is a program that solves the tasks of the environment, with the model as its own:
+  asyncrl train FILE.toml -- my-agent --task {task}
 """
 
 
@@ -130,11 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.exit(BAD_USAGE, f"asyncrl: {word!r} is not UTF-8: rename it, or run in its folder\n")
     name = next((word for word in words if not word.startswith("-")), "")
     settings: list[str] = []
+    program: list[str] = []
     if name and name not in table:
         near = f"train {name}" if name.endswith(".toml") else next(iter(get_close_matches(name, table, n=1)), "--help")
         parser.exit(BAD_USAGE, f"asyncrl: no command {name!r}; did you mean `asyncrl {near}`?\n")
     if name and table[name].takes_settings:
         at = words.index(name) + 1
+        if "--" in words:
+            words, program = words[: words.index("--")], words[words.index("--") + 1 :]
         try:
             split = split_arguments(words[at:], parsers[name].options)
         except ValueError as error:
@@ -149,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with quiet_pipe():
             parser.print_help()
         return 0
+    if program:
+        settings += ["--env.command", json.dumps(program)]
     return run(table[namespace.command].run, namespace, settings)
 
 

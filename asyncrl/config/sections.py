@@ -182,6 +182,18 @@ class EnvConfig(Section):
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Most assistant turns of one episode."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _program(cls, data: Any) -> Any:
+        """Take ``command`` as the program of the environment ``command``, for the tasks of the one that is named."""
+        if not isinstance(data, dict) or "command" not in data:
+            return data
+        rest = {key: value for key, value in data.items() if key != "command"}
+        options = rest.get("options", {})
+        if rest.get("name") != "command" and isinstance(options, dict):
+            options = {"tasks": rest.get("name", "dataset"), **options}
+        return {**rest, "name": "command", "options": {**options, "command": data["command"]}}
+
 
 class SftConfig(Section):
     """Supervised warm start: cross-entropy on whole conversations, before reinforcement learning."""

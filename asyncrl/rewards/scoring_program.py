@@ -17,6 +17,8 @@ A reply repeats the random bytes of its request as ``to``: what the function wri
 The function runs in a child of this process, in its main thread (libraries that set alarms need that). This process
 only waits: when the child ends, the parent closes the socket or dies, or SIGTERM comes, it kills everything that the
 function started, whatever its sessions and groups (it adopts their orphans), and ends as the child did.
+
+As ``python scoring_program.py FD COMMAND ...`` the child becomes that command instead, in a session of its own.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ def main() -> None:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, _ignore)
-    keeper, program = os.getpid(), os.fork()
+    keeper, command, program = os.getpid(), sys.argv[2:], os.fork()
     if program == 0:
+        if command:
+            os.setsid()
         signal.set_wakeup_fd(-1)
         os.close(reading)
         os.close(writing)
@@ -66,7 +70,7 @@ def main() -> None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == keeper:
-            _serve(connection)
+            _become(command) if command else _serve(connection)
         os._exit(0)
     events = select.poll()
     events.register(connection, 0)  # POLLHUP alone: the program reads the requests
@@ -79,8 +83,19 @@ def main() -> None:
         if status is None and (ordered or connection.fileno() in happened):
             os.kill(program, signal.SIGKILL)
             status = os.waitpid(program, 0)[1]
+    if command:  # all of a group at once: its processes cannot start others meanwhile
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program, signal.SIGKILL)
     _kill_descendants()
     _end_like(os.waitstatus_to_exitcode(status))
+
+
+def _become(command: list[str]) -> None:
+    try:
+        os.execvp(command[0], command)  # noqa: S606
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os._exit(127)
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from asyncrl.errors import (
     AsyncRLError,
@@ -44,6 +44,45 @@ from asyncrl.rollout.work import EpisodeTimes
 _T = TypeVar("_T")
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodePolicy:
+    """The policy for an agent that asks it for turns, and the bounds of its episode.
+
+    Attributes:
+        engine: samples turns; request n is ``{request_prefix}-{n}``, and its seed is derived from ``seed`` and n.
+        sampling: of every turn; an agent may ask for fewer tokens.
+        max_turns: turns of all branches together.
+        max_seq_len: tokens of a branch.
+    """
+
+    engine: TokenGenerator
+    renderer: ChatRenderer
+    sampling: SamplingParams
+    max_turns: int
+    max_seq_len: int
+    request_prefix: str
+    seed: int
+
+
+@runtime_checkable
+class AgentEnvironment(Protocol):
+    """An environment with an agent of its own, which asks the policy when it likes, instead of ``reset`` and ``step``.
+
+    The episode is what it has asked, a tree of turns (:mod:`asyncrl.rollout.branches`). It is not replayed.
+    """
+
+    async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
+        """Run the agent to its end; every turn that it got is in the trajectory.
+
+        Raises:
+            EnvironmentFailure: the agent, or what gives the reward, failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode used, whether it is finished or not."""
 
 
 class Diverged(Exception):
@@ -150,6 +189,29 @@ async def run_episode(
     return episode.trajectory(reason)
 
 
+async def run_agent_episode(
+    environment: AgentEnvironment,
+    task: Task,
+    policy: EpisodePolicy,
+    *,
+    deadline_s: float,
+    times: EpisodeTimes | None = None,
+) -> Trajectory:
+    """Run an agent's episode; the environment, used for this episode only, is closed whatever happens.
+
+    ``deadline_s`` is that of closing it: an agent has a deadline of its own.
+
+    Raises:
+        EnvironmentFailure: the environment raised (the cause), or nothing that can be trained on was sampled.
+    """
+    async with _closing(environment, deadline_s=deadline_s, times=times):
+        with _outside(times):
+            trajectory = await _call(environment.run_agent, task, policy, what="agent", deadline_s=None)
+    if not trajectory.sampled_tokens:
+        raise EnvironmentFailure("the agent ended without a turn of the policy")
+    return trajectory
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedEpisode:
     """The steps of an episode that was played again; none if it is not ``deterministic``."""
@@ -196,7 +258,7 @@ async def replay_episode(
 
 @asynccontextmanager
 async def _closing(
-    environment: Environment, *, deadline_s: float, times: EpisodeTimes | None
+    environment: Environment | AgentEnvironment, *, deadline_s: float, times: EpisodeTimes | None
 ) -> AsyncGenerator[None, None]:
     """Close the environment at the end; what went wrong before counts, a cancellation above all."""
     try:
@@ -315,8 +377,8 @@ async def _generate(engine: TokenGenerator, request: GenerationRequest, *, token
     )
 
 
-async def _call(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, deadline_s: float) -> _T:
-    """Await one call of an environment under its deadline; what it raises becomes an environment's failure."""
+async def _call(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, deadline_s: float | None) -> _T:
+    """Await one call of an environment under its deadline, if any; what it raises becomes an environment's failure."""
     deadline: asyncio.Timeout | None = None
     cancellations = _cancellations()
     try:

@@ -15,7 +15,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from asyncrl.interfaces import (
 )
 from asyncrl.plugins import Part, load_part, make_part
 from asyncrl.rollout.chat import ChatRenderer, load_renderer
-from asyncrl.rollout.episode import Diverged, run_episode
+from asyncrl.rollout.episode import AgentEnvironment, Diverged, EpisodePolicy, run_agent_episode, run_episode
 from asyncrl.rollout.live_weights import commit_into
 from asyncrl.rollout.recheck import ReplayedRewards
 from asyncrl.rollout.replica import fetch_into
@@ -152,6 +152,28 @@ class MeteredEngine:
             finally:
                 if (aclose := getattr(stream, "aclose", None)) is not None:
                     await aclose()
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._engine.abort(request_id)
+
+
+class AgentEngine:
+    """The engine of one agent's episode: ``tokens`` counts what it delivered. Requests may run side by side.
+
+    In ``times`` each is an episode of its own, beside that of the agent, which is in its environment all the time.
+    """
+
+    def __init__(self, engine: MeteredEngine, times: EpisodeTimes) -> None:
+        self._engine = engine
+        self._times = times
+        self.tokens = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
+        with self._times.episode(trained=False):
+            async with aclosing(self._engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    self.tokens += len(chunk.token_ids)
+                    yield chunk
 
     async def abort(self, request_id: str) -> bool:
         return await self._engine.abort(request_id)
@@ -389,6 +411,10 @@ class RolloutWorker(Worker):
                 recorded, trial = (), 0
             turns.begin(trial=trial)
             try:
+                if isinstance(environment, AgentEnvironment):
+                    return await self._agent_episode(
+                        environment, engine, account, task, sampling, f"{name}-{trial}", derive_seed(seed, trial)
+                    )
                 with self._times.episode(trained=account.purpose == "train"):
                     trajectory = await run_episode(
                         engine,
@@ -421,6 +447,39 @@ class RolloutWorker(Worker):
                 trial, recorded = trial + 1, ()
                 if trial >= limits.max_attempts:
                     raise
+
+    async def _agent_episode(
+        self,
+        environment: AgentEnvironment,
+        engine: MeteredEngine,
+        account: TokenAccount,
+        task: Task,
+        sampling: SamplingParams,
+        request_prefix: str,
+        seed: int,
+    ) -> Trajectory:
+        """Run an agent; tokens of turns that it gave up are wasted."""
+        assert self._renderer is not None
+        limits, counted = self._spec.limits, AgentEngine(engine, self._times)
+        policy = EpisodePolicy(
+            engine=counted,
+            renderer=self._renderer,
+            sampling=sampling,
+            max_turns=limits.max_turns,
+            max_seq_len=limits.max_seq_len,
+            request_prefix=request_prefix,
+            seed=seed,
+        )
+        try:
+            with self._times.episode(trained=account.purpose == "train"):
+                trajectory = await run_agent_episode(
+                    environment, task, policy, deadline_s=limits.deadline_s, times=self._times
+                )
+        except EnvironmentFailure as failure:
+            failure.tokens_generated = counted.tokens
+            raise
+        account.wasted += counted.tokens - trajectory.sampled_tokens
+        return trajectory
 
     def _readable(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
         assert self._renderer is not None

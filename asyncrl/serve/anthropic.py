@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from asyncrl.interfaces import Message, Tool
 from asyncrl.serve.call import Call, EventStream
-from asyncrl.serve.chat import ChatTurn, Form, Rendering, chat_form, effort_variable, render_prompt, tool_use
+from asyncrl.serve.chat import ChatTurn, Form, Rendering, chat_form, reasoning_effort, render_prompt, tool_use
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Count, Ignored, Probability, SamplingFields, Temperature, Text, TopK, sampling_params
 from asyncrl.serve.text import Choice, ModelText, ParsedTurn
@@ -83,10 +83,32 @@ class ToolChoice(Struct, kw_only=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct, forbid_unknown_fields=True):
-    """Only ``disabled``: a model's reasoning is part of its text."""
+class NoThinking(Struct, tag="disabled", tag_field="type", forbid_unknown_fields=True):
+    """A model's reasoning is part of its text."""
 
-    type: Literal["disabled"]
+
+class AdaptiveThinking(Struct, tag="adaptive", tag_field="type", forbid_unknown_fields=True):
+    """The model decides, as it does anyway."""
+
+    display: Ignored = None
+
+
+class BudgetedThinking(Struct, tag="enabled", tag_field="type", kw_only=True, forbid_unknown_fields=True):
+    """Only for agents, to which it makes no difference."""
+
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
+class ContextEdit(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Reasoning of earlier turns is not shown to the model anyway."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Ignored = None
+
+
+class ContextManagement(Struct, kw_only=True, forbid_unknown_fields=True):
+    edits: list[ContextEdit] = []
 
 
 class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -113,7 +135,8 @@ class _Conversation(Struct, kw_only=True, forbid_unknown_fields=True):
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: NoThinking | AdaptiveThinking | BudgetedThinking | None = None
+    context_management: ContextManagement | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
@@ -205,7 +228,7 @@ async def count_tokens(call: Call) -> web.StreamResponse:
     """Count the tokens of the prompt of a conversation."""
     body = call.body_as(CountTokensRequest)
     call.state.check_model(body.model)
-    rendering = _rendering(call.state.chat_text(), body)
+    rendering = _rendering(call, body)
     prompt = await render_prompt(call, _conversation(body), _tools(body), call.session(create=False), rendering)
     return call.answer(TokenCount(len(prompt.token_ids)))
 
@@ -225,7 +248,7 @@ async def messages(call: Call) -> web.StreamResponse:
             max_tokens=body.max_tokens,
         ),
         form=_form(call.state.chat_text(), body, tools),
-        rendering=_rendering(call.state.chat_text(), body),
+        rendering=_rendering(call, body),
     )
     if body.stream:
         return await _stream(call, body, turn)
@@ -333,11 +356,14 @@ def _tools(body: MessagesRequest | CountTokensRequest) -> list[Tool]:
     ]
 
 
-def _rendering(text: ModelText, body: MessagesRequest | CountTokensRequest) -> Rendering:
-    """Return how the conversation is rendered: a last message of the assistant is the beginning of the answer."""
+def _rendering(call: Call, body: MessagesRequest | CountTokensRequest) -> Rendering:
+    """Return how the conversation is rendered; the last message may be the beginning of the answer."""
+    if isinstance(body.thinking, BudgetedThinking) and call.plane != "agent":
+        raise APIError(400, "thinking.type = enabled is not served; leave it out")
     effort = body.output_config.effort if body.output_config is not None else None
     return Rendering(
-        template=effort_variable(text, effort, "output_config.effort"), continues=body.messages[-1].role == "assistant"
+        template=reasoning_effort(call, effort, field="output_config.effort"),
+        continues=body.messages[-1].role == "assistant",
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -26,12 +26,24 @@ from asyncrl.serve.pool import RayReplicas, WeightUpdater
 from asyncrl.serve.sessions import GroupedSink, Session, Sessions, TurnPrompt
 from asyncrl.serve.text import GeneratedTokens, ModelText
 
-Plane: TypeAlias = Literal["user", "control"]
+Plane: TypeAlias = Literal["user", "control", "agent"]
+"""``agent`` serves one session, under an address that is its key."""
 
 _T = TypeVar("_T")
 _json = msgspec.json.Encoder()
 _INLINE_BYTES = 16_384  # as text they take about ten milliseconds
 _NO_PUNCTUATION = str.maketrans("", "", "._:-")
+
+
+class TokenPool(Protocol):
+    """What answers requests: a :class:`~asyncrl.rollout.replica_pool.ReplicaPool`, or the engine of an episode."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+    def generate(
+        self, request: GenerationRequest, *, session: str | None = None, tenant: str = ""
+    ) -> AsyncIterator[GenerationChunk]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +52,8 @@ class ServerState:
 
     Attributes:
         names: of the model, for clients; the first one is the main one.
+        any_name: whether clients may call the model as they like.
+        enforces_forms: whether an answer gets the form that is asked for (a call, JSON, a grammar), or may have it.
         text: of the model; None serves token ids only.
         context_tokens: longest prompt and answer together; None if it is unknown.
         dtype: of the weights, by torch's name; empty if it is unknown.
@@ -51,8 +65,10 @@ class ServerState:
         ready: whether requests would be served.
     """
 
-    pool: ReplicaPool
+    pool: TokenPool
     names: tuple[str, ...]
+    any_name: bool = False
+    enforces_forms: bool = True
     text: ModelText | None = None
     context_tokens: int | None = None
     dtype: str = ""
@@ -75,6 +91,12 @@ class ServerState:
         self.conversations = Conversations(self.limits)
         self.metrics = ServerMetrics(self.clock)
 
+    @property
+    def replica_pool(self) -> ReplicaPool:
+        """The pool of a server that has probes and a control plane."""
+        assert isinstance(self.pool, ReplicaPool)
+        return self.pool
+
     def model_text(self) -> ModelText:
         """Return the model's text; an API error without a tokenizer."""
         if self.text is None:
@@ -91,7 +113,7 @@ class ServerState:
         return text
 
     def check_model(self, name: str) -> None:
-        if name not in self.names:
+        if name not in self.names and not self.any_name:
             raise APIError(404, f"the model {name[:100]!r} is not served here; this one is: {self.names[0]!r}")
 
 

@@ -223,12 +223,15 @@ class Rendering:
         return messages[-1]["content"] or ""
 
 
-def effort_variable(text: ModelText, effort: str | None, name: str) -> dict[str, str]:
-    """Return the variable of the chat template for the effort of reasoning; an API error if there is none."""
-    if effort is not None and text.template_mentions("reasoning_effort"):
+def reasoning_effort(call: Call, effort: str | None, *, field: str) -> dict[str, Any]:
+    """Return the variable of the chat template that ``effort`` is; an agent's makes no difference if there is none.
+
+    Any: variables of the template.
+    """
+    if effort is not None and call.state.chat_text().template_mentions("reasoning_effort"):
         return {"reasoning_effort": effort}
-    if effort not in (None, "none"):
-        raise APIError(400, f"{name} = {effort} is not served: the model's chat template has no such variable")
+    if effort not in (None, "none") and call.plane != "agent":
+        raise APIError(400, f"{field} = {effort} is not served: the model's chat template has no such variable")
     return {}
 
 
@@ -320,6 +323,8 @@ class ChatTurn:
         """
         state, session = call.state, call.session()
         text = state.chat_text()
+        if not state.enforces_forms:
+            form = Form()
         if tokens:
             prompt = (session or Session("", "")).token_prompt(tokens)
         else:

@@ -127,7 +127,7 @@ async def pool_report(call: Call) -> web.StreamResponse:
     return call.answer(
         PoolReport(
             model=state.names[0],
-            pool=state.pool.statistics(),
+            pool=state.replica_pool.statistics(),
             running=state.concurrency.running,
             sessions=len(state.sessions),
             sampled_tokens=state.metrics.sampled_tokens,
@@ -144,13 +144,13 @@ async def pause(call: Call) -> web.StreamResponse:
         if query not in _MODES:
             raise APIError(400, f"mode is {query[:40]!r}; one of keep, abort, drain")
         mode = _MODES[query]
-    await call.state.pool.pause(mode)
+    await call.state.replica_pool.pause(mode)
     return call.answer(Done())
 
 
 async def resume(call: Call) -> web.StreamResponse:
     """Resume decoding."""
-    await call.state.pool.resume()
+    await call.state.replica_pool.resume()
     return call.answer(Done())
 
 
@@ -159,7 +159,7 @@ async def abort(call: Call) -> web.StreamResponse:
     request_id = call.body_as(AbortRequest).request_id
     aborted = 0
     for number in range(call.state.choices_by_request.get(request_id, 0)):
-        aborted += await call.state.pool.abort(f"{request_id}-{number}")
+        aborted += await call.state.replica_pool.abort(f"{request_id}-{number}")
     return call.answer(AbortAnswer(aborted=aborted))
 
 
@@ -178,9 +178,9 @@ async def add_replica(call: Call) -> web.StreamResponse:
         factory = state.ray_replicas.factory(body.name, body.resource)
     if factory is None:
         raise APIError(501, "this server cannot make replicas")
-    if any(replica.name == body.name for replica in state.pool.replicas()):
+    if any(replica.name == body.name for replica in state.replica_pool.replicas()):
         raise APIError(409, f"there is a replica {body.name!r} already")
-    await state.pool.add(body.name, factory)
+    await state.replica_pool.add(body.name, factory)
     return _replicas(call, status=201)
 
 
@@ -188,15 +188,15 @@ async def drain_replica(call: Call) -> web.StreamResponse:
     """Send a replica no more requests, wait until it is idle, and remove it."""
     name = call.body_as(ReplicaRequest).name
     try:
-        await call.state.pool.drain(name)
-        await call.state.pool.remove(name)
+        await call.state.replica_pool.drain(name)
+        await call.state.replica_pool.remove(name)
     except ResourceError as error:
         raise APIError(404, str(error)) from error
     return _replicas(call)
 
 
 def _replicas(call: Call, *, status: int = 200) -> web.Response:
-    return call.answer(ReplicaList(replicas=list(call.state.pool.replicas())), status=status)
+    return call.answer(ReplicaList(replicas=list(call.state.replica_pool.replicas())), status=status)
 
 
 # -------------------------------------------------------------------------------------------------------- weights
@@ -213,9 +213,9 @@ async def weight_status(call: Call) -> web.StreamResponse:
     state = call.state
     return call.answer(
         WeightStatus(
-            version=state.pool.weight_version,
+            version=state.replica_pool.weight_version,
             prepared=state.weights.prepared if state.weights is not None else None,
-            replicas={replica.name: replica.weight_version for replica in state.pool.replicas()},
+            replicas={replica.name: replica.weight_version for replica in state.replica_pool.replicas()},
         )
     )
 
@@ -258,14 +258,14 @@ def _manifest(text: Any) -> WeightManifest:
 
 async def world_size(call: Call) -> web.StreamResponse:
     """Count the replicas that would receive weights."""
-    return call.answer(WorldSize(world_size=len(call.state.pool.replicas())))
+    return call.answer(WorldSize(world_size=len(call.state.replica_pool.replicas())))
 
 
 async def server_info(call: Call) -> web.StreamResponse:
     """Describe the served model in vLLM's schema."""
     state = call.state
     model = ServedConfig(model=state.names[0], dtype=f"torch.{state.dtype}", max_model_len=state.context_tokens)
-    parallel = ParallelConfig(data_parallel_size=len(state.pool.replicas()))
+    parallel = ParallelConfig(data_parallel_size=len(state.replica_pool.replicas()))
     return call.answer(ServerInfo(vllm_config=VLLMConfig(model_config=model, parallel_config=parallel)))
 
 

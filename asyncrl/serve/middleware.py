@@ -202,7 +202,7 @@ class PlaneAccess:
 
     @property
     def keyless(self) -> bool:
-        return (self.users if self.plane == "user" else self.operators) is None
+        return (self.operators if self.plane == "control" else self.users) is None
 
     def caller(self, presented: str) -> tuple[Caller, str]:
         """Return the kind of caller that has this key (empty for none), and the holder's name."""
@@ -359,6 +359,9 @@ class Middleware:
         """Return the holder of the request's key; an API error if its host, origin or key is not allowed."""
         self._check_origin(request)
         access = self._access
+        if access.plane == "agent":  # each session is a holder, as a key is
+            name: str = request.match_info["session"]
+            return self._state.sessions.find(name, name).holder
         if access.keyless:
             return "" if access.plane == "user" else "operator"
         caller, holder = access.caller(_presented_key(request.headers))

@@ -26,7 +26,7 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
-    effort_variable,
+    reasoning_effort,
     tool_call,
     tool_use,
 )
@@ -71,14 +71,21 @@ class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
     encrypted_content: Ignored = None
 
 
-class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionTool(Struct, tag="function", tag_field="type", kw_only=True, forbid_unknown_fields=True):
     """``strict`` makes no difference."""
 
-    type: Literal["function"]
     name: Text
     description: str | None = None
     parameters: ToolSchema | None = None
     strict: bool | None = None
+
+
+class ToolNamespace(Struct, tag="namespace", tag_field="type"):
+    """Functions under a common name. Only agents may offer them, which a model never calls then."""
+
+
+class WebSearchTool(Struct, tag="web_search", tag_field="type"):
+    """Only agents may offer it; a model never calls it."""
 
 
 class NamedFunction(FunctionName, tag="function", tag_field="type"):
@@ -126,7 +133,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[FunctionTool | ToolNamespace | WebSearchTool] | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -283,14 +290,14 @@ async def create(call: Call) -> web.StreamResponse:
     conversation = await call.off_loop(lambda: _conversation(kept, body.input))
     if not conversation:
         raise APIError(400, "the input has no message: reasoning is not shown to the model")
-    tools, text = _tool_use(body), state.chat_text()
+    tools, text = _tool_use(call, body), state.chat_text()
     turn = await ChatTurn.begin(
         call,
         _with_instructions(conversation, body.instructions),
         tools.declared,
         sampling_params(state.limits, body, max_tokens=body.max_output_tokens, top_log_probs=body.top_logprobs or 0),
         form=_form(text, body, tools),
-        rendering=Rendering(template=_template_variables(text, body)),
+        rendering=Rendering(template=_template_variables(call, body)),
     )
     if body.stream:
         return await _stream(call, body, turn, conversation)
@@ -355,7 +362,7 @@ def _response(body: ResponsesRequest) -> Response:
         max_output_tokens=body.max_output_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
-        tools=body.tools or [],
+        tools=[each for each in body.tools or () if isinstance(each, FunctionTool)],
         tool_choice=body.tool_choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
         text=body.text or TextConfig(),
@@ -428,8 +435,11 @@ async def _stream(
 # ---------------------------------------------------------------------------------------------------- the request
 
 
-def _tool_use(body: ResponsesRequest) -> ToolUse:
+def _tool_use(call: Call, body: ResponsesRequest) -> ToolUse:
     choice = body.tool_choice
+    others = [each for each in body.tools or () if not isinstance(each, FunctionTool)]
+    if others and call.plane != "agent":
+        raise APIError(400, f"tools of type {others[0].__struct_config__.tag} are not served; leave them out")
     tools = [
         Tool(
             name=each.name,
@@ -437,6 +447,7 @@ def _tool_use(body: ResponsesRequest) -> ToolUse:
             parameters=each.parameters or {"type": "object", "properties": {}},
         )
         for each in body.tools or ()
+        if isinstance(each, FunctionTool)
     ]
     if isinstance(choice, NamedFunction):
         return tool_use(tools, named=choice.name)
@@ -460,10 +471,10 @@ def _form(text: ModelText, body: ResponsesRequest, tools: ToolUse) -> Form:
     )
 
 
-def _template_variables(text: ModelText, body: ResponsesRequest) -> Mapping[str, Any]:
+def _template_variables(call: Call, body: ResponsesRequest) -> Mapping[str, Any]:
     """Any: variables of the chat template."""
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    return {**(body.chat_template_kwargs or {}), **effort_variable(text, effort, "reasoning.effort")}
+    effort = body.reasoning.effort if body.reasoning else None
+    return {**(body.chat_template_kwargs or {}), **reasoning_effort(call, effort, field="reasoning.effort")}
 
 
 def _with_instructions(conversation: list[Message], instructions: str | None) -> list[Message]:

@@ -42,7 +42,8 @@ class Route:
 
     Attributes:
         path: with ``{session}`` or ``{model}`` for a name.
-        plane: ``user`` routes are served on both planes, ``control`` routes on the control plane only.
+        plane: ``user`` routes are served on both planes, ``control`` routes on the control plane only. An ``agent``
+            plane has the routes that generate within a session.
         request: type of the body; None for none.
         answer: type of the answer's body, for msgspec, or a tuple of alternatives; None if it is no JSON.
         stream: type of the events, or a tuple of alternatives, if the answer may be a stream.
@@ -277,6 +278,8 @@ ROUTES: tuple[Route, ...] = (
 
 
 def routes_of(plane: Plane) -> tuple[Route, ...]:
+    if plane == "agent":
+        return _models_and_generation(_SESSION)
     return ROUTES if plane == "control" else tuple(route for route in ROUTES if route.plane == "user")
 
 

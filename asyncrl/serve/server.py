@@ -170,6 +170,20 @@ class Server:
             undo.pop_all()
         self._state.ready = True
 
+    async def start_agent_plane(self) -> None:
+        """Serve the sessions there are, and nothing else, on a free port of this machine.
+
+        Raises:
+            ConfigError: no port is available.
+        """
+        async with contextlib.AsyncExitStack() as undo:
+            listening = undo.enter_context(_bound("127.0.0.1", 0, option="port"))
+            undo.push_async_callback(self.close)
+            self.url = _url(listening)
+            await self._open(listening, PlaneAccess(plane="agent"))
+            undo.pop_all()
+        self._state.ready = True
+
     async def _open(self, listening: socket.socket, access: PlaneAccess, *, unix: bool = False) -> None:
         limits = self._state.limits
         middleware = Middleware(self._state, access)

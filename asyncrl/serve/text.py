@@ -71,7 +71,7 @@ class ModelText:
     Without a usable chat template (``chat_problem`` has the reason) only plain completions are served.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, renderer: ChatRenderer | None = None) -> None:
         self._tokenizer = tokenizer
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
         self._special_tokens = frozenset(
@@ -81,9 +81,9 @@ class ModelText:
         self._by_bytes = _BLANK in tokenizer.get_vocab()
         self._spellings: dict[int, str] = {}
         self.chat_problem = ""
-        self._renderer: ChatRenderer | None = None
+        self._renderer = renderer
         try:
-            self._renderer = ChatRenderer(tokenizer)
+            self._renderer = renderer or ChatRenderer(tokenizer)
         except ConfigError as error:
             self.chat_problem = str(error)
         self._short_history = self._renderer is not None and _short_history_suffices(self._renderer)

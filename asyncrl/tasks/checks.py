@@ -244,7 +244,8 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
             if not isinstance(environments, FiniteHeldOutTasks):
                 environments.task(0, split="held_out")
         made = environments.make()
-    if lacks := [name for name in ("reset", "step", "close") if not callable(getattr(made, name, None))]:
+    methods = ("close",) if hasattr(made, "run_agent") else ("reset", "step", "close")
+    if lacks := [name for name in methods if not callable(getattr(made, name, None))]:
         remedy = "see asyncrl.interfaces.Environment"
         _refuse("env.name", f": the {type(made).__name__} that make() returned has no {' and no '.join(lacks)}", remedy)
     if config.sft.steps:

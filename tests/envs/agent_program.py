@@ -1,0 +1,118 @@
+"""An agent as others write them: it knows OpenAI's API and its environment variables. Its first argument is a manner.
+
+    python agent_program.py well "12+34"
+
+``well`` uses a calculator until the model says something else; the others misbehave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Compute one operation.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "operator": {"type": "string"}, "b": {"type": "integer"}},
+        },
+    },
+}
+
+
+def ask(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    body = {"model": "gpt-5", "messages": messages, "tools": [CALCULATOR], "temperature": 0.0, **fields}
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
+    return message
+
+
+def well(question: str) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    while True:
+        said = ask(messages)
+        messages.append(said)
+        if not said.get("tool_calls"):
+            break
+        for call in said["tool_calls"]:
+            given = json.loads(call["function"]["arguments"])
+            result = given["a"] + given["b"] if given["operator"] == "+" else given["a"] - given["b"]
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(result)})
+    Path("answer.txt").write_text(str(messages[-1]["content"]))
+
+
+def tree(question: str) -> None:
+    """Ask twice, have a sub-agent, and begin again from a summary."""
+    first = [{"role": "user", "content": question}]
+    said = ask(first)
+    ask(first)
+    ask([{"role": "user", "content": "a side question"}])
+    ask([*first, said, {"role": "user", "content": "go on"}])
+    ask([{"role": "user", "content": "in short: " + question}])
+
+
+def misbehave(manner: str, question: str) -> None:
+    if manner == "silent":
+        sys.exit("no idea")
+    if manner != "flood":
+        ask([{"role": "user", "content": question}])
+    if manner == "fails":
+        sys.exit(3)
+    if manner == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if manner == "hangs":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    if manner == "loops":
+        while True:
+            try:
+                ask([{"role": "user", "content": question}])
+            except urllib.error.HTTPError as error:
+                if error.code != 403:
+                    raise
+    if manner == "flood":
+        while True:
+            print("x" * 1000)
+    if manner == "daemon":  # in a session of its own, with the pipes
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if manner == "connections":
+        address = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+        held = [socket.create_connection((address.hostname, address.port)) for _ in range(400)]
+        time.sleep(0.1)
+        assert len(held) == 400
+    if manner == "forges":  # a reward of its own choice, and the session of another
+        for path in ("/reward", ""):
+            url = os.environ["ANTHROPIC_BASE_URL"] + path
+            try:
+                urllib.request.urlopen(
+                    urllib.request.Request(url, b'{"reward": 9}', {"Content-Type": "application/json"})
+                )
+            except urllib.error.HTTPError as error:
+                if error.code != 404:
+                    raise
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in ("well", "tree"):
+        {"well": well, "tree": tree}[sys.argv[1]](sys.argv[2])
+    else:
+        misbehave(sys.argv[1], sys.argv[2])

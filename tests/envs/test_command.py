@@ -1,0 +1,192 @@
+"""Agents that are programs: what they ask becomes the trajectory, and whatever they do costs their episode alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.envs.command import CommandFactory, filled
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
+from asyncrl.interfaces import SamplingParams
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.tasks.run import train
+
+from .conftest import RecordingEngine
+
+AGENT = Path(__file__).with_name("agent_program.py")
+
+
+def calls_then_answers(text: str) -> str:
+    """A policy that calls the calculator with the question's operands, then says what the tool answered."""
+    if "<|tool|>" in text:
+        return text.rpartition("<|tool|>")[2].partition("<|end|>")[0]
+    a, operator, b = re.findall(r"\d+|[+-]", text.partition("<|user|>")[2])[:3]
+    arguments = {"a": int(a), "operator": operator, "b": int(b)}
+    return f"<tool_call>\n{json.dumps({'name': 'calculator', 'arguments': arguments})}\n</tool_call>"
+
+
+def factory_of(manner: str, **options: Any) -> CommandFactory:
+    given = {"tasks": "calculator", "operation_shares": [1.0], "deadline_s": 60.0, "seed": 0, **options}
+    return CommandFactory(command=[sys.executable, "-I", "-S", str(AGENT), manner, "{task}"], **given)
+
+
+@pytest.fixture
+def play(scratch: ChatRenderer) -> Callable[..., Any]:
+    """Plays an episode of each of several tasks at once; nothing is left afterwards."""
+
+    async def play(
+        factory: CommandFactory,
+        *,
+        episodes: int = 1,
+        said: Callable[[str], str] = calls_then_answers,
+        max_turns: int = 8,
+    ) -> tuple[list[Trajectory], RecordingEngine]:
+        def reply(prompt: tuple[int, ...]) -> list[int]:
+            return scratch.tokenizer.encode(said(scratch.decode(prompt)) + "<|end|>", add_special_tokens=False)
+
+        engine = RecordingEngine(reply)
+        await engine.start()
+        before = (set(asyncio.all_tasks()), psutil.Process().num_fds(), psutil.Process().children(recursive=True))
+        policy = {
+            "engine": engine,
+            "renderer": scratch,
+            "sampling": SamplingParams(max_new_tokens=64),
+            "max_turns": max_turns,
+            "max_seq_len": 512,
+        }
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(
+                        run_agent_episode(
+                            factory.make(),
+                            factory.task(index, split="train"),
+                            EpisodePolicy(**policy, request_prefix=f"row{index}", seed=index),
+                            deadline_s=30.0,
+                        )
+                    )
+                    for index in range(episodes)
+                ]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            after = (set(asyncio.all_tasks()), psutil.Process().num_fds(), psutil.Process().children(recursive=True))
+            assert after == before
+        return [each.result() for each in running], engine
+
+    return play
+
+
+async def test_what_a_program_asks_is_what_is_trained_on(play: Callable[..., Any], scratch: ChatRenderer) -> None:
+    factory = factory_of("well")
+    trajectories, engine = await play(factory, episodes=4)
+    for index, trajectory in enumerate(trajectories):
+        sampled = [token for number in range(2) for token in engine.sampled[f"row{index}-{number}"]]
+        mine = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+        assert [token for token, trained in mine if trained] == sampled
+        assert trajectory.reward == 1.0
+        assert trajectory.branches == []
+        assert trajectory.info["exit_status"] == 0
+        assert scratch.decode(trajectory.token_ids).startswith(f"<|user|>{trajectory.task['question']}<|end|>")
+    assert {request.sampling.temperature for request in engine.requests} == {1.0}  # the run's, not the agent's 0
+
+
+async def test_branches_are_one_tree(play: Callable[..., Any]) -> None:
+    (trajectory,), engine = await play(factory_of("tree"), said=lambda text: f"{len(text)}")
+    parents = [turn.parent for turn in trajectory.turns]
+    assert parents == [-1, -1, -1, 0, -1]
+    assert trajectory.sampled_tokens == sum(map(len, engine.sampled.values()))
+    assert (trajectory.info["branches"], trajectory.info["conversations"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("manner", "error", "text"),
+    [
+        ("silent", EnvironmentFailure, "asked nothing of the model.*status 1.*no idea"),
+        ("dies", EnvironmentFailure, "killed by signal 11"),
+        ("hangs", EnvironmentDeadlineError, "did not end within deadline_s = 1"),
+        ("flood", EnvironmentFailure, "wrote more than output_bytes = 4000"),
+    ],
+)
+async def test_a_misbehaving_program_fails_by_name(
+    play: Callable[..., Any], manner: str, error: type[Exception], text: str
+) -> None:
+    limits = {"deadline_s": 1.0 if manner == "hangs" else 60.0, "output_bytes": 4000}
+    with pytest.raises(error, match=text):
+        await play(factory_of(manner, **limits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manner", ["daemon", "connections", "forges", "fails"])
+async def test_whatever_it_leaves_is_ended(play: Callable[..., Any], manner: str) -> None:
+    (trajectory,), _ = await play(factory_of(manner, reward="exit_status"))
+    assert trajectory.reward == float(manner != "fails")
+    assert len(trajectory.turns) == 1
+
+
+@pytest.mark.slow
+async def test_a_program_without_turns_left_is_ended(play: Callable[..., Any]) -> None:
+    (trajectory,), _ = await play(factory_of("loops"), max_turns=3)
+    assert (len(trajectory.turns), trajectory.finish_reason) == (3, "max_turns")
+
+
+async def test_a_failure_of_the_engine_is_not_the_agents(scratch: ChatRenderer) -> None:
+    engine = RecordingEngine(lambda prompt: [7] * 1000)
+    await engine.start()
+    policy = EpisodePolicy(
+        engine=engine,
+        renderer=scratch,
+        sampling=SamplingParams(max_new_tokens=1000),
+        max_turns=4,
+        max_seq_len=2048,
+        request_prefix="row",
+        seed=0,
+    )
+    factory = factory_of("well")
+
+    async def abort() -> None:
+        while not engine.requests:
+            await asyncio.sleep(0)
+        await engine.abort("row-0")
+
+    episode = run_agent_episode(factory.make(), factory.task(0, split="train"), policy, deadline_s=30.0)
+    found = await asyncio.gather(episode, abort(), return_exceptions=True)
+    assert isinstance(found[0], RequestAbortedError)
+
+
+async def test_rewards_of_programs(play: Callable[..., Any]) -> None:
+    scoring = ["python3", "-c", "print('a line'); print(0.25)"]
+    (scored,), _ = await play(factory_of("well", score_command=scoring))
+    (tested,), _ = await play(factory_of("well", test_command=["grep", "-q", "^{answer}$", "answer.txt"]))
+    assert (scored.reward, tested.reward) == (0.25, 1.0)
+    with pytest.raises(EnvironmentFailure, match="must print a number on its last line; it printed 'nan'"):
+        await play(factory_of("well", score_command=["echo", "nan"]))
+
+
+def test_options_that_cannot_be_used_are_named() -> None:
+    with pytest.raises(ConfigError, match="there is no program 'no-such-agent'"):
+        CommandFactory(command=["no-such-agent"], tasks="calculator")
+    with pytest.raises(ConfigError, match="one of several"):
+        factory_of("well", test_command=["true"], score_command=["true"])
+    with pytest.raises(ConfigError, match=r"has no value for \{mistake\}"):
+        filled("{mistake}", {"task": "t"})
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_what_programs_ask(small_config: Callable[..., Config]) -> None:
+    command = [sys.executable, "-I", "-S", str(AGENT), "tree", "{task}"]
+    options = {"command": command, "tasks": "calculator", "deadline_s": 60.0}
+    config = small_config(env={"name": "command", "options": options}, sft={"steps": 2})
+    summary = train(config)
+    assert summary["steps"] == 3

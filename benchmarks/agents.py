@@ -19,6 +19,7 @@ import os
 import platform
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,14 +29,17 @@ from typing import Any
 
 import aiohttp
 import psutil
+import torch
 
+from asyncrl.algorithms import PolicyObjective
 from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.envs.command import CommandFactory
 from asyncrl.errors import EnvironmentFailure
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams
+from asyncrl.rollout.branches import unfold
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.trajectory import Trajectory, Turn, trajectories_to_batch
 from asyncrl.serve.agents import AgentSession
 from asyncrl.testing import ScriptedEngine
 from engines.training.scratch import make_scratch_tokenizer
@@ -315,6 +319,69 @@ async def run_harness(harness: Harness, renderer: ChatRenderer, counts: Counts, 
     }
 
 
+# ------------------------------------------------------------------------------------------------------------- a tree
+
+
+def trees(vocabulary: int, *, rows: int = 2) -> list[Trajectory]:
+    """An agent that has two sub-agents and compacts its context, all with one system message of 512 tokens."""
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(vocabulary) for _ in range(count)]
+
+    system, found = tokens(512), []
+    for _ in range(rows):
+        ids: list[int] = []
+        mask: list[bool] = []
+        turns: list[Turn] = []
+        for parent in (-1, -1, -1, 2, 0, -1, 5):  # asks; two sub-agents, the second twice; answers; goes on, compacted
+            appended = tokens(24) if parent >= 0 else system + tokens(24)
+            sampled = tokens(32)
+            ids += appended + sampled
+            mask += [False] * len(appended) + [True] * len(sampled)
+            place = {"start": len(ids) - len(sampled), "end": len(ids)}
+            turns.append(Turn(**place, finish_reason="stop", message={"role": "assistant"}, parent=parent))
+        found.append(
+            Trajectory(
+                task={},
+                token_ids=tuple(ids),
+                loss_mask=tuple(mask),
+                behaviour_log_probs=tuple(-10.0 * mine for mine in mask),
+                weight_versions=tuple(0 if mine else -1 for mine in mask),
+                reward=draw.random(),
+                turns=tuple(turns),
+                finish_reason="done",
+            )
+        )
+    return found
+
+
+def tree_time(*, rounds: int) -> dict[str, Any]:
+    """Seconds of an update on trees whose branches share prefixes, over one on the same branches apart."""
+    from trainer import MODELS, interleaved
+    from transformers import AutoModelForCausalLM
+
+    from engines.training.fsdp_engine import FSDPEngine
+
+    torch.set_num_threads(1)
+    config = MODELS["0.5m"]
+    batch = unfold(trajectories_to_batch(trees(config.vocab_size), group_id=0)).rows
+    batch = batch.select(["input_ids", "loss_mask", "behaviour_log_probs"]).with_columns(
+        advantages=torch.linspace(-1, 1, len(batch))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        engines = [FSDPEngine(folder, objective=PolicyObjective(), lr=1e-6, device="cpu", threads=1) for _ in range(2)]
+        engines[1]._passes._cost = None  # by which the engine decides what to share
+        calls = [lambda each=each: bool(each.update(batch)) for each in engines]
+        shared_s, apart_s = interleaved(*calls, rounds=rounds, device="cpu", threads=1)
+        for each in engines:
+            each.close()
+    made = figure("tree_time", shared_s / apart_s, "of the branches apart", most=0.5)
+    return made | {"floor": apart_s, "ratio": shared_s / apart_s}
+
+
 async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     factory = CalculatorFactory()
     renderer = ChatRenderer(make_scratch_tokenizer([factory.demonstration(index) for index in range(100)]))
@@ -355,11 +422,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--sessions", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=5, help="of updates on trees")
     parser.add_argument("--harnesses", type=Path, metavar="FOLDER")
     parser.add_argument("--only", nargs="*", metavar="NAME")
     parser.add_argument("--deadline-s", type=float, default=240.0)
     given = parser.parse_args()
-    figures = asyncio.run(measure(given))
+    figures = [*asyncio.run(measure(given)), tree_time(rounds=given.rounds)]
     if given.json:
         print(json.dumps({"machine": {"cores": os.cpu_count(), "machine": platform.machine()}, "figures": figures}))
         return

@@ -9,7 +9,7 @@ it has computed for their tokens.
     trained     1 1 1                                                       1 1         1
 
 Branches have the tokens that they share, to be seen, and each sampled token is trained on in the first branch that has
-it. Prefixes of rows are computed once where that pays (``trainer.options.share_prefixes``).
+it. An engine may compute what branches share once, as it does for the prompt of a group.
 """
 
 from __future__ import annotations

@@ -235,6 +235,12 @@ def reasoning_effort(call: Call, effort: str | None, *, field: str) -> dict[str,
     return {}
 
 
+def check_verbosity(call: Call, verbosity: str | None, *, field: str) -> None:
+    """Raise an API error for a verbosity but the middle one; an agent's makes no difference."""
+    if verbosity not in (None, "medium") and call.plane != "agent":
+        raise APIError(400, f"{field} = {verbosity} is not served; leave it out")
+
+
 async def render_prompt(
     call: Call,
     messages: Sequence[Message],

@@ -27,10 +27,12 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
+    check_verbosity,
     choice_grammar,
     json_grammar,
     json_schema,
     lark_grammar,
+    reasoning_effort,
     regex_grammar,
     render_prompt,
     tool_call,
@@ -209,6 +211,8 @@ class ChatCompletionRequest(_Sampling, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # Any: variables of the template
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
@@ -562,6 +566,8 @@ async def chat_tokens(call: Call) -> web.StreamResponse:
 async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...] = ()) -> web.StreamResponse:
     call.state.check_model(body.model)
     _check_neutral(body, top_logprobs=(None if body.logprobs else body.top_logprobs, 0), echo=(body.echo, False))
+    check_verbosity(call, body.verbosity, field="verbosity")
+    effort = reasoning_effort(call, body.reasoning_effort, field="reasoning_effort")
     tools, usage = _tool_use(body), _usage_events(body)
     turn = await ChatTurn.begin(
         call,
@@ -576,7 +582,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
         ),
         form=_form(call.state.chat_text(), body, tools),
         choices=check_choices(call.state.limits, body.n),
-        rendering=_rendering(body, last=_last_tokens(call, body)),
+        rendering=_rendering(body, last=_last_tokens(call, body), more=effort),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=bool(body.skip_special_tokens),
         tokens=tokens,
@@ -599,11 +605,14 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
     )
 
 
-def _rendering(body: ChatCompletionRequest | TokenizeRequest, *, last: int | None = None) -> Rendering:
+def _rendering(
+    body: ChatCompletionRequest | TokenizeRequest, *, last: int | None = None, more: Mapping[str, Any] | None = None
+) -> Rendering:
+    """``more`` are variables of the template. Any: JSON."""
     if body.continue_final_message and body.add_generation_prompt:
         raise APIError(400, "continue_final_message begins no new message: leave out add_generation_prompt")
     return Rendering(
-        template=body.chat_template_kwargs or {},
+        template={**(body.chat_template_kwargs or {}), **(more or {})},
         continues=bool(body.continue_final_message),
         generation_prompt=bool(body.continue_final_message) or body.add_generation_prompt is not False,
         last_tokens=last,

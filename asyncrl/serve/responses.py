@@ -26,6 +26,7 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
+    check_verbosity,
     reasoning_effort,
     tool_call,
     tool_use,
@@ -114,7 +115,7 @@ class TextFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 class TextConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     format: TextFormat = TextFormat()
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -290,6 +291,8 @@ async def create(call: Call) -> web.StreamResponse:
     conversation = await call.off_loop(lambda: _conversation(kept, body.input))
     if not conversation:
         raise APIError(400, "the input has no message: reasoning is not shown to the model")
+    if body.text is not None:
+        check_verbosity(call, body.text.verbosity, field="text.verbosity")
     tools, text = _tool_use(call, body), state.chat_text()
     turn = await ChatTurn.begin(
         call,

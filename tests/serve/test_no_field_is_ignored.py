@@ -90,6 +90,8 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     "prompt": ({"id": "p"}, {}),
     "metadata": ({"a": "b"}, {}),
     "thinking": ({"type": "enabled", "budget_tokens": 9}, {}),
+    "verbosity": ("low", {}),
+    "reasoning_effort": ("low", {}),
     "context_management": ({"edits": [{"type": "clear_tool_uses_20250919"}]}, {}),
     "output_config": (FORM, {}),
     "output_format": (FORM["format"], {}),

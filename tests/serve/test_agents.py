@@ -1,0 +1,103 @@
+"""The session of an agent that is trained: its address is its key, and the run decides how it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from asyncrl.interfaces import SamplingParams
+from asyncrl.rollout.episode import EpisodePolicy
+from asyncrl.serve.agents import AgentSession
+from asyncrl.serve.text import ModelText
+from asyncrl.testing import ScriptedEngine
+
+ASK = {"model": "gpt-5", "messages": [{"role": "user", "content": "say it again please"}]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|end|>'
+
+
+@pytest.fixture
+def policy(text: ModelText) -> Callable[..., EpisodePolicy]:
+    def make(**changes: Any) -> EpisodePolicy:
+        engine = ScriptedEngine(lambda prompt: text.renderer.encode(CALL), weight_version=3)
+        given: dict[str, Any] = {
+            "engine": engine,
+            "renderer": text.renderer,
+            "sampling": SamplingParams(max_new_tokens=64, temperature=0.7, top_p=0.9, min_tokens=2),
+            "max_turns": 8,
+            "max_seq_len": 512,
+            "request_prefix": "row",
+            "seed": 5,
+        }
+        return EpisodePolicy(**given | changes)
+
+    return make
+
+
+async def post(session: AgentSession, body: dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as http, http.post(session.url + path, json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_the_run_decides_how_an_agent_is_answered(policy: Callable[..., EpisodePolicy]) -> None:
+    episode = policy()
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode) as session:
+        asked = {"temperature": 0.0, "top_p": 0.1, "max_tokens": 99_999, "seed": 1, "stop": "again"}
+        await post(session, ASK | asked)
+        await post(session, ASK | {"max_tokens": 3})
+        status, refused = await post(session, ASK | {"logit_bias": {"71": 5}})
+    assert (status, "logit_bias" in refused["error"]["message"]) == (400, True)
+    first, second = (request.sampling for request in engine.requests)
+    assert (first.temperature, first.top_p, first.min_tokens) == (0.7, 0.9, 2)
+    assert (first.max_new_tokens, second.max_new_tokens) == (64, 3)
+    assert first.stop == ("again",)
+    assert first.seed not in (1, second.seed)
+    assert [request.request_id for request in engine.requests] == ["row-0", "row-1"]
+
+
+@pytest.mark.parametrize("enforced", [False, True])
+async def test_a_form_is_left_to_the_policy_or_its_turn_is_not_trained_on(
+    policy: Callable[..., EpisodePolicy], enforced: bool
+) -> None:
+    episode = policy()
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode, enforces_forms=enforced) as session:
+        status, answer = await post(session, ASK | {"tools": TOOLS, "tool_choice": "required"})
+    assert status == 200
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add"
+    (request,) = engine.requests
+    assert bool(request.sampling.grammar) == enforced
+    trajectory = session.trajectory({}, reward=1.0, info={})
+    (turn,) = trajectory.turns
+    assert trajectory.loss_mask[turn.start : turn.end] == (not enforced,) * (turn.end - turn.start)
+    assert set(trajectory.weight_versions[turn.start : turn.end]) == {-1 if enforced else 3}
+
+
+async def test_a_session_has_its_own_routes_and_no_others(policy: Callable[..., EpisodePolicy]) -> None:
+    episode = policy(max_turns=1)
+    engine: Any = episode.engine
+    await engine.start()
+    ended: list[int] = []
+    async with AgentSession(episode, on_end=lambda: ended.append(1)) as session, aiohttp.ClientSession() as http:
+        async with http.get(f"{session.url}/v1/models") as models:
+            assert models.status == 200
+        other = session.url.replace(session.key, "0" * 32)
+        for url in (
+            f"{other}/v1/models",
+            f"{session.url}/trajectories",
+            session.url,
+            session.url.split("/sessions")[0],
+        ):
+            async with http.get(url) as answer:
+                assert answer.status == 404, url
+        assert (await post(session, {"reward": 1.0}, "/reward"))[0] == 404
+        assert [(await post(session, ASK))[0] for _ in range(2)] == [200, 403]
+    assert ended == [1]
+    trajectory = session.trajectory({}, reward=0.0, info={})
+    assert (len(trajectory.turns), trajectory.finish_reason) == (1, "max_turns")

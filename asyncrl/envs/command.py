@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,24 +210,28 @@ class CommandEnvironment:
         if session.failure is not None:
             raise session.failure
         _check_end(end, session, options)
-        reward, info = await self._reward(session, end, names, env, folder)
-        info |= {"exit_status": end.code, "branches": session.branches, "conversations": session.conversations}
-        return session.trajectory(task, reward=reward, info=info)
+        earned = await self._earned(session, end, names, env, folder)
+        info = {"exit_status": end.code, "branches": session.branches, "conversations": session.conversations}
+        return session.trajectory(
+            task, reward=earned.reward, info={**earned.info, **info}, turn_rewards=earned.turn_rewards
+        )
 
-    async def _reward(
+    async def _earned(
         self, session: AgentSession, end: ProgramEnd, names: Mapping[str, str], env: Mapping[str, str], folder: Path
-    ) -> tuple[float, dict[str, Any]]:
-        options = self._factory
+    ) -> _Earned:
+        options, turns = self._factory, session.said()
         if options.judged_by == "exit_status":
-            return float(end.how == "exited" and end.code == 0), {}
+            return _Earned(float(end.how == "exited" and end.code == 0))
         if options.judged_by == "rule":
-            said = session.last_message or {}
-            step = await self._judge.step({"role": "assistant", "content": said.get("content") or ""})
-            return step.reward, dict(step.info)
+            said = turns[-1]["message"].get("content") or ""
+            step = await self._judge.step({"role": "assistant", "content": said})
+            return _Earned(float(step.reward), info=dict(step.info))
+        file = folder / "turns.json"
+        await asyncio.to_thread(file.write_text, json.dumps(turns), encoding="utf-8")
         judging = await run_program(
             [filled(part, names) for part in options.judging_command],
             folder=folder / "work",
-            env=env,
+            env={**env, "ASYNCRL_TURNS_FILE": str(file)},
             deadline_s=options.deadline_s,
             output_bytes=options.output_bytes,
             over=asyncio.Event(),
@@ -235,15 +239,31 @@ class CommandEnvironment:
         if judging.how != "exited" or (options.judged_by == "score_command" and judging.code):
             raise _failure(f"{options.judged_by}", judging, options)
         if options.judged_by == "test_command":
-            return float(judging.code == 0), {}
-        last = (judging.stdout.strip().splitlines() or [""])[-1]
-        try:
-            score = float(last)
-        except ValueError:
-            score = math.nan
-        if not math.isfinite(score):
-            raise EnvironmentFailure(f"score_command must print a number on its last line; it printed {last[:80]!r}")
-        return score, {}
+            return _Earned(float(judging.code == 0))
+        return _score((judging.stdout.strip().splitlines() or [""])[-1], turns=len(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Earned:
+    reward: float
+    turn_rewards: Sequence[float] = ()
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def _score(line: str, *, turns: int) -> _Earned:
+    """Return what a score_command has printed: a number, or JSON with ``reward`` and perhaps ``turn_rewards``."""
+    try:
+        given = json.loads(line)
+        table = given if isinstance(given, dict) else {"reward": given}
+        earned = _Earned(float(table["reward"]), [float(each) for each in table.get("turn_rewards", ())])
+        if all(map(math.isfinite, (earned.reward, *earned.turn_rewards))) and len(earned.turn_rewards) in (0, turns):
+            return earned
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise EnvironmentFailure(
+        f'the last line of score_command must be a number, or {{"reward": ..., "turn_rewards": [...]}} with one for '
+        f"each of {turns} turns; it is {line[:80]!r}"
+    )
 
 
 def _check_end(end: ProgramEnd, session: AgentSession, options: CommandFactory) -> None:

@@ -209,6 +209,8 @@ async def run_agent_episode(
             trajectory = await _call(environment.run_agent, task, policy, what="agent", deadline_s=None)
     if not trajectory.sampled_tokens:
         raise EnvironmentFailure("the agent ended without a turn of the policy")
+    if not abs(trajectory.reward) <= _LARGEST_FLOAT32:
+        raise EnvironmentFailure(f"the reward must be, as float32, a finite number; it is {trajectory.reward}")
     return trajectory
 
 

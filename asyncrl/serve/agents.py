@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from asyncrl.errors import AsyncRLError, RequestAbortedError
-from asyncrl.interfaces import GenerationChunk, GenerationRequest, Message, SamplingParams, Task
+from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams, Task
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.rollout.trajectory import Trajectory, derive_seed
@@ -119,9 +119,9 @@ class AgentSession:
     def branches(self) -> int:
         return self._session.branches
 
-    @property
-    def last_message(self) -> Message | None:
-        return self._session.last_message
+    def said(self) -> list[dict[str, Any]]:
+        """Return each turn's ``message``, and the number of the turn that it continues as ``parent`` (-1: none)."""
+        return [{"message": message, "parent": parent} for message, parent in self._session.said()]
 
     def trajectory(
         self, task: Task, *, reward: float, info: Mapping[str, Any], turn_rewards: Sequence[float] = ()

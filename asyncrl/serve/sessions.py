@@ -193,10 +193,9 @@ class Session:
         self.tokens += tokens
         return tokens
 
-    @property
-    def last_message(self) -> Message | None:
-        """What the turn that ended last said; None before the first."""
-        return self._nodes[-1].message if self._nodes else None
+    def said(self) -> list[tuple[Message, int]]:
+        """Return the message of each turn, and the number of the turn that it continues (-1: none)."""
+        return [(node.message, -1 if node.parent is None else node.parent.number) for node in self._nodes]
 
     def trajectory(
         self, *, task: Task, reward: float, info: Mapping[str, object], turn_rewards: Sequence[float] = ()

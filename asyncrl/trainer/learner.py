@@ -178,16 +178,16 @@ class Advantages:
             for row, turn_rewards in enumerate(summary.turn_rewards):
                 parents = summary.turn_parents[row] if summary.turn_parents else ()
                 by_turn = turn_rewards if self.by_turns else (0.0,) * len(turn_rewards)
-                given = {"reward": rewards[len(earned)], "turn_rewards": by_turn, "parents": parents}
-                earned.append(earned_by(self.credit, **given))
+                reward = rewards[len(earned)]
+                earned.append(earned_by(self.credit, reward=reward, turn_rewards=by_turn, parents=parents))
                 group_ids += [summary.group_id] * len(earned[-1])
         compared = torch.tensor([each.reward for row in earned for each in row], dtype=torch.float32)
         advantages = iter(self.estimator({"rewards": compared, "groups": torch.tensor(group_ids)}).tolist())
         found: list[torch.Tensor] = []
-        for row in earned:
-            sums = torch.zeros(1 + max((turn for each in row for turn in each.turns), default=-1))
+        for units in earned:
+            sums = torch.zeros(1 + max((turn for each in units for turn in each.turns), default=-1))
             counts = torch.zeros_like(sums)
-            for each in row:
+            for each in units:
                 sums[list(each.turns)] += next(advantages)
                 counts[list(each.turns)] += 1
             found.append(sums / counts)

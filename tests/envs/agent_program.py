@@ -94,6 +94,13 @@ def misbehave(manner: str, question: str) -> None:
     if manner == "daemon":  # in a session of its own, with the pipes
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if manner == "forks":  # 63 processes in sessions of their own
+        first = os.getpid()
+        for _ in range(6):
+            os.fork()
+        if os.getpid() != first:
+            os.setsid()
+            time.sleep(600)
     if manner == "connections":
         address = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
         held = [socket.create_connection((address.hostname, address.port)) for _ in range(400)]

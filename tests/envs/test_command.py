@@ -128,7 +128,7 @@ async def test_a_misbehaving_program_fails_by_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("manner", ["daemon", "connections", "forges", "fails"])
+@pytest.mark.parametrize("manner", ["daemon", "forks", "connections", "forges", "fails"])
 async def test_whatever_it_leaves_is_ended(play: Callable[..., Any], manner: str) -> None:
     (trajectory,), _ = await play(factory_of(manner, reward="exit_status"))
     assert trajectory.reward == float(manner != "fails")
@@ -170,8 +170,17 @@ async def test_rewards_of_programs(play: Callable[..., Any]) -> None:
     (scored,), _ = await play(factory_of("well", score_command=scoring))
     (tested,), _ = await play(factory_of("well", test_command=["grep", "-q", "^{answer}$", "answer.txt"]))
     assert (scored.reward, tested.reward) == (0.25, 1.0)
-    with pytest.raises(EnvironmentFailure, match="must print a number on its last line; it printed 'nan'"):
+    with pytest.raises(EnvironmentFailure, match=r"the last line of score_command must be a number.*it is 'nan'"):
         await play(factory_of("well", score_command=["echo", "nan"]))
+
+
+async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> None:
+    program = (
+        "import json, os; turns = json.load(open(os.environ['ASYNCRL_TURNS_FILE']));"
+        "print(json.dumps({'reward': 3, 'turn_rewards': [turn['parent'] for turn in turns]}))"
+    )
+    (trajectory,), _ = await play(factory_of("tree", score_command=["python3", "-c", program]), said=lambda text: "so")
+    assert [turn.reward for turn in trajectory.turns] == [-1.0, -1.0, -1.0, 0.0, -1.0]
 
 
 def test_options_that_cannot_be_used_are_named() -> None:
@@ -184,9 +193,17 @@ def test_options_that_cannot_be_used_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_what_programs_ask(small_config: Callable[..., Config]) -> None:
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_run_trains_on_what_programs_ask(small_config: Callable[..., Config], backend: str) -> None:
     command = [sys.executable, "-I", "-S", str(AGENT), "tree", "{task}"]
     options = {"command": command, "tasks": "calculator", "deadline_s": 60.0}
-    config = small_config(env={"name": "command", "options": options}, sft={"steps": 2})
+    config = small_config(
+        env={"name": "command", "options": options},
+        sft={"steps": 2},
+        algorithm={"credit": "branch"},
+        cluster={"backend": backend},
+    )
     summary = train(config)
+    tokens = summary["tokens"]
     assert summary["steps"] == 3
+    assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"]

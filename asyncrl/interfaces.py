@@ -186,6 +186,8 @@ class GenerationRequest:
     sampled already. Only the tokens after them are delivered, but ``max_new_tokens``, stop strings and the token index
     of a seeded request count from the first of them. A request that is already complete ends at once, without a token.
 
+    A ``probe`` checks the engine: it goes before all others, beside the most that may run, where the engine can do so.
+
     Raises:
         ValueError: ``continued_tokens`` is negative, or leaves no token of the prompt.
     """
@@ -194,6 +196,7 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     continued_tokens: int = 0
+    probe: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.continued_tokens <= max(len(self.prompt_token_ids) - 1, 0):
@@ -438,7 +441,7 @@ class LiveWeightsEngine(RolloutEngine, Protocol):
     async def live_checksums(self, names: Collection[str]) -> Mapping[str, tuple[str, int]]:
         """Return the dtype and the checksum of published tensors as they serve, as in a ``TensorEntry``.
 
-        Decoding waits meanwhile.
+        They are read while decoding goes on; no commit takes effect meanwhile.
         """
         ...
 

@@ -46,6 +46,7 @@ from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles
+from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.trajectory import Trajectory, Turn, encode_rows, trajectories_to_batch
 from asyncrl.staleness import POLICIES
 from asyncrl.tasks.run import train
@@ -191,7 +192,10 @@ class Policy:
         if isinstance(version, int):
             return [WeightManifest(version=version, transport="none", location="", tensors=())]
         self.weight_version = version.version
-        return None
+        return Ended(version=version.version, committed=(), fenced={})
+
+    def take_proofs(self) -> list[Any]:
+        return []
 
     async def release(self, version: int) -> None: ...
 

@@ -426,6 +426,15 @@ class WeightsConfig(Section):
     """Arguments of the transport."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of requests in flight at a weight update: keep those of the older weights, or recompute them."""
+    checked_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 1 << 30
+    """Bytes of an engine's tensors that are compared, for each version, with those published: all, where the model has
+    no more, else others each time. Reading them takes memory bandwidth of the engine; 0 compares none."""
+    canary_tokens: Annotated[int, Field(ge=0, le=1024)] = 20
+    """Tokens of a fixed prompt whose log-probs under each version have to be the trainer's; 17 and more reach into the
+    prefix cache of vLLM, whose blocks have 16. 0: none. The trainer computes them once per version."""
+    canary_tolerance: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Most that the canary's log-probs may differ, in nats for each nat of a log-prob (the median over its tokens);
+    none: what rounding explains in the engine's dtype. An engine that quantises needs another limit."""
 
 
 class EvalConfig(Section):

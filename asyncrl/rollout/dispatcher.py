@@ -318,6 +318,7 @@ class Dispatcher:
             held.continuation.request(),
             incarnation=replica.health.incarnation,
             work=self._work(held.request, sampled=held.continuation.tokens),
+            proven=replica.proven,
             ended=ended,
             spawn=self._set.spawn,
         )

@@ -47,6 +47,7 @@ class Attempt:
     Args:
         incarnation: of the engine among its replica's.
         work: expected work, in tokens.
+        proven: set unless a version is being committed and is not proven: what is sampled then waits for that.
         ended: called when the engine is done with it, or was stopped; perhaps more than once.
         spawn: starts the reading task (:meth:`ReplicaSet.spawn`).
 
@@ -61,6 +62,7 @@ class Attempt:
         *,
         incarnation: int,
         work: float,
+        proven: asyncio.Event,
         ended: Callable[[Attempt], None],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
@@ -69,6 +71,7 @@ class Attempt:
         self.work = work
         self.finish_reason: FinishReason | None = None
         self._engine = engine
+        self._proven = proven
         self._ended = ended
         self._inbox: asyncio.Queue[GenerationChunk | Exception] = asyncio.Queue()
         self._over = False
@@ -118,6 +121,7 @@ class Attempt:
                 cast("AsyncGenerator[GenerationChunk, None]", self._engine.generate(request))
             ) as chunks:
                 async for chunk in chunks:
+                    await self._proven.wait()
                     tokens += len(chunk.token_ids)
                     self._receive(chunk)
         except asyncio.CancelledError:
@@ -172,6 +176,8 @@ class EngineReplica(Replica[RolloutEngine]):
         self._fetch = fetch
         self._kv_cache: KVCachePolicy = kv_cache
         self._manifest: WeightManifest | None = None
+        self.proven = asyncio.Event()
+        """Unset from a commit to its proof; for ever, if that fails."""
 
     @property
     def engine(self) -> RolloutEngine | None:
@@ -247,6 +253,8 @@ class EngineReplica(Replica[RolloutEngine]):
         engine = self._factory()
         try:
             await engine.start()
+            self.proven = asyncio.Event()
+            self.proven.set()
             self.paused = False
             await self._apply_pause(engine)
         except BaseException:
@@ -304,6 +312,7 @@ class EngineReplica(Replica[RolloutEngine]):
     async def commit_weights(self, version: int) -> None:
         engine = self.running()
         incarnation = self.health.incarnation
+        self.proven.clear()
         with self._lease():
             try:
                 await commit_into(engine, version, kv_cache=self._kv_cache, manifest=self._manifest)
@@ -312,6 +321,7 @@ class EngineReplica(Replica[RolloutEngine]):
                 raise
         if self.engine is None or self.engine.weight_version != version:
             raise WeightError(f"the engine does not hold version {version}, although it committed it")
+        self.proven.set()
         self._changes.notify()  # requests that have tokens of this version may go there now
 
     @contextmanager

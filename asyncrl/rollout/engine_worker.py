@@ -45,6 +45,7 @@ from asyncrl.interfaces import (
 )
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.plugins import is_model_source, make_part
+from asyncrl.rollout.live_weights import commit_into
 from asyncrl.runtime import in_thread, shield_until_done
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights import WeightManifest, WeightTransport
@@ -104,6 +105,7 @@ class EngineWorker(Worker):
         super().__init__()
         self._folder = LockedTemporaryDirectory("model")
         self._engine = spec.make(self._folder.path)
+        self._manifest: WeightManifest | None = None
 
     async def aclose(self) -> None:
         await self._engine.close()
@@ -146,11 +148,12 @@ class EngineWorker(Worker):
         """
         manifest = WeightManifest.decode(weights.meta_info["manifest"])
         tensors = await asyncio.to_thread(_checked, weights, manifest)
+        self._manifest = manifest
         await self._engine.prepare_weights(tensors, version=manifest.version)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     async def commit_weights(self, version: int, kv_cache: KVCachePolicy) -> RolloutEngineStatistics:
-        await self._engine.commit_weights(version, kv_cache=kv_cache)
+        await commit_into(self._engine, version, kv_cache=kv_cache, manifest=self._manifest, canary=False)
         return self._engine.statistics()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

@@ -1,39 +1,75 @@
-"""Weights are checked where they serve: after a commit, some live tensors have to be those that the trainer published.
+"""Weights are proven where they serve: after a commit, an engine shows that it computes with what was published.
 
-The manifest of a version has the checksum of every tensor, as the trainer published it. An engine whose tensors can be
-read (:class:`asyncrl.interfaces.LiveWeightsEngine`) is asked for the checksums of a few of them, others for every
-version, once it says that it serves the version. Where an engine fuses, renames or casts tensors, no live one is the
-published one; there the check is that of the bytes that it received (:meth:`asyncrl.weights.WeightTransport.pull`).
+Two kinds of evidence, both from what the publisher's manifest says of the version:
+
+fingerprint  the checksums of the live tensors (:class:`asyncrl.interfaces.LiveWeightsEngine`): exact, of all tensors or
+             of others for every version (``checked_bytes``). Tensors that the engine cast are left out.
+canary       the log-probs of fixed tokens, which the engine computes as for any request: within the rounding of the
+             dtype (``tolerance``), whatever the engine fuses, packs, casts, shares or caches.
+
+The canary is asked for twice at the same time. One request has the prompt's log-probs computed, past any prefix cache,
+and they have to be the trainer's; the other samples a token only, and may read the cache: what it gives has to be what
+the first one gives. Keys and values of older weights show there.
+
+What an engine sampled is handed on once the version is proven. One that fails is replaced.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from asyncrl.errors import LiveWeightsError
-from asyncrl.interfaces import KVCachePolicy, LiveWeightsEngine, RolloutEngine
+from asyncrl.interfaces import (
+    GenerationChunk,
+    GenerationRequest,
+    KVCachePolicy,
+    LiveWeightsEngine,
+    RolloutEngine,
+    SamplingParams,
+)
 from asyncrl.weights import TensorEntry, WeightManifest
 
-_CHECKED_BYTES = 8 << 20
-"""Bytes that are read for one version, beyond the first tensor: a millisecond."""
 
-_LARGEST_BYTES = 64 << 20
-"""Larger tensors are checked only where all are: they would pause decoding."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsProof:
+    """The evidence for a version: ``canary`` is the error over the tolerance (at most 1), ``seconds`` what it took."""
+
+    seconds: float = 0.0
+    canary: float = 0.0
 
 
 async def commit_into(
-    engine: RolloutEngine, version: int, *, kv_cache: KVCachePolicy, manifest: WeightManifest | None
-) -> None:
-    """Commit the prepared version, unless ``engine`` serves it already, and check some of its live tensors.
+    engine: RolloutEngine,
+    version: int,
+    *,
+    kv_cache: KVCachePolicy,
+    manifest: WeightManifest | None,
+    canary: bool = True,
+) -> WeightsProof:
+    """Commit the prepared version, unless ``engine`` serves it already, and prove it by its ``manifest``.
 
     Raises:
-        LiveWeightsError: the engine serves other tensors than those of the ``manifest``.
+        LiveWeightsError: the engine serves other tensors than those of the ``manifest``, or computes something else.
         WeightVersionError: ``version`` is not the prepared one.
     """
     if engine.weight_version != version:
         await engine.commit_weights(version, kv_cache=kv_cache)
-    if manifest is not None and manifest.version == version and isinstance(engine, LiveWeightsEngine):
-        await check_live_weights(engine, manifest)
+    clock = asyncio.get_running_loop().time
+    begun_s, error = clock(), 0.0
+    if manifest is not None and manifest.version == version:
+        if isinstance(engine, LiveWeightsEngine):
+            await check_live_weights(engine, manifest)
+        if canary:
+            error = await check_canary(engine, manifest)
+    return WeightsProof(seconds=clock() - begun_s, canary=error)
+
+
+# --------------------------------------------------------------------------------------------------------- fingerprint
 
 
 async def check_live_weights(engine: LiveWeightsEngine, manifest: WeightManifest) -> None:
@@ -55,14 +91,80 @@ async def check_live_weights(engine: LiveWeightsEngine, manifest: WeightManifest
 
 
 def sampled_entries(manifest: WeightManifest) -> list[TensorEntry]:
-    """Return some of the tensors, in an order of their own for each version: in time, every one has its turn."""
-    entries = [each for each in manifest.tensors if each.size_bytes <= _LARGEST_BYTES] or list(manifest.tensors)
+    """Return the tensors, of at most ``checked_bytes``: where that is less than all, others for each version."""
+    entries = list(manifest.tensors)
+    if not manifest.checked_bytes or manifest.size_bytes <= manifest.checked_bytes:
+        return entries if manifest.checked_bytes else []
+    entries = [each for each in entries if each.size_bytes <= manifest.checked_bytes]
     random.Random(manifest.version).shuffle(entries)  # noqa: S311 (reproducible, not secret)
     chosen: list[TensorEntry] = []
-    left = _CHECKED_BYTES
+    left = manifest.checked_bytes
     for entry in entries:
-        if chosen and entry.size_bytes > left:
-            continue
-        chosen.append(entry)
-        left -= entry.size_bytes
+        if entry.size_bytes <= left:
+            chosen.append(entry)
+            left -= entry.size_bytes
     return chosen
+
+
+# -------------------------------------------------------------------------------------------------------------- canary
+
+_GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+async def check_canary(engine: RolloutEngine, manifest: WeightManifest) -> float:
+    """Compare what ``engine`` computes for the manifest's canary; return the error over the tolerance.
+
+    0 without a canary, and of an engine that is paused and computes nothing.
+
+    Raises:
+        LiveWeightsError: the error exceeds the tolerance, or a log-prob is not finite.
+    """
+    canary, version = manifest.canary, manifest.version
+    if canary is None or engine.statistics().paused:
+        return 0.0
+    request = GenerationRequest(
+        request_id=f"canary-{version}", prompt_token_ids=canary.token_ids, sampling=_GREEDY, probe=True
+    )
+    scored, cached = await asyncio.gather(
+        _answer(engine, replace(request, sampling=replace(_GREEDY, prompt_log_probs=0))),
+        _answer(engine, replace(request, request_id=f"canary-{version}-cached")),
+    )
+    if {*scored.weight_versions, *cached.weight_versions} != {version}:
+        raise _unproven(version, f"the canary was sampled under {(*scored.weight_versions, *cached.weight_versions)}")
+    error = _error(scored.prompt_log_probs[1:], canary.log_probs) / canary.tolerance
+    if not error <= 1:
+        raise _unproven(
+            version,
+            f"the log-probs of {len(canary.log_probs)} fixed tokens differ from the trainer's by {error:.3g} times "
+            "what rounding explains: it computes with other weights, or computes something else with them; "
+            "weights.canary_tolerance sets another limit",
+        )
+    apart = _error(cached.log_probs, scored.log_probs) / canary.tolerance
+    if not apart <= 1:
+        raise _unproven(
+            version,
+            f"the same prompt gives log-prob {cached.log_probs[0]:.6g} for the next token and, with its prefix "
+            f"computed anew, {scored.log_probs[0]:.6g}: keys and values of older weights are used again",
+        )
+    return max(error, apart)
+
+
+async def _answer(engine: RolloutEngine, request: GenerationRequest) -> GenerationChunk:
+    answer = [chunk async for chunk in engine.generate(request) if chunk.token_ids]
+    if not answer:
+        raise _unproven(engine.weight_version, "it gave no token for the canary")
+    return answer[0]
+
+
+def _error(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the median difference of log-probs, each for a nat of the expected one; infinite if one is not finite.
+
+    The median, because rounding may send a few tokens to other experts of a model, and no fault spares half of them.
+    """
+    if len(found) != len(expected) or not all(map(math.isfinite, found)):
+        return math.inf
+    return statistics.median(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, expected, strict=True))
+
+
+def _unproven(version: int, found: str) -> LiveWeightsError:
+    return LiveWeightsError(f"the engine says that it serves weight version {version}, but {found}")

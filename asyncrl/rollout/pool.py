@@ -33,6 +33,7 @@ from asyncrl.errors import (
 )
 from asyncrl.interfaces import KVCachePolicy
 from asyncrl.rollout.health import HealthPolicy
+from asyncrl.rollout.live_weights import WeightsProof
 from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.replica import Replica, ReplicaSet, Supervision
 from asyncrl.rollout.router import ReplicaLoad, choose
@@ -112,6 +113,8 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         self._start_group = start
         self._kv_cache: KVCachePolicy = kv_cache
         self._wrong_tensors = False
+        self.proofs: list[WeightsProof] = []
+        """Of versions, from all of its ranks, since they were taken."""
         self.pin: Pin | None = None
         """What it is kept for; the rollouts of others pass it by."""
         self.on_state: Callable[[str, str], None] = lambda _name, _state: None
@@ -170,12 +173,13 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
 
     async def commit_weights(self, version: int) -> None:
         instance = self.running()
-        await self._update(instance, instance.group.commit_weights(version, self._kv_cache))
+        answers = await self._update(instance, instance.group.commit_weights(version, self._kv_cache))
+        self.proofs += [each for each in answers or () if isinstance(each, WeightsProof)]
         self._wrong_tensors = False
 
-    async def _update(self, instance: _WorkerGroup, call: Any) -> None:
+    async def _update(self, instance: _WorkerGroup, call: Any) -> Any:
         try:
-            await call
+            return await call
         except _LOST_INSTANCE as error:
             self.lost(instance, error)
             raise
@@ -595,6 +599,13 @@ class RolloutPool:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
         return ended
+
+    def take_proofs(self) -> list[WeightsProof]:
+        """Return the proofs of versions on replicas since the last call."""
+        taken = [proof for replica in self._replicas.values() for proof in replica.proofs]
+        for replica in self._replicas.values():
+            replica.proofs.clear()
+        return taken
 
     # ----------------------------------------------------------------------------------------------- observation
 

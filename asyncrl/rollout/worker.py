@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data import DataProto
-from asyncrl.errors import EngineError, EnvironmentFailure, RequestAbortedError
+from asyncrl.errors import EngineError, EnvironmentFailure, LiveWeightsError, RequestAbortedError
 from asyncrl.foreign import Failures
 from asyncrl.interfaces import (
     ClosableFactory,
@@ -39,7 +39,7 @@ from asyncrl.interfaces import (
 from asyncrl.plugins import Part, load_part, make_part
 from asyncrl.rollout.chat import ChatRenderer, load_renderer
 from asyncrl.rollout.episode import AgentEnvironment, Diverged, EpisodePolicy, run_agent_episode, run_episode
-from asyncrl.rollout.live_weights import commit_into
+from asyncrl.rollout.live_weights import WeightsProof, commit_into
 from asyncrl.rollout.recheck import ReplayedRewards
 from asyncrl.rollout.replica import fetch_into
 from asyncrl.rollout.trajectory import (
@@ -272,6 +272,8 @@ class RolloutWorker(Worker):
         self._turns = TurnFeed(gather_s=spec.gather_s)
         self._engine: RolloutEngine | None = None
         self._manifest: WeightManifest | None = None
+        self._proving = asyncio.Lock()
+        self._unproven: LiveWeightsError | None = None
         self._renderer: ChatRenderer | None = None
         self._environments: EnvironmentFactory = make_part(
             "asyncrl.environments", spec.environment, options=spec.environment_options, path="env.name"
@@ -324,6 +326,7 @@ class RolloutWorker(Worker):
             EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
                 sampled for the group, finished episodes included.
             InvariantError: a row has another reward than it earns when it is played again, or a seed is not the run's.
+            LiveWeightsError: the version that the engine has committed is not proven.
         """
         assert prompts.batch is not None
         purpose: str = prompts.meta_info["purpose"]
@@ -366,6 +369,9 @@ class RolloutWorker(Worker):
                     failure.causes = failures
                 raise failure from failure.__cause__
         trajectories = [task.result() for task in running]
+        async with self._proving:
+            if self._unproven is not None:
+                raise self._unproven
         batch = trajectories_to_batch(trajectories, group_id=group_id)
         assert self._renderer is not None
         checks = await self._rewards.check(batch, trajectories, self._renderer, group_id=group_id)
@@ -521,16 +527,22 @@ class RolloutWorker(Worker):
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> float:
-        """Sample under ``version`` from the next token on; check some live tensors. Return the seconds it took.
+    async def commit_weights(self, version: int, kv_cache: KVCachePolicy = "keep") -> WeightsProof:
+        """Sample under ``version`` from the next token on, and prove it; rollouts that end meanwhile wait for that.
 
         Raises:
-            LiveWeightsError: the engine serves other tensors than those that were published.
+            LiveWeightsError: the engine serves, or computes with, anything else than what was published.
             WeightVersionError: ``version`` is not the prepared one.
         """
-        started = time.monotonic()
-        await commit_into(self._running_engine(), version, kv_cache=kv_cache, manifest=self._manifest)
-        return time.monotonic() - started
+        async with self._proving:
+            self._unproven = LiveWeightsError(f"weight version {version} was committed and not proven")
+            try:
+                proof = await commit_into(self._running_engine(), version, kv_cache=kv_cache, manifest=self._manifest)
+            except LiveWeightsError as error:
+                self._unproven = error
+                raise
+            self._unproven = None
+            return proof
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def sleep(self) -> None:

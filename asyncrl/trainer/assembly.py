@@ -42,13 +42,14 @@ from asyncrl.trainer.workers import (
     CriticGroup,
     CriticSpec,
     CriticWorker,
+    ProofSpec,
     RewardGroup,
     RewardWorker,
     TrainerGroup,
     TrainerSpec,
     TrainerWorker,
 )
-from asyncrl.weights import TransportSpec
+from asyncrl.weights import ROUNDOFF, TransportSpec
 
 C = TypeVar("C", bound=ClassWithInitArgs)
 
@@ -353,7 +354,12 @@ class Assembly:
         transport = TransportSpec(
             name=config.weights.transport, namespace=f"asyncrl-{os.getpid()}", options=dict(config.weights.options)
         )
-        policy = TrainerSpec(engine=trainer.engine, engine_options=dict(trainer.options), transport=transport)
+        policy = TrainerSpec(
+            engine=trainer.engine,
+            engine_options=dict(trainer.options),
+            transport=transport,
+            proof=proof_spec(config),
+        )
         requests = [
             WorkerGroupRequest(role="trainer", name="trainer", worker=TrainerWorker, spec=policy, **_resources(trainer))
         ]
@@ -567,6 +573,21 @@ def rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | 
             **rollout.model_dump(include={"max_seq_len", "max_attempts"}),
             **environment.model_dump(include={"max_turns", "deadline_s", "latency_s"}),
         ),
+    )
+
+
+def proof_spec(config: Config) -> ProofSpec:
+    """Return what engines have to show for each version. Log-probs at another temperature than 1 are not compared."""
+    weights, engine = config.weights, config.rollout.options
+    hosted = engine.get("options", {})
+    asked = [config.model.dtype, engine.get("dtype"), hosted.get("dtype") if isinstance(hosted, dict) else None]
+    # "auto" and others that only the engine knows may be as coarse as any.
+    dtypes = [each if each in ROUNDOFF else "bfloat16" for each in asked if each is not None]
+    return ProofSpec(
+        checked_bytes=weights.checked_bytes,
+        canary_tokens=weights.canary_tokens if config.rollout.temperature in (0, 1) else 0,
+        dtype=max(dtypes, key=lambda each: ROUNDOFF[each]),
+        tolerance=weights.canary_tolerance,
     )
 
 

@@ -304,6 +304,7 @@ class Driver:
             self._published.add(version)
             self.journal.record(Published(version=version, weights=manifest_fingerprint(weights)))
             await self.stages.pool.publish(weights)
+            self.journal.count_proofs(self.stages.pool.take_proofs())
             for old in sorted(self._published - self.stages.pool.needed_versions):
                 self._published.discard(old)
                 await self.learner.trainer.release(old)

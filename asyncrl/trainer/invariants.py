@@ -14,6 +14,7 @@ no token passes the staleness bound, none is miscounted   certificate, from head
 versions follow one another, and engines hold them        driver                      the pool's version
 engine and trainer give the same log-probs                rollout engine              the trainer, under that version
 a replica serves the tensors that were published          rollout engine              the manifest's checksums
+a replica computes what the trainer computes              rollout engine              the manifest's canary
 ========================================================  ==========================  =================================
 
 Others are checked where the rows are: seeds by the rollout worker (:func:`asyncrl.rollout.trajectory.check_seeds`), and

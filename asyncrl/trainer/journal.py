@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from asyncrl.ledger import (
     Reused,
     TurnsAppended,
 )
+from asyncrl.rollout.live_weights import WeightsProof
 from asyncrl.rollout.turns import sampled_turns
 from asyncrl.staleness import Certificate
 
@@ -106,6 +107,7 @@ class Journal:
         self.failures.merge(failures or {})
         self.check_failures = Failures()
         self._checks: Counter[str] = Counter()
+        self._proofs: list[WeightsProof] = []
         self._drops = Drops()
         self._unfinished = {group_id: turns.tokens for group_id, turns in self.recovered.turns.items()}
 
@@ -190,10 +192,20 @@ class Journal:
             _log.warning("a row could not be scored again, to check its reward: %s\n%s", cause, example)
         self._checks.update(rows=checks.get("rows", 0), failed=sum(each["count"] for each in failures.values()))
 
-    def take_checks(self) -> Mapping[str, int]:
-        """Return how many rewards were checked since the last call, and how many checks failed."""
+    def count_proofs(self, proofs: Iterable[WeightsProof]) -> None:
+        self._proofs += proofs
+
+    def take_checks(self) -> Mapping[str, float]:
+        """Return what was checked since the last call, rewards and weights: the metrics of checks."""
         checks, self._checks = self._checks, Counter()
-        return {"rewards_checked": checks["rows"], "reward_checks_failed": checks["failed"]}
+        proofs, self._proofs = self._proofs, []
+        return {
+            "rewards_checked": checks["rows"],
+            "reward_checks_failed": checks["failed"],
+            "weights_proofs": len(proofs),
+            "weights_proof_s": max((proof.seconds for proof in proofs), default=0.0),
+            "weights_canary": max((proof.canary for proof in proofs), default=0.0),
+        }
 
     def failed(self, group_id: int) -> None:
         """Record that the rollouts of a group failed: turns recorded for it are lost."""

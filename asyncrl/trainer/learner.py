@@ -291,7 +291,7 @@ class StepRecord:
         reward_parts: mean of each part of the rewards.
         groups_ready: groups in the buffer that could be trained on, after the step.
         groups_pending: groups admitted whose rows or columns were not finished.
-        checks: ``rewards_checked``, rows scored again since the step before, and ``reward_checks_failed``.
+        checks: of rewards and weights, since the step before (:meth:`asyncrl.trainer.journal.Journal.take_checks`).
     """
 
     step: int
@@ -303,7 +303,7 @@ class StepRecord:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     groups_ready: int = 0
     groups_pending: int = 0
-    checks: Mapping[str, int] = field(default_factory=dict)
+    checks: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def reward_mean(self) -> float:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EngineError, SchemaError, WeightVersionError
 from asyncrl.interfaces import RewardModel, SleepingTrainingEngine, TrainingEngine, ValueEngine
@@ -20,7 +22,14 @@ from asyncrl.plugins import Part, make_part, offered_options
 from asyncrl.rollout.branches import unfold
 from asyncrl.runtime import in_thread
 from asyncrl.single_controller import Dispatch, Worker, register
-from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport, fingerprint_of
+from asyncrl.weights import (
+    Canary,
+    TransportSpec,
+    WeightManifest,
+    WeightTransport,
+    fingerprint_of,
+    rounding_error,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,6 +132,22 @@ def mask_stale_tokens(batch: DataProto, oldest_version: int) -> DataProto:
     mask, versions = batch.batch["loss_mask"], batch.batch["weight_versions"]
     young = torch.logical_and(values_of(mask), values_of(versions) >= oldest_version)
     return batch.with_columns(loss_mask=ragged_from_values(young, offsets_of(mask)))
+
+
+def canary_row(batch: DataProto, tokens: int) -> DataProto | None:
+    """Return one row of the first ``tokens`` of the batch's first row, of which the last is left out; None for none.
+
+    An empty batch, as a rank may have, gives a row of two tokens: scoring it is collective.
+    """
+    import torch
+
+    from asyncrl.data.ragged import ragged_from_list, rows_of
+
+    if tokens < 2:
+        return None
+    assert batch.batch is not None
+    first = rows_of(batch.batch["input_ids"])[0] if len(batch) else torch.zeros(3, dtype=torch.int64)
+    return DataProto.from_dict({"input_ids": ragged_from_list([first[:-1][:tokens].clone()])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,6 +387,34 @@ class TrainerSpec:
     engine: Part
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     transport: TransportSpec | None = None
+    proof: ProofSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofSpec:
+    """What engines have to show for each version (:mod:`asyncrl.rollout.live_weights`).
+
+    ``dtype`` is the coarsest that trainer or engine compute in; ``tolerance`` None is what it explains.
+    """
+
+    checked_bytes: int
+    canary_tokens: int
+    dtype: str
+    tolerance: float | None = None
+
+    def asked(self, manifest: WeightManifest, token_ids: Sequence[int], log_probs: Sequence[float]) -> WeightManifest:
+        """Return the manifest with what is asked of engines; ``log_probs`` are those of the tokens from the second."""
+        canary = None
+        if log_probs:
+            matrices = sum(len(entry.shape) > 1 for entry in manifest.tensors)
+            explained = CANARY_DEVIATIONS * rounding_error(matrices, self.dtype)
+            tolerance = explained if self.tolerance is None else self.tolerance
+            canary = Canary(token_ids=tuple(token_ids), log_probs=tuple(log_probs), tolerance=tolerance)
+        return msgspec.structs.replace(manifest, checked_bytes=self.checked_bytes, canary=canary)
+
+
+CANARY_DEVIATIONS = 8.0
+"""Standard deviations of rounding that the median over a canary's tokens may be off: beyond what chance gives."""
 
 
 class TrainerWorker(EngineRank[TrainingEngine]):
@@ -371,6 +424,8 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         super().__init__("asyncrl.training_engines", spec.engine, options=spec.engine_options, path="trainer.engine")
         self._version = 0
         self._adapted = False
+        self._proof = spec.proof
+        self._canary: DataProto | None = None
         self._transport: WeightTransport | None = None
         if spec.transport is not None and self.rank == 0:
             self._transport = spec.transport.make()
@@ -406,6 +461,8 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         elif batch.batch is not None and "turn_advantages" in batch.batch.keys():  # noqa: SIM118  iterates rows
             batch = with_turn_advantages(batch)
         young = batch if oldest_version is None else mask_stale_tokens(batch, oldest_version)
+        if self._canary is None and self._proof is not None:
+            self._canary = canary_row(batch, self._proof.canary_tokens)
         metrics = self._held().update(with_staleness(young, version=self._version))
         self._version += 1
         return metrics
@@ -448,11 +505,28 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         if version != self._version:
             raise WeightVersionError(f"weights of version {self._version} were to be published as version {version}")
         tensors = self._held().named_tensors()
+        manifest = None
         if self._transport is not None:
-            return self._transport.publish(tensors, version=version)
-        for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
-            del tensor
-        return None
+            manifest = self._transport.publish(tensors, version=version)
+        else:
+            for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
+                del tensor
+        if self._proof is None:
+            return manifest
+        token_ids, log_probs = self._canary_log_probs()
+        return None if manifest is None else self._proof.asked(manifest, token_ids, log_probs)
+
+    def _canary_log_probs(self) -> tuple[Sequence[int], Sequence[float]]:
+        """Return the canary's tokens, and the log-probs of those from the second on; none before the first update."""
+        from asyncrl.data.ragged import values_of
+
+        if self._canary is None:
+            return (), ()
+        scored = self._held().log_probs(self._canary)
+        assert self._canary.batch is not None
+        assert scored.batch is not None
+        token_ids: list[int] = values_of(self._canary.batch["input_ids"]).tolist()
+        return token_ids, values_of(scored.batch["log_probs"]).tolist()[1:]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fingerprint(self) -> str:

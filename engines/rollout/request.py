@@ -123,6 +123,7 @@ class ModelTokens:
             stop_text=stop_text,
             guide=guide,
             logits=logits,
+            probe=request.probe,
         )
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
@@ -173,7 +174,7 @@ class Row:
         blocks: of the cache, while running.
         prompt_log_probs: of the prompt's tokens from the second on, where they are requested; complete when the first
             token is sampled. ``prompt_tops`` are the likeliest at the same places.
-        probe: a health probe: goes first, beside the most rows that may run, and is not counted.
+        probe: checks the engine: goes first, beside the most rows that may run, and is not counted.
     """
 
     request_id: str

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asyncrl.errors import (
     ConfigError,
@@ -23,9 +27,9 @@ from asyncrl.rollout.health import HealthPolicy
 from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.runtime import shield_until_done
-from asyncrl.testing import EchoEngine
+from asyncrl.testing import EchoEngine, EmptyTransport, VersionEchoEngine
 from asyncrl.testing.clock import run_virtually
-from asyncrl.weights import WeightManifest
+from asyncrl.weights import TensorEntry, WeightManifest
 
 QUICK = Supervision(
     health=HealthPolicy(probe_failures=2, restart_s=1.0), start_s=5.0, close_s=1.0, probe_every_s=2.0, probe_s=1.0
@@ -183,6 +187,62 @@ def test_a_commit_that_is_over_too_late_costs_no_restart(faulty_fleet: Any):
                 await pool.publish(manifest(1))
             assert (await collect(pool, request("r", 3))).token_ids == (1, 1, 1)
             assert pool.statistics().restarts == 0
+
+    virtually(story())
+
+
+class ProvenEngine(VersionEchoEngine):
+    """Takes ``proof_s`` for the checksum of its one tensor, which is wrong under the ``wrong`` versions."""
+
+    def __init__(self, proven: set[int], *, proof_s: float, wrong: int | None) -> None:
+        super().__init__(token_s=0.01)
+        self._proven, self._proof_s, self._wrong = proven, proof_s, wrong
+
+    async def live_checksums(self, names: Collection[str]) -> Mapping[str, tuple[str, int]]:
+        version = self.weight_version
+        await asyncio.sleep(self._proof_s)
+        if version != self._wrong:
+            self._proven.add(version)
+        return {name: ("uint8", int(version != self._wrong)) for name in names}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    proofs_s=st.lists(st.floats(0, 0.3), min_size=3, max_size=3),
+    wrong=st.none() | st.integers(1, 3),
+    gaps_s=st.lists(st.floats(0.01, 0.3), min_size=3, max_size=3),
+)
+def test_no_token_of_a_version_that_is_not_proven_reaches_a_reader(
+    proofs_s: list[float], wrong: int | None, gaps_s: list[float]
+):
+    proven = {0}
+    engines: list[ProvenEngine] = []
+
+    def make() -> ProvenEngine:
+        engines.append(ProvenEngine(proven, proof_s=proofs_s[len(engines) % 3], wrong=None if engines else wrong))
+        return engines[-1]
+
+    async def story() -> None:
+        entry = TensorEntry(name="w", shape=(1,), dtype="uint8", offset=64, size_bytes=1, checksum=1)
+        async with ReplicaPool({"a": make}, options=options(), transport=EmptyTransport()) as pool:
+
+            async def read(name: str) -> tuple[int, ...]:
+                versions: tuple[int, ...] = ()
+                async for chunk in pool.generate(request(name, 200)):
+                    assert proven.issuperset(chunk.weight_versions)
+                    versions += chunk.weight_versions
+                return versions
+
+            reading = [asyncio.ensure_future(read(name)) for name in "xyz"]
+            for version, gap_s in enumerate(gaps_s, start=1):
+                await asyncio.sleep(gap_s)
+                published = replace(manifest(version), tensors=(entry,))
+                with contextlib.suppress(WeightError):  # no replica is left for a moment
+                    await pool.publish(published)
+            for versions in await asyncio.gather(*reading):
+                assert len(versions) == 200
+                assert list(versions) == sorted(versions)
+            assert len(engines) == 1 + (wrong is not None)
 
     virtually(story())
 

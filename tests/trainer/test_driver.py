@@ -14,6 +14,7 @@ import torch
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
 from asyncrl.interfaces import GroupSummary
+from asyncrl.rollout.publication import Ended
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.testing import EchoFactory
@@ -100,7 +101,10 @@ class Parts:
         if isinstance(version, int):
             return [WeightManifest(version=version, transport="none", location="", tensors=())]
         self.weight_version = version.version
-        return None
+        return Ended(version=version.version, committed=(), fenced={})
+
+    def take_proofs(self) -> list[Any]:
+        return []
 
     async def release(self, version: int) -> None: ...
 
@@ -201,7 +205,7 @@ def test_a_version_is_published_while_the_next_step_trains() -> None:
             return [WeightManifest(version=manifest, transport="none", location="", tensors=())]
         await asyncio.sleep(5.0)
         parts.weight_version = manifest.version
-        return None
+        return Ended(version=manifest.version, committed=(), fenced={})
 
     parts.publish = slowly  # type: ignore[method-assign]
     finish(made.run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import asyncrl.trainer.invariants
 from asyncrl.algorithms.advantages import AdvantageEstimator
 from asyncrl.config import Config
 from asyncrl.data import DataProto
-from asyncrl.errors import InvariantError, SchemaError
+from asyncrl.errors import AsyncRLError, InvariantError, SchemaError
 from asyncrl.interfaces import GroupSummary, SelectedGroup
 from asyncrl.rollout.trajectory import check_seeds, derive_seed
 from asyncrl.staleness import AdmissionLaw, Certificate
@@ -28,6 +29,7 @@ from asyncrl.trainer.invariants import (
     check_stamps,
 )
 from asyncrl.trainer.learner import Advantages
+from engines.rollout.transformers.generation import Generation
 from engines.rollout.transformers.weights import ShadowWeights
 
 
@@ -176,8 +178,24 @@ def test_a_replay_finds_an_engine_that_kept_its_weights(
 
     monkeypatch.setattr(ShadowWeights, "swap", number_alone)
     monkeypatch.setattr("asyncrl.rollout.live_weights.check_live_weights", unread)
-    config = small_config(steps=2, max_staleness=0, eval={"tasks": 0})
+    config = small_config(steps=2, max_staleness=0, eval={"tasks": 0}, weights={"canary_tokens": 0})
     train(config)
     (run,) = config.runs.glob("small-2*")
     with asyncrl.Recording(run) as recording, pytest.raises(InvariantError, match="engines sample version 1 from"):
         recording.replay()
+
+
+def test_a_run_whose_engine_computes_something_else_ends_with_its_name(
+    small_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors are those that were published; what the engine computes with them is not."""
+    commit = Generation.commit
+
+    def untied(self: Generation, version: int, **given: Any) -> None:
+        commit(self, version, **given)
+        head = self.decoder.model.get_output_embeddings()
+        head.register_forward_hook(lambda _module, _inputs, logits: logits * 1.01)
+
+    monkeypatch.setattr(Generation, "commit", untied)
+    with pytest.raises(AsyncRLError, match="fixed tokens differ from the trainer's by"):
+        train(small_config(steps=2, max_staleness=0, eval={"tasks": 0}))

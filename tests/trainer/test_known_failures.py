@@ -20,6 +20,7 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import CheckpointError, DeadlineError, EnvironmentFailure, InvalidDataError
 from asyncrl.interfaces import GroupSummary
 from asyncrl.ledger import Completed, Consumed, Dispatched, Dropped, Issued, Ledger, LedgerBase, Recovered
+from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.trajectory import Trajectory, Turn, decode_rows, encode_rows
 from asyncrl.staleness import POLICIES, AdmissionLaw
 from asyncrl.telemetry.timeline import Timeline
@@ -286,7 +287,10 @@ class Parts:
         if isinstance(version, int):
             return [WeightManifest(version=version, transport="none", location="", tensors=())]
         self.weight_version = version.version
-        return None
+        return Ended(version=version.version, committed=(), fenced={})
+
+    def take_proofs(self) -> list[Any]:
+        return []
 
     async def release(self, version: int) -> None: ...
 

@@ -165,7 +165,9 @@ class EngineHost:
                 self._manifest = manifest
                 return await fetch_into(engine, manifest, transport=self._transport)
             case Commit(version=version, kv_cache=kv_cache):
-                return await commit_into(engine, version, kv_cache=kv_cache, manifest=self._manifest)
+                # The driver compares the canary: through the protocol, as any request.
+                await commit_into(engine, version, kv_cache=kv_cache, manifest=self._manifest, canary=False)
+                return None
             case Health(deadline_s=deadline_s):
                 return asdict(await engine.health(deadline_s))
 

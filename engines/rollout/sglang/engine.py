@@ -198,6 +198,7 @@ class SGLangEngine:
         self._model_tokens: ModelTokens | None = None
         self._staged: StagedWeights | None = None
         self._held: dict[str, SGLangRequest] = {}
+        self._begun: set[SGLangRequest] = set()
         self._numbers = count()
         self._paused = False
         self._committing = False
@@ -321,7 +322,9 @@ class SGLangEngine:
     async def _read(self, held: SGLangRequest) -> None:
         row = held.row
         try:
-            await self._wait_until_admitted()
+            await self._wait_until_admitted(held)
+            if not row.probe:
+                self._begun.add(held)
             order = held.order(next(self._numbers), salt=str(self._version), options=self._options)
             async with aclosing(self._serving().manager.generate_request(order, None)) as pieces:
                 async for piece in pieces:
@@ -337,17 +340,22 @@ class SGLangEngine:
         except Exception as error:  # noqa: BLE001 - raised by the reader
             held.fail(EngineError(f"{type(error).__name__}: {error}"))
         finally:
+            self._begun.discard(held)
             self._count_busy()
             self._notify()
 
-    async def _wait_until_admitted(self) -> None:
-        while self._committing or self._paused:
+    async def _wait_until_admitted(self, held: SGLangRequest) -> None:
+        while self._committing or self._paused or not (held.row.probe or self._has_room(held)):
             self._serving()
             if self._fenced:
                 break
             await self._changed.wait()
         if self._fenced:
             raise EngineError(self._fenced)
+
+    def _has_room(self, held: SGLangRequest) -> bool:
+        """Return whether fewer others are in SGLang than may run: in its queue a probe would wait behind them."""
+        return len(self._begun) - (held in self._begun) < self._options.max_running_requests
 
     async def abort(self, request_id: str) -> bool:
         manager = self._serving().manager

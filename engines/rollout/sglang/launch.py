@@ -86,7 +86,7 @@ class SGLangOptions:
             "dtype": self.dtype,
             "device": self.computes_on,
             "weight_version": str(self.weight_version),
-            "max_running_requests": self.max_running_requests,
+            "max_running_requests": self.max_running_requests + 2,  # the last ones are for a canary
             "tp_size": self.tensor_parallel,
             "enable_deterministic_inference": self.deterministic,
             "sampling_mask_max_tokens": self.truncation_tokens,

@@ -295,8 +295,9 @@ class TransformersEngine:
             await self._call(lambda: generation.commit(version, kv_cache=kv_cache))
 
     async def live_checksums(self, names: Collection[str]) -> Mapping[str, tuple[str, int]]:
-        generation = self._running()
-        return await self._call(lambda: generation.weights.checksums(names))
+        async with self._updating:  # no swap, sleep or end meanwhile
+            weights = self._running().weights
+            return await shield_until_done(asyncio.to_thread(weights.checksums, names))
 
     # ----------------------------------------------------------------------------------------------- observation
 

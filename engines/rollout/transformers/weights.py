@@ -7,8 +7,10 @@ an earlier version used.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -91,8 +93,10 @@ class ShadowWeights:
         self.prepared = None
 
     def checksums(self, names: Collection[str]) -> dict[str, tuple[str, int]]:
-        """Return the dtype and the checksum of live tensors, by published name."""
-        return {name: dtype_and_checksum(self._tensors.live[self._tensors.owners[name]]) for name in names}
+        """Return the dtype and the checksum of live tensors, by published name; in threads, none swapped meanwhile."""
+        live = [self._tensors.live[self._tensors.owners[name]] for name in names]
+        with ThreadPoolExecutor(min(2, os.cpu_count() or 1), thread_name_prefix="check-weights") as threads:
+            return dict(zip(names, threads.map(dtype_and_checksum, live), strict=True))
 
     def sleep(self) -> None:
         """Move the weights to the host, and free what does not serve. Versions may be prepared meanwhile."""

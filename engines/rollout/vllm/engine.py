@@ -62,6 +62,7 @@ class AdmissionQueue(Generic[_T]):
         self._capacity = capacity
         self._waiting: deque[_T] = deque()
         self._admitted: set[_T] = set()
+        self._probes: set[_T] = set()
         self.paused = False
         self.held = False
 
@@ -73,18 +74,26 @@ class AdmissionQueue(Generic[_T]):
     def admitted(self) -> int:
         return len(self._admitted)
 
-    def arrive(self, request: _T) -> None:
-        self._waiting.append(request)
+    def arrive(self, request: _T, *, probe: bool = False) -> None:
+        """Queue a request; a probe goes before all others, beside the bounded number."""
+        if probe:
+            self._waiting.appendleft(request)
+            self._probes.add(request)
+        else:
+            self._waiting.append(request)
 
     def admit(self) -> list[_T]:
         begin: list[_T] = []
-        while self._waiting and len(self._admitted) < self._capacity and not (self.paused or self.held):
+        while self._waiting and not (self.paused or self.held):
+            if len(self._admitted - self._probes) >= self._capacity and self._waiting[0] not in self._probes:
+                break
             begin.append(self._waiting.popleft())
             self._admitted.add(begin[-1])
         return begin
 
     def leave(self, request: _T) -> None:
         """Remove a request that has ended, waiting or not."""
+        self._probes.discard(request)
         if request in self._admitted:
             self._admitted.remove(request)
         else:
@@ -252,7 +261,7 @@ class VLLMEngine:
             yield GenerationChunk(token_ids=(), log_probs=(), weight_versions=(), finish_reason=held.row.finish_reason)
             return
         self._held[request.request_id] = held
-        self._queue.arrive(held)
+        self._queue.arrive(held, probe=request.probe)
         self._admit()
         ended = False
         try:
@@ -320,7 +329,8 @@ class VLLMEngine:
             name = f"{self._submitted}-{held.row.request_id}"
             prompt = tokens_input(list(held.row.tokens), cache_salt=f"v{self._version}")
             try:
-                held.collector = await started.llm.add_request(name, prompt, held.sampling_params())
+                priority = -1 if held.row.probe else 0
+                held.collector = await started.llm.add_request(name, prompt, held.sampling_params(), priority=priority)
             except (ValueError, VLLMClientError) as error:
                 raise InvalidDataError(f"vLLM does not take request {held.row.request_id!r}: {error}") from error
             except asyncio.CancelledError:

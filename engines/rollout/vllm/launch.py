@@ -96,7 +96,7 @@ def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
         "dtype": settings.dtype,
         "seed": settings.seed,
         "max_model_len": settings.max_model_tokens,
-        "max_num_seqs": settings.max_running_requests + 1,  # the last one is for health probes
+        "max_num_seqs": settings.max_running_requests + 3,  # the last ones are for health probes and a canary
         "scheduling_policy": "priority",  # which go first
         "enable_prefix_caching": settings.prefix_caching,
         "enforce_eager": not compiled,

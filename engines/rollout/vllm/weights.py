@@ -93,6 +93,7 @@ class WeightUpdates:
         init_info = {"name": spec.name, "namespace": spec.namespace, "options": dict(spec.options)}
         await self._started.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
         await self._confirmations.open()
+        await self._call("asyncrl_learn", self._started.llm.model_config.model)
 
     async def close(self) -> None:
         await self._confirmations.close()

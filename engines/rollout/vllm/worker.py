@@ -10,13 +10,16 @@ which a backend has to be registered, hence the one statement at its end.
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,7 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from asyncrl.errors import AsyncRLError, WeightVersionError
+from asyncrl.errors import AsyncRLError, LiveWeightsError, WeightVersionError
 from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
 from engines.rollout.vllm.weights import Confirmation, confirm
 
@@ -35,6 +38,8 @@ from engines.rollout.vllm.weights import Confirmation, confirm
 
 BACKEND = "asyncrl_manifest"
 _LONGEST_STEP_S = 60.0
+_COMPARED_BYTES = 128 << 20
+_LEARNED_BYTES = 2 << 30
 
 
 @dataclass
@@ -110,6 +115,44 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*arguments, **named)
         self._transport: WeightTransport | None = None
         self._fetch: _Fetch | None = None
+        self._known: dict[str, list[str]] = {}
+
+    def learn(self, folder: str) -> int:
+        """Find the parameters whose place in the checkpoint is known: those that are equal now. Return their number.
+
+        The folder is that of the model which serves. What vLLM packs, shards or transforms is not among them.
+        """
+        parts = {
+            name: _parts(name, getattr(self.model, "packed_modules_mapping", {}))
+            for name, _ in self.model.named_parameters()
+        }
+        held = _read(Path(folder), {part for each in parts.values() for part in each})
+        self._known = {name: parts[name] for name, equal in self._compared(parts, held) if equal}
+        return len(self._known)
+
+    def _compared(
+        self, parts_of: Mapping[str, list[str]], tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, bool]]:
+        """Yield the names of parameters that ``tensors`` have all parts of, and whether they are equal."""
+        live = dict(self.model.named_parameters())
+        for name, parts in parts_of.items():
+            if all(part in tensors for part in parts) and live[name].numel():
+                expected = torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
+                own = live[name].data[: len(expected)]  # a vocabulary may be padded
+                cast = expected.to(own.device, own.dtype)
+                yield name, own.shape == cast.shape and torch.equal(own, cast)
+
+    def _chosen(self, version: int) -> dict[str, list[str]]:
+        """Return known parameters of bounded size, others for each version: decoding waits for their comparison."""
+        sizes = {name: live.nbytes for name, live in self.model.named_parameters() if name in self._known}
+        names, left = list(sizes), _COMPARED_BYTES
+        random.Random(version).shuffle(names)  # noqa: S311 (reproducible, not secret)
+        chosen: dict[str, list[str]] = {}
+        for name in names:
+            if sizes[name] <= left:
+                chosen[name] = self._known[name]
+                left -= sizes[name]
+        return chosen
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._transport = TransportSpec(
@@ -152,6 +195,14 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_heads(self.model)
+        fetch = self._fetch
+        if fetch is not None and fetch.tensors is not None:
+            for name, equal in self._compared(self._chosen(fetch.version), fetch.tensors):
+                if not equal:
+                    raise LiveWeightsError(
+                        f"vLLM has loaded weight version {fetch.version}, but its parameter {name} is not what the "
+                        "published tensors give"
+                    )
         self.drop_fetch()
 
     def shutdown(self) -> None:
@@ -177,8 +228,34 @@ class WorkerExtension:
 
         self.weight_transfer_engine.begin_fetch(WeightManifest.decode(manifest), names, report)
 
+    def asyncrl_learn(self, folder: str) -> int:
+        return int(self.weight_transfer_engine.learn(folder))
+
     def asyncrl_drop_fetch(self) -> None:
         self.weight_transfer_engine.drop_fetch()
+
+
+def _parts(name: str, mapping: Mapping[str, list[str]]) -> list[str]:
+    """Return the checkpoint's names of what vLLM concatenates to a parameter."""
+    for fused, parts in mapping.items():
+        if f".{fused}." in name:
+            return [name.replace(f".{fused}.", f".{part}.") for part in parts]
+    return [name]
+
+
+def _read(folder: Path, names: set[str]) -> dict[str, torch.Tensor]:
+    """Return those tensors of a model's folder, of bounded size together; none where it has no safetensors."""
+    found: dict[str, torch.Tensor] = {}
+    left = _LEARNED_BYTES
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(names & set(file.keys())):
+                tensor = file.get_tensor(name)
+                left -= tensor.nbytes
+                if left < 0:
+                    return found
+                found[name] = tensor
+    return found
 
 
 def pack_tied_heads(model: torch.nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from asyncrl.errors import LiveWeightsError
-from asyncrl.interfaces import LiveWeightsEngine
+from asyncrl.interfaces import GenerationChunk, GenerationRequest, LiveWeightsEngine, SamplingParams
 from asyncrl.rollout.live_weights import commit_into, sampled_entries
 from asyncrl.rollout.replica import fetch_into
-from asyncrl.weights import TensorEntry, WeightManifest
+from asyncrl.weights import Canary, TensorEntry, WeightManifest, rounding_error
 from engines.rollout.remote.process import EngineHost
 from engines.rollout.remote.protocol import Commit, Launch, Prepare
 from engines.rollout.transformers.engine import TransformersEngine
@@ -120,18 +121,85 @@ async def test_an_engine_in_a_process_of_its_own_checks_itself(
         await host.close()
 
 
+def asked(manifest: WeightManifest, model: Any, *, tolerance: float = 1e-5) -> WeightManifest:
+    """The manifest with a canary of this model's log-probs."""
+    ids = tuple(range(1, 21))
+    log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    known = log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    canary = Canary(token_ids=ids, log_probs=tuple(known), tolerance=tolerance)
+    return msgspec.structs.replace(manifest, canary=canary)
+
+
+async def test_an_engine_computes_what_the_trainer_computes(
+    engine: TransformersEngine, publish: Any, pulled: Any, model_of: Callable[..., Any]
+) -> None:
+    manifest = asked(publish(1), model_of("llama", seed=1))
+    await fetch_into(engine, manifest, transport=pulled)
+    proof = await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
+    assert 0 <= proof.canary < 1
+    assert engine.statistics().tokens_generated == 0  # a canary is no work
+    manifest = asked(publish(2), model_of("llama", seed=1))
+    await fetch_into(engine, manifest, transport=pulled)
+    with pytest.raises(LiveWeightsError, match=r"weight version 2, but the log-probs of 19 fixed tokens differ .* by"):
+        await commit_into(engine, 2, kv_cache="keep", manifest=manifest)
+
+
+async def test_keys_and_values_of_older_weights_are_found(
+    engine: TransformersEngine, publish: Any, pulled: Any, model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = engine.generate
+
+    async def stale(request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        async for chunk in true(request):
+            scored = request.sampling.prompt_log_probs is not None
+            yield chunk if scored else replace(chunk, log_probs=tuple(each - 0.01 for each in chunk.log_probs))
+
+    monkeypatch.setattr(engine, "generate", stale)
+    manifest = asked(publish(1), model_of("llama", seed=1))
+    await fetch_into(engine, manifest, transport=pulled)
+    with pytest.raises(LiveWeightsError, match="keys and values of older weights are used again"):
+        await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
+
+
+async def test_a_canary_goes_before_all_others_and_a_paused_engine_is_not_asked(
+    folder_of: FolderOf, publish: Any, pulled: Any, model_of: Callable[..., Any]
+) -> None:
+    engine = TransformersEngine(str(folder_of()), device="cpu", threads=1, max_running_requests=1)
+    await engine.start()
+    try:
+        sampling = SamplingParams(max_new_tokens=200)
+        request = GenerationRequest(request_id="long", prompt_token_ids=(1, 2), sampling=sampling)
+        stream = engine.generate(request)
+        await anext(stream)
+        manifest = asked(publish(1), model_of("llama", seed=1))
+        await fetch_into(engine, manifest, transport=pulled)
+        await commit_into(engine, 1, kv_cache="keep", manifest=manifest)
+        assert engine.statistics().running == 1  # it is not over: the canary did not wait for it
+        await engine.pause()
+        wrong = asked(publish(2), model_of("llama", seed=1))
+        await fetch_into(engine, wrong, transport=pulled)
+        await commit_into(engine, 2, kv_cache="keep", manifest=wrong)
+    finally:
+        await engine.close()
+
+
+def test_the_bound_is_that_of_two_programs_rounding() -> None:
+    assert rounding_error(4, "float32") == pytest.approx(2**-24 * 4)
+    assert rounding_error(4, "bfloat16") == pytest.approx(2**-9 * 4)
+
+
 def entry(name: str, size_bytes: int) -> TensorEntry:
     return TensorEntry(name=name, shape=(size_bytes,), dtype="uint8", offset=0, size_bytes=size_bytes, checksum=0)
 
 
 def test_every_tensor_has_its_turn_and_no_version_reads_much() -> None:
     tensors = (*(entry(f"t{number}", 3 << 20) for number in range(40)), entry("embedding", 1 << 30))
-    manifest = WeightManifest(version=0, transport="", location="", tensors=tensors)
+    manifest = WeightManifest(version=0, transport="", location="", tensors=tensors, checked_bytes=8 << 20)
     seen: set[str] = set()
     for version in range(200):
         chosen = sampled_entries(msgspec.structs.replace(manifest, version=version))
         assert sum(each.size_bytes for each in chosen) <= 8 << 20
         seen |= {each.name for each in chosen}
     assert seen == {f"t{number}" for number in range(40)}
-    one = msgspec.structs.replace(manifest, tensors=tensors[-1:])
-    assert sampled_entries(one) == [tensors[-1]]
+    assert sampled_entries(msgspec.structs.replace(manifest, checked_bytes=1 << 40)) == list(tensors)
+    assert sampled_entries(msgspec.structs.replace(manifest, checked_bytes=0)) == []

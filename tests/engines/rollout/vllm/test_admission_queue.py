@@ -34,6 +34,25 @@ def test_nothing_begins_while_paused_or_while_weights_change() -> None:
     assert queue.admit() == ["a"]
 
 
+def test_a_probe_goes_before_all_others_and_takes_no_place_of_theirs() -> None:
+    queue: AdmissionQueue[str] = AdmissionQueue(1)
+    for name in "ab":
+        queue.arrive(name)
+    assert queue.admit() == ["a"]
+    queue.arrive("probe", probe=True)
+    assert queue.admit() == ["probe"]
+    queue.leave("a")
+    assert queue.admit() == ["b"]
+    queue.held = True
+    queue.arrive("another", probe=True)
+    assert queue.admit() == []
+    queue.held = False
+    assert queue.admit() == ["another"]
+    for name in ("probe", "another", "b"):
+        queue.leave(name)
+    assert (queue.admitted, queue.waiting) == (0, 0)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(["arrive", "leave", "pause", "resume", "hold", "let go"]), st.integers(0, 30)))
 )

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import xxhash
 
 from asyncrl.errors import WeightMismatchError
-from asyncrl.plugins import make_part
+from asyncrl.plugins import make_part, offered_options
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,8 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
 
 
-ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}
-"""Largest relative error of one rounding, by dtype."""
+ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "tf32": 2.0**-11, "bfloat16": 2.0**-9}
+"""Largest relative error of one rounding, by dtype; ``tf32`` is what a GPU may make of float32 in a product."""
 
 
 def rounding_error(matrices: int, dtype: str) -> float:
@@ -81,6 +81,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
         tensors: in publication order.
         checked_bytes: of the tensors that serve, which an engine compares with these.
         canary: what the engine has to compute; None if it may compute anything.
+        chain: what the version is made of, where that is not one block: a full version, then deltas in order.
     """
 
     version: int
@@ -89,6 +90,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
     checked_bytes: int = 1 << 30
     canary: Canary | None = None
+    chain: tuple[WeightManifest, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -183,23 +185,35 @@ class WeightTransport(Protocol):
         ...
 
 
+@runtime_checkable
+class DeltaTransport(WeightTransport, Protocol):
+    """Optional capability: publish what a version changes, where that is little. It takes the option ``delta``."""
+
+    def rebase(self) -> None:
+        """Publish the next version as a full one: a reader could not use the last."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSpec:
     """How both sides, publisher and pullers, make a transport. Picklable.
 
     ``namespace`` separates this run's weights from those of other runs; ``options`` are from ``[weights.options]``.
+    With ``delta``, a publisher that can do so publishes differences.
     """
 
     name: Any  # a Part; msgspec, which reads it in an engine's process, has no type for that
     namespace: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    delta: bool = False
 
     def make(self) -> WeightTransport:
+        group, path = "asyncrl.weight_transports", "weights.transport"
+        offered = offered_options(group, self.name, {"delta": True}, path=path) if self.delta else {}
         transport: WeightTransport = make_part(
-            "asyncrl.weight_transports",
+            group,
             self.name,
-            options=self.options,
-            path="weights.transport",
+            options={**offered, **self.options},
+            path=path,
             namespace=self.namespace,
         )
         return transport

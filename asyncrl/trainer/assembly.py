@@ -352,7 +352,10 @@ class Assembly:
     def _requests(self) -> list[WorkerGroupRequest]:
         config, trainer, rollout, reward = self.config, self.config.trainer, self.config.rollout, self.config.reward
         transport = TransportSpec(
-            name=config.weights.transport, namespace=f"asyncrl-{os.getpid()}", options=dict(config.weights.options)
+            name=config.weights.transport,
+            namespace=f"asyncrl-{os.getpid()}",
+            options=dict(config.weights.options),
+            delta=config.weights.delta == "auto",
         )
         policy = TrainerSpec(
             engine=trainer.engine,
@@ -583,6 +586,10 @@ def proof_spec(config: Config) -> ProofSpec:
     asked = [config.model.dtype, engine.get("dtype"), hosted.get("dtype") if isinstance(hosted, dict) else None]
     # "auto" and others that only the engine knows may be as coarse as any.
     dtypes = [each if each in ROUNDOFF else "bfloat16" for each in asked if each is not None]
+    import torch
+
+    if config.rollout.num_gpus or config.trainer.num_gpus or torch.cuda.is_available():
+        dtypes.append("tf32")  # kernels of attention multiply float32 like that
     return ProofSpec(
         checked_bytes=weights.checked_bytes,
         canary_tokens=weights.canary_tokens if config.rollout.temperature in (0, 1) else 0,

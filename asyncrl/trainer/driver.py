@@ -115,6 +115,7 @@ class Driver:
     _failures_in_a_row: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     _published: set[int] = field(default_factory=set)
+    _rebase: bool = False
     _book: GroupBook = field(init=False)
 
     def __post_init__(self) -> None:
@@ -226,7 +227,7 @@ class Driver:
                     await self._published_by(publication)
                 check_served(step - 1, law=self.law.version, pool=self.stages.pool.weight_version)
                 # Called here, not in the task: the trainer runs calls in order, and the next update comes after this.
-                manifest = self.learner.trainer.publish(step)
+                manifest = self.learner.trainer.publish(step, *([True] if self._rebase else []))
                 if self.devices.shared:
                     await manifest
             publication = tasks.create_task(self._publish(step, manifest), name=f"publish {step}")
@@ -303,7 +304,8 @@ class Driver:
             weights = cast("WeightManifest", of_rank_zero)
             self._published.add(version)
             self.journal.record(Published(version=version, weights=manifest_fingerprint(weights)))
-            await self.stages.pool.publish(weights)
+            ended = await self.stages.pool.publish(weights)
+            self._rebase = bool(ended.fenced)
             self.journal.count_proofs(self.stages.pool.take_proofs())
             for old in sorted(self._published - self.stages.pool.needed_versions):
                 self._published.discard(old)

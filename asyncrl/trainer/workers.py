@@ -24,6 +24,7 @@ from asyncrl.runtime import in_thread
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.weights import (
     Canary,
+    DeltaTransport,
     TransportSpec,
     WeightManifest,
     WeightTransport,
@@ -69,7 +70,7 @@ class TrainerGroup(EngineGroup, Protocol):
 
     def log_probs(self, batch: DataProto) -> DataProtoFuture: ...
 
-    def publish(self, version: int) -> Awaitable[Sequence[WeightManifest | None]]: ...
+    def publish(self, version: int, rebase: bool = False) -> Awaitable[Sequence[WeightManifest | None]]: ...
 
     def fingerprint(self) -> Awaitable[Sequence[str]]: ...
 
@@ -496,8 +497,10 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         return DataProto.from_dict(tensors=found)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def publish(self, version: int) -> WeightManifest | None:
+    def publish(self, version: int, rebase: bool = False) -> WeightManifest | None:
         """Publish the current weights as ``version``; rank 0 returns the manifest, the others None.
+
+        With ``rebase`` as a whole, even where differences could be published: a replica could not use the last version.
 
         Raises:
             WeightVersionError: the current weights are not that version: calls came in another order than their labels.
@@ -507,6 +510,8 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         tensors = self._held().named_tensors()
         manifest = None
         if self._transport is not None:
+            if rebase and isinstance(self._transport, DeltaTransport):
+                self._transport.rebase()
             manifest = self._transport.publish(tensors, version=version)
         else:
             for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing

@@ -10,8 +10,8 @@
             manifest.msgpack
             complete                    the manifest's digest; written last
 
-transformers can load the folder of a version, too. It is renamed to its number when its files are on the disk. Readers
-copy the tensors, so releasing a version does not disturb them.
+transformers can load the folder of a full version, too. It is renamed to its number when its files are on the disk.
+Readers copy the tensors, so releasing a version does not disturb them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DiskTransport(VersionedTransport[Path]):
 
     The folder ``directory`` must exist, under the same name, for publisher and pullers. A publication is on the disk
     when it returns; a file gets no more tensors once it has ``shard_size_bytes``. A publisher removes what killed
-    publishers of this machine left in the folder.
+    publishers of this machine left in the folder. With ``delta`` a version is what it changes, where that is little.
 
     Raises:
         ConfigError: there is no such folder.
@@ -68,11 +68,18 @@ class DiskTransport(VersionedTransport[Path]):
     medium = "on the disk"
 
     def __init__(
-        self, *, namespace: str, directory: str, max_versions: int = 2, shard_size_bytes: int = 1 << 30
+        self,
+        *,
+        namespace: str,
+        directory: str,
+        max_versions: int = 2,
+        shard_size_bytes: int = 1 << 30,
+        delta: bool = False,
     ) -> None:
         super().__init__(
             namespace=namespace,
             max_versions=max_versions,
+            delta=delta,
             location=rf"asyncrl\.{re.escape(namespace)}\.[A-Za-z0-9-]+\.[0-9]+\.[0-9a-f]{{8}}/[0-9]+",
         )
         if shard_size_bytes < 1:

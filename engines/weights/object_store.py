@@ -30,16 +30,19 @@ class ObjectStoreTransport(VersionedTransport[str]):
 
     At most ``max_versions`` are held, and the store of every node needs room for them; released versions leave it when
     their last reader is done. An object gets no more tensors once it has ``batch_size_bytes``; a reader has one at a
-    time.
+    time. With ``delta`` a version is what it changes, where that is little.
     """
 
     name = "object_store"
     medium = "in the object store"
 
-    def __init__(self, *, namespace: str, max_versions: int = 2, batch_size_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, *, namespace: str, max_versions: int = 2, batch_size_bytes: int = 256 << 20, delta: bool = False
+    ) -> None:
         super().__init__(
             namespace=namespace,
             max_versions=max_versions,
+            delta=delta,
             location=rf"(?P<index>weights\.{re.escape(namespace)}\.[0-9a-f]{{8}})/(?P<version>[0-9]+)"
             r"@(?P<cluster>[\w.:\[\]-]+)",
         )

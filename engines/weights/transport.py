@@ -11,11 +11,12 @@ writer died half-way has none.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +24,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Generic, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 import xxhash
 
 from asyncrl.errors import ConfigError, WeightError, WeightMismatchError, WeightVersionError
-from asyncrl.weights import TensorEntry, WeightManifest
+from asyncrl.weights import TensorEntry, WeightManifest, manifest_fingerprint
+from engines.weights.delta import NAME as DELTA
+from engines.weights.delta import DeltaEncoder, apply_delta
+
+_log = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 HEADER_SIZE_BYTES = 64
@@ -215,6 +222,119 @@ def _check_zeros(gap: memoryview, *, before: str) -> None:
         raise WeightMismatchError(f"the {len(gap)} bytes before {before} must be padding")
 
 
+# -------------------------------------------------------------------------------------------------------------- deltas
+
+_LONGEST_CHAIN = 64
+_LARGEST_SHARE = 0.5
+"""Share of the full version that the deltas of a chain may have together: a late reader fetches them all."""
+
+
+class DeltaChain:
+    """The publisher's side: holds the last version, and decides which ones are full."""
+
+    def __init__(self) -> None:
+        self._encoder = DeltaEncoder()
+        self._links: list[WeightManifest] = []
+        self._made_of: dict[int, frozenset[int]] = {}
+
+    def rebase(self) -> None:
+        self._links = []
+
+    def needed(self, held: Collection[int]) -> set[int]:
+        """Return the versions that those held, and the next one, are made of."""
+        self._made_of = {version: links for version, links in self._made_of.items() if version in held}
+        return {link.version for link in self._links}.union(*self._made_of.values())
+
+    def publish(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        write: Callable[[Iterable[tuple[str, torch.Tensor]], int], WeightManifest],
+    ) -> WeightManifest:
+        """Publish through ``write`` what the version changes, or all of it: if that is less, or has to be."""
+        links, self._links = self._links, []  # after an error the next version is a full one
+        try:
+            placed = (part for batch in in_batches(tensors, size_bytes=1) for part in batch)
+            found = ((part.entry(0), part.tensor, np.frombuffer(part.data, dtype=np.uint8)) for part in placed)
+            entries, delta = self._encoder.take(found)
+        except BaseException:
+            self._encoder.forget()
+            raise
+        full = sum(entry.size_bytes for entry in entries)
+        sent = sum(link.size_bytes for link in links[1:])
+        if not links or delta is None or sent + len(delta) > _LARGEST_SHARE * full or len(links) > _LONGEST_CHAIN:
+            manifest = write(self._encoder.copies.items(), version)
+            self._links = [manifest]
+        else:
+            carried = write([(DELTA, torch.from_numpy(delta))], version)
+            self._links = [*links, carried]
+            manifest = msgspec.structs.replace(carried, tensors=tuple(entries))
+        self._made_of[version] = frozenset(link.version for link in self._links)
+        return msgspec.structs.replace(manifest, chain=tuple(self._links))
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """The tensors of a version that a reader has; ``fingerprint`` is what they should have."""
+
+    version: int
+    fingerprint: str
+    tensors: dict[str, torch.Tensor]
+
+
+class DeltaReader:
+    """The reader's side: keeps the tensors of up to two versions, and fetches what is between them and a newer one.
+
+    Two, because an engine may serve from one while the next is made. ``read`` fetches and verifies a link.
+    """
+
+    def __init__(self, read: Callable[[WeightManifest], Mapping[str, torch.Tensor]]) -> None:
+        self._read = read
+        self._idle: list[_Held] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def read(self, manifest: WeightManifest) -> Iterator[dict[str, torch.Tensor]]:
+        """Make the version of what is held, or of its full version if that fails."""
+        base, *_ = manifest.chain
+        with self._lock:
+            usable = [each for each in self._idle if base.version <= each.version < manifest.version]
+            held = max(usable, key=lambda each: each.version, default=None)
+            if held is not None:
+                self._idle.remove(held)
+        if held is not None:
+            try:
+                self._advance(held, manifest)
+            except WeightMismatchError as error:
+                _log.warning("version %d is fetched from its full version: %s", manifest.version, error)
+                held = None
+        if held is None:
+            held = _Held(base.version, manifest_fingerprint(base), dict(self._read(base)))
+            self._advance(held, manifest)
+        try:
+            yield held.tensors
+        finally:
+            with self._lock:
+                self._idle = [*self._idle, held][-2:]
+
+    def _advance(self, held: _Held, manifest: WeightManifest) -> None:
+        for link in manifest.chain[1:]:
+            if link.version > held.version:
+                delta = self._read(link).get(DELTA)
+                if delta is None:
+                    raise WeightMismatchError(f"version {link.version} in the chain of {manifest.version} is no delta")
+                held.fingerprint = apply_delta(delta.numpy(), held.tensors, base=held.fingerprint, manifest=manifest)
+                held.version = link.version
+
+        def is_right(entry: TensorEntry) -> bool:
+            data = held.tensors[entry.name].reshape(-1).view(torch.uint8).numpy().data
+            return len(data) == entry.size_bytes and xxhash.xxh3_64_intdigest(data) == entry.checksum
+
+        if held.tensors.keys() != {entry.name for entry in manifest.tensors}:
+            raise WeightMismatchError(f"the chain of version {manifest.version} begins with other tensors")
+        check_tensors(manifest.tensors, is_right, manifest=manifest)
+
+
 PlaceT = TypeVar("PlaceT")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
@@ -242,7 +362,7 @@ class VersionedTransport(Generic[PlaceT]):
     name: ClassVar[str]
     medium: ClassVar[str]
 
-    def __init__(self, *, namespace: str, max_versions: int, location: str) -> None:
+    def __init__(self, *, namespace: str, max_versions: int, location: str, delta: bool = False) -> None:
         if not _NAMESPACE.fullmatch(namespace):
             raise ValueError(f"a namespace is 1..100 letters, digits, '_', '.' or '-', got {namespace!r}")
         if max_versions < 1:
@@ -255,6 +375,10 @@ class VersionedTransport(Generic[PlaceT]):
         self._closed = False
         self._location = re.compile(location)
         self._lock = threading.Lock()
+        self._chain = DeltaChain() if delta else None
+        self._released: set[int] = set()
+        """Versions that are held as links of newer ones alone."""
+        self._readers = DeltaReader(self._read)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -264,9 +388,30 @@ class VersionedTransport(Generic[PlaceT]):
         """Write the tensors as they come. If that fails, nothing is published, and the version can be tried again."""
         with self._lock:
             self._check(version)
-            manifest, self._held[version] = self._write(tensors, version)
+            if self._chain is None:
+                manifest, self._held[version] = self._write(tensors, version)
+            else:
+                manifest = self._chain.publish(tensors, version, self._write_held)
+                self._free_unneeded()
             self._last = version
             return manifest
+
+    def rebase(self) -> None:
+        """Publish the next version as a full one; without deltas every one is."""
+        if self._chain is not None:
+            self._chain.rebase()
+
+    def _write_held(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightManifest:
+        manifest, self._held[version] = self._write(tensors, version)
+        return manifest
+
+    def _free_unneeded(self) -> None:
+        """Free released versions that no version which is held, or comes next, is made of."""
+        needed = set() if self._chain is None else self._chain.needed(set(self._held) - self._released)
+        for version in sorted(self._released - needed):
+            self._released.discard(version)
+            if (place := self._held.pop(version, None)) is not None:
+                self._free(version, place)
 
     def _check(self, version: int) -> None:
         """Raise :class:`WeightVersionError` or :class:`WeightError` unless ``version`` may be published now."""
@@ -274,21 +419,29 @@ class VersionedTransport(Generic[PlaceT]):
             raise WeightError(f"version {version} cannot be published: the transport is closed")
         if version <= self._last:
             raise WeightVersionError(f"versions only grow: {version} cannot be published after {self._last}")
-        if len(self._held) >= self.max_versions:
+        held = [each for each in self._held if each not in self._released]
+        if len(held) >= self.max_versions:
             raise WeightError(
                 f"version {version} cannot be published: {self.max_versions} versions are held "
-                f"({', '.join(map(str, self._held))}); release one first"
+                f"({', '.join(map(str, held))}); release one first"
             )
 
     @contextmanager
     def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
-        yield MappingProxyType(self._read(manifest))
+        if not manifest.chain:
+            yield MappingProxyType(self._read(manifest))
+            return
+        for link in manifest.chain:
+            self._located(link)
+        check_layout(manifest)
+        with self._readers.read(manifest) as tensors:
+            yield MappingProxyType(tensors)
 
     def release(self, version: int) -> None:
         with self._lock:
-            place = self._held.pop(version, None)
-            if place is not None:
-                self._free(version, place)
+            if version in self._held:
+                self._released.add(version)
+                self._free_unneeded()
 
     def close(self) -> None:
         """Free everything; also done when the interpreter exits."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.trainer.assembly import rollout_spec
+from asyncrl.trainer.assembly import proof_spec, rollout_spec
 from asyncrl.weights import TransportSpec
 
 FILE = 'name = "run"\nsteps = 1\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n'
@@ -31,3 +31,23 @@ def test_an_engine_with_a_python_of_its_own_is_hosted(tmp_path: Path, monkeypatc
         "options": {"max_running_requests": 8},
     }
     assert spec.engine_given["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "tokens"),
+    [
+        ([], "float32", 20),
+        (["--model.dtype", "bfloat16"], "bfloat16", 20),
+        (["--rollout.options.dtype", "float16"], "float16", 20),
+        (["--rollout.options.dtype", "auto"], "bfloat16", 20),
+        (["--rollout.num_gpus", "1"], "tf32", 20),
+        (["--rollout.temperature", "0.7"], "float32", 0),  # the trainer's log-probs are of another distribution
+    ],
+)
+def test_a_canary_is_held_to_the_coarsest_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], dtype: str, tokens: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "run.toml").write_text(FILE)
+    spec = proof_spec(load_config(tmp_path / "run.toml", settings))
+    assert (spec.dtype, spec.canary_tokens) == (dtype, tokens)

@@ -213,6 +213,23 @@ def test_a_version_is_published_while_the_next_step_trains() -> None:
     assert trained == [10.0, 20.0, 35.0]  # step 2 does not wait for version 1; the groups of step 3 do
 
 
+def test_a_version_that_fenced_a_replica_is_followed_by_a_whole_one() -> None:
+    made, parts = driver(max_staleness=0, steps=4)
+    whole: list[int] = []
+
+    async def publish(manifest: Any, rebase: bool = False) -> Any:
+        if isinstance(manifest, int):
+            whole.extend([manifest] if rebase else [])
+            return [WeightManifest(version=manifest, transport="none", location="", tensors=())]
+        parts.weight_version = manifest.version
+        fenced = {"b": "a delta of another run"} if manifest.version == 2 else {}
+        return Ended(version=manifest.version, committed=(), fenced=fenced)
+
+    parts.publish = publish  # type: ignore[method-assign]
+    finish(made.run())
+    assert whole == [3]
+
+
 def test_checkpoints_and_evaluations_stand_between_steps() -> None:
     saved: list[int] = []
 

@@ -26,7 +26,6 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
-    check_verbosity,
     reasoning_effort,
     tool_call,
     tool_use,
@@ -116,6 +115,7 @@ class TextFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 class TextConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     format: TextFormat = TextFormat()
     verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable of the chat template, and a wish without effect where that has none: openai-agents always sends it."""
 
 
 class Reasoning(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -291,8 +291,6 @@ async def create(call: Call) -> web.StreamResponse:
     conversation = await call.off_loop(lambda: _conversation(kept, body.input))
     if not conversation:
         raise APIError(400, "the input has no message: reasoning is not shown to the model")
-    if body.text is not None:
-        check_verbosity(call, body.text.verbosity, field="text.verbosity")
     tools, text = _tool_use(call, body), state.chat_text()
     turn = await ChatTurn.begin(
         call,
@@ -477,7 +475,9 @@ def _form(text: ModelText, body: ResponsesRequest, tools: ToolUse) -> Form:
 def _template_variables(call: Call, body: ResponsesRequest) -> Mapping[str, Any]:
     """Any: variables of the chat template."""
     effort = body.reasoning.effort if body.reasoning else None
-    return {**(body.chat_template_kwargs or {}), **reasoning_effort(call, effort, field="reasoning.effort")}
+    verbosity = body.text.verbosity if body.text else None
+    wish = {"verbosity": verbosity} if verbosity and call.state.chat_text().template_mentions("verbosity") else {}
+    return {**(body.chat_template_kwargs or {}), **wish, **reasoning_effort(call, effort, field="reasoning.effort")}
 
 
 def _with_instructions(conversation: list[Message], instructions: str | None) -> list[Message]:

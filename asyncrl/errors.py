@@ -23,7 +23,8 @@
     │   ├── BufferClosedError       the replay buffer is closed
     │   └── DeadlineError           a wait passed its deadline (also a TimeoutError)
     ├── EnvironmentFailure          an environment or one of its tools failed; never a reward
-    │   └── EnvironmentDeadlineError    ... by taking too long
+    │   ├── EnvironmentDeadlineError    ... by taking too long
+    │   └── SandboxError                ... because a sandbox failed, or there was none in time
     ├── UserCodeError               a function given by the user raised
     │   ├── WorkerError             ... inside a worker method; carries rank, method and remote traceback
     │   └── RewardError             ... inside a reward function
@@ -218,6 +219,10 @@ class EnvironmentFailure(AsyncRLError):
 
 
 class EnvironmentDeadlineError(EnvironmentFailure): ...
+
+
+class SandboxError(EnvironmentFailure):
+    """A sandbox failed: it could not be made, died, or gave no answer. How a program in it ends is no failure."""
 
 
 class UserCodeError(AsyncRLError):

@@ -34,6 +34,7 @@ PART_GROUPS = {
     "asyncrl.reward_models": "reward model",
     "asyncrl.environments": "environment",
     "asyncrl.reward_rules": "reward rule",
+    "asyncrl.sandboxes": "sandbox backend",
     "asyncrl.model_sources": "model source",
     "asyncrl.trackers": "tracker",
     "asyncrl.advantages": "advantage",

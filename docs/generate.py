@@ -43,6 +43,8 @@ PUBLIC = {
     "asyncrl.rollout.trajectory": "Trajectories.",
     "asyncrl.rewards.rules": "Reward rules.",
     "asyncrl.envs.tools": "Tools.",
+    "asyncrl.sandboxes.contract": "Sandboxes.",
+    "asyncrl.sandboxes.pool": "A pool of sandboxes.",
     "asyncrl.tasks.handle": "Training, evaluation and generation from Python.",
     "asyncrl.tasks.settings": "Their arguments.",
     "asyncrl.tasks.run": "The commands as functions.",

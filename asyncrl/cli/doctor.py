@@ -175,16 +175,24 @@ def _ray() -> Iterator[Check]:
 
 
 def _sandbox() -> Check:
-    from asyncrl.rewards.sandbox import run_program
+    from asyncrl.sandboxes.contract import Isolation, SandboxLimits
+    from asyncrl.sandboxes.namespaces import NamespacesBackend
 
-    name = "code sandbox"
+    async def isolation() -> Isolation:
+        sandbox = await NamespacesBackend().create(SandboxLimits())
+        await sandbox.destroy()
+        return sandbox.isolation
+
+    name = "sandboxes"
+    shared = "time, processor cores, and the kernel itself are shared"
     try:
-        missing = asyncio.run(run_program({"main.py": ""}, "main.py")).isolation.missing
+        missing = asyncio.run(isolation()).missing
     except AsyncRLError as error:
-        return Check(name, "warning", str(error), "programs of a policy cannot be judged here (the rule code)")
+        return Check(name, "warning", str(error), "programs of a policy cannot be run here (the rule code, sandbox)")
     if not missing:
-        return Check(name, "ok", "programs of a policy have a user, network, files and processes of their own")
-    found = f"programs of a policy get no {', '.join(missing)} of their own"
+        found = f"programs of a policy have a user, network, files and processes of their own; {shared}"
+        return Check(name, "ok", found)
+    found = f"programs of a policy get no {', '.join(missing)} of their own; {shared}"
     remedy = "allow user namespaces (kernel.unprivileged_userns_clone=1; in a container, a seccomp profile that does)"
     return Check(name, "warning", found, remedy)
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import EnvironmentFailure, RewardError
+from asyncrl.errors import RewardError, SandboxError
 from asyncrl.rewards.rules import Answer, Verdict
-from asyncrl.rewards.sandbox import SandboxLimits, run_pair, run_program
 from asyncrl.rewards.scoring import check_count, check_seconds
 from asyncrl.runtime import run_all
+from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits, as_failure
+from asyncrl.sandboxes.namespaces import NamespacesBackend
+
+_log = logging.getLogger(__name__)
+_LAST_S = 1.0
+_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that may come from outside; the program itself causes the others."""
+_MAX_DEATHS = 3
 
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -53,7 +65,8 @@ class CodeRule:
         most_tests: tests of one answer; only the first ones run.
         require_isolation: whether to refuse a machine where programs cannot be kept from network, files and other
             processes. Without it, programs run with the isolation that the system allows.
-        deadline_s, memory_bytes: of one test; further limits in :class:`asyncrl.rewards.sandbox.SandboxLimits`.
+        deadline_s, memory_bytes: of one test; further limits in
+            :class:`asyncrl.sandboxes.contract.SandboxLimits`.
     """
 
     def __init__(
@@ -72,7 +85,7 @@ class CodeRule:
         check_seconds("deadline_s", deadline_s)
         self._partial = partial
         self._most_tests = most_tests
-        self._require_isolation = require_isolation
+        self._sandboxes = NamespacesBackend(require_isolation=require_isolation)
         self._limits = SandboxLimits(deadline_s=deadline_s, memory_bytes=memory_bytes)
         self._running = asyncio.Semaphore(processes)
 
@@ -98,21 +111,98 @@ class CodeRule:
         async with self._running:
             if "assertions" in test:
                 sides = {"solution": program, "tests": test["assertions"]}
-                end, judged = await run_pair(_ASSERTIONS, sides, limits=self._limits)
-                right = judged.how == "exited" and judged.code == 0
+                end, judged = await run_pair(self._sandboxes, _ASSERTIONS, sides, limits=self._limits)
+                right = judged.succeeded
             elif "stdin" in test:
-                end = await run_program({"main.py": program}, "main.py", stdin=test["stdin"], limits=self._limits)
-                right = end.how == "exited" and end.code == 0 and _same_output(end.stdout, test["stdout"])
+                end = await run_program(self._sandboxes, program, stdin=test["stdin"], limits=self._limits)
+                right = end.succeeded and _same_output(end.stdout, test["stdout"])
             else:
                 call = {"program": program, "function": test["function"], "arguments": test["arguments"]}
-                end = await run_program({"main.py": _CALL}, "main.py", stdin=json.dumps(call), limits=self._limits)
-                right = end.how == "exited" and end.code == 0 and _is_result(end.stdout, test["expected"])
-        if self._require_isolation and end.isolation.missing:
-            raise EnvironmentFailure(
-                f"this machine does not allow programs an own {', '.join(end.isolation.missing)} (user namespaces, "
-                "seccomp: see asyncrl doctor), and require_isolation is set"
-            )
+                end = await run_program(self._sandboxes, _CALL, stdin=json.dumps(call), limits=self._limits)
+                right = end.succeeded and _is_result(end.stdout, test["expected"])
         return "passed" if right else end.how
+
+
+async def run_program(
+    sandboxes: NamespacesBackend, program: str, *, stdin: str = "", limits: SandboxLimits
+) -> ProgramEnd:
+    """Run a Python program in a new sandbox, and return how it ended.
+
+    A program that dies by a signal such as SIGKILL may have been killed from outside: it runs again, in a new sandbox.
+    The third such death counts as the program's own.
+
+    Raises:
+        SandboxError: the sandbox itself failed, three times.
+    """
+
+    async def once() -> list[ProgramEnd]:
+        return [await _run_once(sandboxes, program, [], stdin, limits)]
+
+    return (await _run_until_it_ends(once))[0]
+
+
+async def run_pair(
+    sandboxes: NamespacesBackend, program: str, stdins: Mapping[str, str], *, limits: SandboxLimits
+) -> tuple[ProgramEnd, ProgramEnd]:
+    """Run one program twice, in two sandboxes with a socket between them; return how both ended.
+
+    Each side gets its name (a key of ``stdins``) and the descriptor of its socket as arguments. When the second side
+    has ended, the first has a second to end. Deaths are as for :func:`run_program`.
+    """
+
+    async def once() -> list[ProgramEnd]:
+        ends: list[asyncio.Task[ProgramEnd]] = []
+        sockets = socket.socketpair()
+        try:
+            for (side, stdin), end in zip(stdins.items(), sockets, strict=True):
+                ends.append(asyncio.create_task(_run_once(sandboxes, program, [side, "3"], stdin, limits, end)))
+            await asyncio.wait([ends[1]])
+            await asyncio.wait([ends[0]], timeout=_LAST_S)
+            return [await ends[1]] if not ends[0].done() else [await ends[0], await ends[1]]
+        finally:
+            for end in sockets:
+                end.close()
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    ends = await _run_until_it_ends(once)
+    return ends[0], ends[-1]
+
+
+async def _run_until_it_ends(run: Callable[[], Awaitable[list[ProgramEnd]]]) -> list[ProgramEnd]:
+    for death in range(1, _MAX_DEATHS + 1):
+        try:
+            ends = await run()
+        except SandboxError as error:
+            _log.warning("%s (death %d)", error, death)
+            if death == _MAX_DEATHS:
+                raise
+            continue
+        killed = [end.code for end in ends if end.how == "killed" and end.code in _EXTERNAL_SIGNALS]
+        if not killed or death == _MAX_DEATHS:
+            break
+        _log.warning("a program died by %s before its deadline (death %d)", signal.Signals(killed[0]).name, death)
+    return ends
+
+
+async def _run_once(
+    sandboxes: NamespacesBackend,
+    program: str,
+    arguments: list[str],
+    stdin: str,
+    limits: SandboxLimits,
+    connection: socket.socket | None = None,
+) -> ProgramEnd:
+    sandbox = await sandboxes.create(limits)
+    try:
+        await sandbox.write("main.py", program.encode("utf-8", "backslashreplace"))
+        command = [sys.executable, "-I", "main.py", *arguments]
+        return await sandbox.exec(command, stdin=stdin.encode("utf-8", "backslashreplace"), connection=connection)
+    except OSError as error:
+        raise as_failure("the program of a sandbox could not be written", error) from error
+    finally:
+        await sandbox.destroy()
 
 
 def program_in(text: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncrl.errors import TokenBalanceError
+from asyncrl.errors import SandboxError, TokenBalanceError
 from asyncrl.foreign import Failures
 from asyncrl.interfaces import DroppedGroup, GroupSummary, SelectedGroup
 from asyncrl.ledger import (
@@ -183,6 +183,8 @@ class Journal:
         """Count failed attempts by cause; log a cause once."""
         for cause in self.failures.merge(failures):
             _log.warning("an environment failed: %s\n%s", cause, self.failures[cause]["example"])
+        sandboxes = (each["count"] for cause, each in failures.items() if cause.startswith(SandboxError.__name__))
+        self._checks.update(sandboxes=sum(sandboxes))
 
     def count_checks(self, checks: Mapping[str, Any]) -> None:
         """Count rows whose rewards were checked, and those that could not be; log each cause once."""
@@ -196,12 +198,13 @@ class Journal:
         self._proofs += proofs
 
     def take_checks(self) -> Mapping[str, float]:
-        """Return what was checked since the last call, rewards and weights: the metrics of checks."""
+        """Return what was checked since the last call, and attempts whose sandbox failed: the metrics of checks."""
         checks, self._checks = self._checks, Counter()
         proofs, self._proofs = self._proofs, []
         return {
             "rewards_checked": checks["rows"],
             "reward_checks_failed": checks["failed"],
+            "sandboxes_failed": checks["sandboxes"],
             "weights_proofs": len(proofs),
             "weights_proof_s": max((proof.seconds for proof in proofs), default=0.0),
             "weights_canary": max((proof.canary for proof in proofs), default=0.0),

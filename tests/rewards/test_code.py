@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError, EnvironmentFailure, RewardError
-from asyncrl.rewards import code, sandbox
+from asyncrl.errors import ConfigError, RewardError, SandboxError
+from asyncrl.rewards import code
 from asyncrl.rewards.code import CodeRule, program_in
 from asyncrl.rewards.rules import Answer, Verdict
+from asyncrl.sandboxes.contract import ProgramEnd
 from tests.rewards.forgeries import FORGERIES, HONEST, TESTS
 
 DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
@@ -112,16 +113,36 @@ async def test_arguments_that_are_not_json_raise_a_reward_error(arguments: str):
     assert (caught.value.how, len(str(caught.value)) < 400) == ("value", True)
 
 
-async def test_require_isolation_refuses_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch):
-    async def bare(*_: Any, **__: Any) -> sandbox.ProgramEnd:
-        nothing = sandbox.Isolation(user=False, network=False, processes=False, files=False, system_calls=False)
-        return sandbox.ProgramEnd(how="exited", code=0, stdout="2", stderr="", isolation=nothing)
+async def test_a_program_killed_from_outside_runs_again(monkeypatch: pytest.MonkeyPatch):
+    ends = [ProgramEnd(how="killed", code=9), SandboxError("died"), ProgramEnd(how="exited", code=0, output=b"2")]
 
-    monkeypatch.setattr(code, "run_program", bare)
-    tests = {"inputs": [""], "outputs": ["2"]}
-    assert (await judge("print(2)", tests)).score == 1.0
-    with pytest.raises(EnvironmentFailure, match="does not allow programs an own user, network"):
-        await judge("print(2)", tests, require_isolation=True)
+    async def once(*_: Any) -> ProgramEnd:
+        end = ends.pop(0)
+        if isinstance(end, SandboxError):
+            raise end
+        return end
+
+    monkeypatch.setattr(code, "_run_once", once)
+    assert (await judge("print(2)", {"inputs": [""], "outputs": ["2"]})).score == 1.0
+    assert ends == []
+
+
+@pytest.mark.parametrize("end", [ProgramEnd(how="killed", code=9), SandboxError("died")])
+async def test_the_third_death_is_the_programs_own_and_never_a_dead_sandboxes(
+    end: ProgramEnd | SandboxError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def once(*_: Any) -> ProgramEnd:
+        if isinstance(end, SandboxError):
+            raise end
+        return end
+
+    monkeypatch.setattr(code, "_run_once", once)
+    if isinstance(end, SandboxError):
+        with pytest.raises(SandboxError, match="died"):
+            await judge("print(2)", DOUBLE)
+    else:
+        assert (await judge("print(2)", DOUBLE)).score == 0.0
+    assert "death 2" in caplog.text
 
 
 def test_program_in_prefers_the_last_python_block():

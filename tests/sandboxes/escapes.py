@@ -88,13 +88,23 @@ ESCAPES = {
     # Processes
     "command lines of the machine": (
         "import os\nn = [open(f'/proc/{{p}}/cmdline').read() for p in os.listdir('/proc') if p.isdigit()]\n"
-        "print('ESCAPED' if len(n) > 2 else n)"
+        "print('ESCAPED' if len(n) > 2 else len(n))"
     ),
     "kill from outside": _tried("os.kill({pid}, 0)"),
     "trace the first process": _call("ptrace", 16, 1, 0, 0),
     "memory of the first process": _tried("open('/proc/1/mem', 'rb').read(1)"),
     "descriptors of the first process": _tried("os.listdir('/proc/1/fd')"),
     "read another's memory": _call("syscall", 310, 1, 0, 0, 0, 0, 0),
+    "a faster priority": _tried("os.setpriority(os.PRIO_PROCESS, 0, -20)"),
+    "a real-time priority": _tried("os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))"),
+    "stop the first process": (
+        "import os\nos.kill(1, 19)\nstate = open('/proc/1/stat').read().rpartition(')')[2].split()[0]\n"
+        "print('ESCAPED' if state == 'T' else state)"
+    ),
+    "end the first process": "import os\nfor n in (2, 9, 15): os.kill(1, n)",  # which would end the sandbox
+    "set the clock": _tried("import time; time.clock_settime(time.CLOCK_REALTIME, 0)"),
+    "name the machine": _call("sethostname", "b'x'", 1),
+    "reboot": _call("reboot", 0xFEE1DEAD),
     # Sockets
     "a Unix socket of the machine": _tried("s = socket.socket(socket.AF_UNIX); s.connect('{socket}')"),
     "an abstract socket": _tried("s = socket.socket(socket.AF_UNIX); s.connect('\\0{abstract}')"),

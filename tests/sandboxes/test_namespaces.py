@@ -1,4 +1,4 @@
-"""The sandbox: isolation, limits and deadlines of untrusted programs."""
+"""Sandboxes in namespaces: isolation, limits, deadlines, resets, and what is left of them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from asyncrl.rewards import sandbox
-from asyncrl.rewards.sandbox import ProgramEnd, SandboxLimits, run_program
-from tests.rewards.escapes import ESCAPES
+from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.sandboxes import namespaces
+from asyncrl.sandboxes.contract import Isolation, ProgramEnd, SandboxLimits
+from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
+from tests.sandboxes.escapes import ESCAPES
 
 QUICK = SandboxLimits(deadline_s=3.0)
 
@@ -30,14 +35,25 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "sandboxes"))
 
 
+@asynccontextmanager
+async def made(limits: SandboxLimits = QUICK) -> AsyncIterator[NamespacesSandbox]:
+    sandbox = await NamespacesBackend().create(limits)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.destroy()
+
+
 async def run(program: str, *, stdin: str = "", limits: SandboxLimits = QUICK, name: str = "main.py") -> ProgramEnd:
-    return await run_program({name: program}, name, stdin=stdin, limits=limits)
+    async with made(limits) as sandbox:
+        await sandbox.write(name, program.encode())
+        return await sandbox.exec([sys.executable, "-I", name], stdin=stdin.encode())
 
 
 async def isolated(*kinds: str) -> None:
     """Skip where the system does not allow it; a sandbox without it still limits and kills."""
-    end = await run("")
-    missing = [kind for kind in kinds if not getattr(end.isolation, kind)]
+    async with made() as sandbox:
+        missing = [kind for kind in kinds if not getattr(sandbox.isolation, kind)]
     if missing:
         pytest.skip(f"this system does not allow a program its own {', '.join(missing)}")
 
@@ -98,24 +114,31 @@ async def test_a_limit_ends_the_call_at_once(program: str, limits: SandboxLimits
         assert (await run(program, limits=limits)).how == how
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2], ids=["outside", "first", "program"])
-async def test_a_program_killed_from_outside_runs_again(victim: int):
+@pytest.mark.parametrize("victim", [0, 1], ids=["outside", "first"])
+async def test_a_sandbox_that_is_killed_is_a_failure_and_leaves_nothing(victim: int):
     await isolated("processes")
     name = f"program{secrets.token_hex(8)}.py"
-    call = asyncio.create_task(run("print('begun'); import time; time.sleep(0.7); print('done')", name=name))
-    async with asyncio.timeout(10):
-        while len(tree := _running(name)) < 3 or b"sandbox_program" in _command(tree[2]):
-            await asyncio.sleep(0.01)
-    os.kill(int(tree[victim].name), signal.SIGKILL)
-    end = await call
-    assert (end.how, end.stdout) == ("exited", "begun\ndone\n")
-    assert _running(name) == []
+    call = asyncio.create_task(run("print('begun'); import time; time.sleep(60)", name=name))
+    tree = await begun(name)
+    os.kill(tree[victim], signal.SIGKILL)
+    with pytest.raises(SandboxError, match="died"):
+        await call
+    assert _running(name) == [] == left_behind()
 
 
-async def test_the_third_death_by_sigkill_counts_as_the_programs_own(caplog: pytest.LogCaptureFixture):
+async def test_a_program_that_is_killed_is_a_result():
     end = await run("import os; os.kill(os.getpid(), 9)")
     assert (end.how, end.code) == ("killed", 9)
-    assert [record.message.endswith(f"(death {n + 1})") for n, record in enumerate(caplog.records)] == [True] * 3
+
+
+async def begun(name: str) -> list[int]:
+    """Wait until a program runs; return the ids of the sandbox's process, the first of its tree, and the program."""
+    async with asyncio.timeout(10):
+        while not (running := _running(name)):
+            await asyncio.sleep(0.01)
+    outside = int((running[0] / "stat").read_text().rpartition(")")[2].split()[1])
+    children = Path(f"/proc/{outside}/task/{outside}/children").read_text().split()
+    return [outside, int(children[0]), int(running[0].name)]
 
 
 def _running(name: str) -> list[Path]:
@@ -150,15 +173,20 @@ async def test_no_program_leaves_the_sandbox(tmp_path: Path):
     ours, path, abstract = tmp_path / "ours", str(tmp_path / "s"), f"asyncrl-{secrets.token_hex(8)}"
     ours.write_text("whole")
     (tmp_path / ".profile").touch()
-    few = asyncio.Semaphore(3)
+    free: asyncio.Queue[NamespacesSandbox] = asyncio.Queue()
 
     async def tried(name: str, port: int) -> ProgramEnd:
         values = {"file": ours, "socket": path, "abstract": abstract, "pid": os.getpid(), "home": tmp_path}
-        program = ESCAPES[name].format(**values, port=port)
-        async with few, asyncio.timeout(8):
-            return await run(program, limits=SandboxLimits(deadline_s=3.0))
+        sandbox = await free.get()
+        async with asyncio.timeout(8):
+            end = await sandbox.exec([sys.executable, "-I", "-c", ESCAPES[name].format(**values, port=port)])
+            assert await sandbox.reset(), name
+        free.put_nowait(sandbox)
+        return end
 
     async with AsyncExitStack() as servers:
+        for _ in range(3):
+            free.put_nowait(await servers.enter_async_context(made()))
         for address in (path, f"\0{abstract}"):
             await servers.enter_async_context(await asyncio.start_unix_server(lambda reader, writer: None, address))
         tcp = await servers.enter_async_context(await asyncio.start_server(lambda *_: None, "127.0.0.1", 0))
@@ -177,7 +205,7 @@ def test_no_program_leaves_the_sandbox_of_an_ordinary_user():
         pytest.skip("needs root, the system's Python and setpriv")
     folder = Path(tempfile.mkdtemp(dir="/var/tmp"))
     try:
-        shutil.copy(Path(sandbox.__file__).with_name("sandbox_program.py"), folder / "sandbox_program.py")
+        shutil.copy(Path(namespaces.__file__).with_name("namespaces_program.py"), folder / "program.py")
         (folder / "ours").write_text("whole")
         (folder / ".profile").touch()
         (folder / "work").mkdir()
@@ -185,20 +213,25 @@ def test_no_program_leaves_the_sandbox_of_an_ordinary_user():
         os.chown(folder / "work", 1000, 1000)
         values = {"file": folder / "ours", "socket": "/s", "abstract": "none", "port": 1, "pid": os.getpid()}
         values["home"] = folder
-        spec = {"cpu_s": 3, "memory_bytes": 1 << 30, "file_bytes": 16 << 20, "files": 64, "children": 32}
+        spec = {"memory_bytes": 1 << 30, "file_bytes": 16 << 20, "files": 64, "children": 32}
         spec |= {"folder": str(folder / "work"), "visible": ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"]}
         left = []
         for name in sorted(set(ESCAPES) - {"a fork bomb", "memory of many processes"}):
-            (folder / "work" / "main.py").write_text(ESCAPES[name].format(**values))
-            reading, writing = os.pipe()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             command = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "/usr/bin/python3", "-I", "-S"]
-            command += [str(folder / "sandbox_program.py"), json.dumps({**spec, "report": writing})]
-            command += ["--", "/usr/bin/python3", "-I", "main.py"]
-            end = subprocess.run(command, pass_fds=[writing], capture_output=True, text=True, timeout=20, check=False)
-            os.close(writing)
-            with open(reading, "rb") as report:  # noqa: PTH123  a pipe
-                assert all(json.load(report).values())
-            left += [name] if "ESCAPED" in end.stdout else []
+            command += [str(folder / "program.py"), json.dumps(spec), str(theirs.fileno())]
+            with subprocess.Popen(command, pass_fds=[theirs.fileno()]), ours, tempfile.TemporaryFile() as output:
+                theirs.close()
+                assert all(json.loads(ours.recv(1 << 16))["isolation"].values())
+                program = ["/usr/bin/python3", "-I", "-c", ESCAPES[name].format(**values)]
+                order = {"do": "exec", "command": program, "env": {"PATH": os.defpath}, "cpu_s": 3}
+                nothing = os.open("/dev/null", os.O_RDWR)
+                socket.send_fds(ours, [json.dumps(order).encode()], [nothing, output.fileno(), nothing])
+                os.close(nothing)
+                ours.settimeout(20)
+                assert "code" in json.loads(ours.recv(1 << 16))
+                output.seek(0)
+                left += [name] if b"ESCAPED" in output.read() else []
         assert left == []
     finally:
         shutil.rmtree(folder)
@@ -218,7 +251,7 @@ assert b.recv(1) == b"z"
 with multiprocessing.Pool(2) as pool:
     assert pool.map(abs, [-1, -2]) == [1, 2]
 assert os.path.exists("/proc/self/status") and random.SystemRandom().random() < 1
-print(os.getcwd() == os.environ["HOME"], time.localtime().tm_year > 2000)
+print(os.getcwd() == os.environ["HOME"] == "/sandbox", time.localtime().tm_year > 2000)
 """
     end = await run(program, limits=SandboxLimits(deadline_s=8.0))
     assert (end.stdout, end.stderr) == ("True True\n", "")
@@ -232,3 +265,57 @@ async def test_a_cancelled_call_leaves_no_folder():
     with pytest.raises(asyncio.CancelledError):
         await call
     assert left_behind() == before
+
+
+async def test_files_live_over_several_commands_and_travel_in_a_snapshot():
+    async with made() as first, made() as second:
+        await first.write("a/-b c", b"\0\xff" * 9)
+        assert (await first.exec(["/bin/sh", "-c", "wc -c < 'a/-b c'"])).stdout == "18\n"
+        await second.restore(await first.snapshot())
+        assert await second.read("a/-b c") == b"\0\xff" * 9
+        with pytest.raises(OSError, match="nothing"):
+            await second.read("nothing")
+        with pytest.raises(OSError, match="No space"):
+            await second.write("large", bytes(QUICK.file_bytes + 1))
+
+
+async def test_nothing_that_a_command_started_outlives_it_and_a_reset_leaves_no_file():
+    await isolated("processes", "files")
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\n"
+    async with made() as sandbox:
+        await sandbox.exec([sys.executable, "-c", daemon + "open('left', 'w').write('x')"])
+        processes = "import os; print([p for p in os.listdir('/proc') if p.isdigit()])"
+        assert (await sandbox.exec([sys.executable, "-c", processes])).stdout.count("'") == 4  # the first, and itself
+        await sandbox.exec(["chmod", "0", "."])
+        assert (await sandbox.exec(["ls"])).code != 0
+        assert await sandbox.reset()
+        assert (await sandbox.exec(["ls", "-A"])).output == b""
+
+
+async def test_the_memory_of_all_processes_together_is_limited():
+    await isolated("processes")
+    program = "import os, time\nfor n in range(4):\n    if os.fork() == 0: b = bytearray(64 << 20); time.sleep(60)\n"
+    end = await run(program + "time.sleep(60)", limits=SandboxLimits(deadline_s=8.0, memory_bytes=150 << 20))
+    assert end.how == "memory"
+
+
+async def test_a_destroyed_sandbox_ends_its_command_by_name():
+    async with made() as sandbox:
+        call = asyncio.create_task(sandbox.exec(["sleep", "60"], deadline_s=60.0))
+        await asyncio.sleep(0)
+        await sandbox.destroy()
+        with pytest.raises(SandboxError):
+            await call
+        with pytest.raises(SandboxError, match="gone"):
+            await sandbox.exec(["true"])
+
+
+async def test_what_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="no network"):
+        await NamespacesBackend().create(SandboxLimits(network=True))
+    with pytest.raises(ConfigError, match="deadline_s is 0"):
+        SandboxLimits(deadline_s=0)
+    monkeypatch.setattr(Isolation, "missing", ["user", "network"])
+    with pytest.raises(SandboxError, match="does not allow programs an own user, network"):
+        await NamespacesBackend(require_isolation=True).create(QUICK)
+    assert left_behind() == []

@@ -1,22 +1,33 @@
-"""Isolates and limits an untrusted program: ``python -I -S sandbox_program.py SPEC -- COMMAND...``.
+"""Isolates a sandbox and runs its commands: ``python -I -S namespaces_program.py SPEC FD``.
 
-It enters those unprivileged kernel namespaces that the system allows, sets resource limits, gives up all privileges and
-executes the command. It imports only the standard library, because it starts for every program.
+It enters those unprivileged kernel namespaces that the system allows, and runs one command after the other as its
+client orders. Each has limits, has given up all privileges, and ends with everything that it started. The program
+imports only the standard library, because it starts for every sandbox.
 
     user          a user without privileges, 65534 where root starts it
     network       a network without any interface, and no abstract sockets
     processes     a separate process tree: all of it dies with this process, whatever its sessions and groups
     files         a file system of its own: the interpreter and the system's libraries, read-only, and a small one in
-                  memory at the working folder, which is also ``/tmp``
+                  memory at ``/sandbox``, which is also ``/tmp``
     system_calls  a filter (seccomp): no mounts, namespaces, tracing, keys, kernel memory that no limit counts, or
                   families of sockets other than Unix and IP
 
-SPEC is JSON: ``{"folder": ..., "visible": [PATH, ...], "memory_bytes": ..., "cpu_s": ..., "file_bytes": ...,
-"files": ..., "children": ..., "report": FD}``. Before the command begins, the isolation achieved is written to the
-descriptor ``report`` as JSON.
+SPEC is JSON: ``{"folder": ..., "visible": [PATH, ...], "memory_bytes": ..., "file_bytes": ..., "files": ...,
+"children": ...}``. On the socket FD (SOCK_SEQPACKET) each message is JSON:
 
-The program knows no system call that would give it a privilege: it has no capability, cannot get one (no_new_privs),
-and cannot make a namespace in which it had some. Its mounts belong to a namespace in which only this process has any.
+    client                                            program
+                                                  <-  {"isolation", "folder", "first": id of the tree's first}, once
+    {"do": "exec", "command": [...], "env": {},
+    "cpu_s": ...}, with its descriptors 0, 1, 2   ->
+                                                  <-  {"code": ..., "memory": whether it held too much}
+    {"do": "kill"}                                ->  (ends the command; its answer follows)
+    {"do": "reset"}                               ->
+                                                  <-  {"proven": whether it is as it was at the beginning}
+
+When the client closes the socket or dies, everything ends.
+
+No command can get a privilege by a system call: it has no capability, cannot get one (no_new_privs), and cannot make a
+namespace in which it had some. Its mounts belong to a namespace in which only this process has any.
 """
 
 from __future__ import annotations
@@ -24,13 +35,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import platform
 import resource
+import select
 import signal
+import socket
 import struct
 import sys
+from typing import Any
 
 _UNPRIVILEGED = 65534
 
@@ -45,7 +60,10 @@ _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _CAPABILITY_VERSION = 0x20080522
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_WATCH_S = 0.1
+_WATCH_MS = 100
+_FOLDER = "/sandbox"
+_LARGEST_MESSAGE = 1 << 18
+_MOST_DESCRIPTORS = 8
 
 # Numbers of system calls: x86_64, aarch64.
 _SOCKET, _CLONE, _CLONE3, _PIVOT_ROOT = (41, 198), (56, 220), (435, 435), (155, 41)
@@ -69,9 +87,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Isolate, limit and execute the command; with a separate process tree, its parent stays and ends like it."""
-    spec = json.loads(sys.argv[1])
-    command = sys.argv[3:]
+    """Isolate this process and what it starts, and serve the client until it is gone."""
+    spec, control = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    control.set_inheritable(False)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     user = _own_user()
     had = {"user": user is not None, "network": False, "processes": False, "files": False}
     own_mounts = False
@@ -79,21 +98,158 @@ def main() -> None:
         had["network"] = _unshare(_CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS)
         own_mounts = _unshare(_CLONE_NEWNS)
         had["processes"] = _unshare(_CLONE_NEWPID)
-    end_tree = _begin_tree(spec) if had["processes"] else None
-    had["files"] = own_mounts and _own_root(spec, with_proc=had["processes"])
     filter_ = _system_call_filter()
     had["system_calls"] = filter_ is not None
-    os.write(spec["report"], json.dumps(had).encode())
-    os.close(spec["report"])
+    first = None
+    if had["processes"]:
+        first, had["files"] = _begin_tree(spec, user, control, own_mounts=own_mounts)
+    elif own_mounts:
+        had["files"] = _own_root(spec, user, with_proc=False)
+    os.chdir("/")
+    folder = _FOLDER if had["files"] else str(spec["folder"])
     # Without files of its own a program keeps our user: another could not read its folder.
-    _drop_privileges(user if had["files"] else None)
-    if end_tree is not None:
-        _fork_program(end_tree)
-    os.chdir(spec["folder"])
-    _limit(spec, own_user=had["user"])
-    if filter_ is not None:
-        _set_filter(filter_)
-    os.execv(command[0], command)  # noqa: S606  the purpose of this program
+    inner = user if had["files"] else None
+    _Server(spec, control, first=first, folder=folder, user=inner, own_user=had["user"], filter_=filter_).serve(had)
+
+
+class _Server:
+    def __init__(
+        self,
+        spec: dict[str, int],
+        control: socket.socket,
+        *,
+        first: int | None,
+        folder: str,
+        user: int | None,
+        own_user: bool,
+        filter_: bytes | None,
+    ) -> None:
+        self._spec = spec
+        self._control = control
+        self._first = first
+        self._folder = folder
+        self._user = user
+        self._own_user = own_user
+        self._filter = filter_
+        self._program: int | None = None
+        self._too_much = False
+
+    def serve(self, had: dict[str, bool]) -> None:
+        """Answer the client's messages; return when it is gone and all processes have ended."""
+        woken = _wake_on_children()
+        events = select.poll()
+        events.register(self._control, select.POLLIN)
+        events.register(woken, select.POLLIN)
+        self._send({"isolation": had, "folder": self._folder, "first": self._first})
+        while True:
+            happened = dict(events.poll(None if self._program is None else _WATCH_MS))
+            if woken in happened:
+                os.read(woken, 64)
+            self._reap()
+            if self._program is not None and not happened and _memory_of_tree() > self._spec["memory_bytes"]:
+                self._too_much = True
+                self._kill(wait=False)
+            if self._control.fileno() in happened:
+                message, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, _MOST_DESCRIPTORS)
+                if not message:
+                    break
+                self._do(json.loads(message), descriptors)
+        if self._first is not None:
+            os.kill(self._first, signal.SIGKILL)
+            while os.waitpid(-1, 0)[0] != self._first:  # it has ended when all of the tree are, and those are reaped
+                pass
+        else:
+            self._kill(wait=False)
+
+    def _send(self, message: dict[str, object]) -> None:
+        with contextlib.suppress(ConnectionError):  # the client is gone: the next event says so
+            self._control.send(json.dumps(message).encode())
+
+    def _do(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        if order["do"] == "exec":
+            self._too_much, self._program = False, self._fork(order, descriptors)
+        elif order["do"] == "kill" and self._program is not None:
+            self._kill(wait=False)
+        elif order["do"] == "reset":
+            self._send({"proven": self._reset()})
+        for each in descriptors:
+            os.close(each)
+
+    def _fork(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        program = os.fork()
+        if program:
+            return program
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # Python's are not for it
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 32) for each in descriptors]
+            for number, each in enumerate(high):
+                os.dup2(each, number)
+            _drop_privileges(self._user)
+            os.chdir(self._folder)
+            _limit({**self._spec, "cpu_s": order["cpu_s"]}, own_user=self._own_user)
+            if self._filter is not None:
+                _set_filter(self._filter)
+            os.execvpe(order["command"][0], order["command"], order["env"])  # noqa: S606  the purpose of this program
+        except OSError as error:
+            os.write(2, f"{error}\n".encode())
+        finally:
+            os._exit(127)
+
+    def _reap(self) -> None:
+        """Take the children that have ended; answer for the command, when all it started has ended too."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._first:
+                    os._exit(1)
+                if ended[0] == self._program:
+                    self._kill(wait=True)
+                    self._program = None
+                    self._send({"code": os.waitstatus_to_exitcode(ended[1]), "memory": self._too_much})
+
+    def _kill(self, *, wait: bool) -> None:
+        """Kill the command with everything it started; with ``wait``, until there is nothing left to be killed."""
+        if self._first is None:  # without a tree of its own, its group is what can be known
+            if self._program is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._program, signal.SIGKILL)
+            return
+        killer = os.fork()
+        if killer == 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # all of the tree but its first process and this one
+                while wait:
+                    os.sched_yield()
+                    os.kill(-1, signal.SIGKILL)
+            os._exit(0)
+        os.waitpid(killer, 0)
+
+    def _reset(self) -> bool:
+        """Make the sandbox what it was at the beginning; False if that cannot be proven.
+
+        All processes have ended, and the folder's file system is unmounted, which the kernel refuses if anything still
+        uses it.
+        """
+        if self._first is None or self._folder != _FOLDER or self._program is not None:
+            return False
+        self._kill(wait=True)
+        try:
+            _check(_libc.umount2(_FOLDER.encode(), 0))
+            _mount_folder(_FOLDER, self._spec["file_bytes"], self._user)
+        except OSError:
+            return False
+        return True
+
+
+def _wake_on_children() -> int:
+    """Return a descriptor that becomes readable when a child ends."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return reading
 
 
 def _unshare(flags: int) -> bool:
@@ -165,14 +321,11 @@ def _drop_privileges(user: int | None) -> None:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def _own_root(spec: dict[str, object], *, with_proc: bool) -> bool:
-    """Make a root with what the program may see; its folder's files move into memory."""
+def _own_root(spec: dict[str, object], user: int | None, *, with_proc: bool) -> bool:
+    """Make a root with what a program may see, and an empty folder in memory."""
     folder, visible, size = str(spec["folder"]), spec["visible"], spec["file_bytes"]
     assert isinstance(visible, list)
-    kept = {}
-    for name in os.listdir(folder):  # noqa: PTH208  pathlib costs milliseconds of every start
-        with open(os.path.join(folder, name), "rb") as file:  # noqa: PTH118, PTH123  likewise
-            kept[name] = file.read()
+    assert isinstance(size, int)
     try:
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=1024,mode=0755")
@@ -183,20 +336,16 @@ def _own_root(spec: dict[str, object], *, with_proc: bool) -> bool:
             _show(path, folder + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
         for name in _DEVICES:
             _show(f"/dev/{name}", f"{folder}/dev/{name}", _MS_RDONLY | _MS_NOSUID | _MS_NOEXEC)
-        inner = folder + folder
-        os.makedirs(inner)  # noqa: PTH103  likewise
+        os.makedirs(folder + _FOLDER)  # noqa: PTH103  likewise
         os.makedirs(f"{folder}/proc")  # noqa: PTH103  likewise
         if with_proc:
             with contextlib.suppress(OSError):  # refused where the system hides parts of its own
                 flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
                 _mount("proc", f"{folder}/proc", "proc", flags)
-        _mount("tmpfs", inner, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=4096,mode=0777")
-        for name, target in (("tmp", folder), ("dev/shm", folder), ("dev/fd", "/proc/self/fd")):
+        _mount_folder(folder + _FOLDER, size, user)
+        for name, target in (("tmp", _FOLDER), ("dev/shm", _FOLDER), ("dev/fd", "/proc/self/fd")):
             if not os.path.lexists(f"{folder}/{name}"):
                 os.symlink(target, f"{folder}/{name}")  # noqa: PTH211  likewise
-        for name, content in kept.items():
-            with open(os.path.join(inner, name), "wb") as file:  # noqa: PTH118, PTH123  likewise
-                file.write(content)
         os.chdir(folder)
         _check(_libc.syscall(_PIVOT_ROOT[_MACHINES[platform.machine()][0]], b".", b"."))
         _check(_libc.umount2(b".", _MNT_DETACH))
@@ -209,11 +358,16 @@ def _own_root(spec: dict[str, object], *, with_proc: bool) -> bool:
     return True
 
 
+def _mount_folder(path: str, size_bytes: int, user: int | None) -> None:
+    options = f"size={size_bytes},nr_inodes=4096,mode=0777,uid={user or 0}"
+    _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
 def _show(path: str, target: str, flags: int) -> None:
     """Bind ``path`` at ``target``; a path that does not exist is left out, and a link stays a link."""
     if not os.path.lexists(path):
         return
-    os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120  likewise
+    os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120  pathlib costs milliseconds
     if os.path.islink(path):  # noqa: PTH114  likewise
         os.symlink(os.readlink(path), target)  # noqa: PTH115, PTH211  likewise
         return
@@ -314,52 +468,42 @@ def _set_filter(program: bytes) -> None:
 # ---------------------------------------------------------------------------------------------------------------- tree
 
 
-def _begin_tree(spec: dict[str, int]) -> int:
-    """Fork the first process of the tree; only it returns, with the descriptor for the program's exit code.
+def _begin_tree(
+    spec: dict[str, object], user: int | None, control: socket.socket, *, own_mounts: bool
+) -> tuple[int, bool]:
+    """Fork the first process of the tree; return its id, and whether the tree has files of its own.
 
-    This process stays outside the tree, ends as the program does when the tree has ended, and kills it on SIGTERM and
-    when all of it together holds more memory than one process may: it then ends by SIGSEGV.
+    The first process only waits for orphans. It ends with this process, and all others with it.
     """
     reading, writing = os.pipe()
-    awaited = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # blocked until sigwait: none is lost
+    theirs, ours = os.pipe()  # ours is open as long as this process lives
     first = os.fork()
-    if first == 0:
-        os.close(reading)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
-        return writing
-    os.close(writing)
-    os.close(spec["report"])
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _close_standard()
-    too_much = False
-    while os.waitpid(first, os.WNOHANG)[0] != first:
-        received = signal.sigtimedwait(awaited, _WATCH_S)
-        too_much = too_much or (received is None and _memory_of_tree() > spec["memory_bytes"])
-        if too_much or (received is not None and received.si_signo == signal.SIGTERM):
-            os.kill(first, signal.SIGKILL)
-    code = os.read(reading, 16)
-    _end_like(-signal.SIGSEGV if too_much else int(code) if code else -signal.SIGKILL)
-    raise AssertionError
-
-
-def _fork_program(writing: int) -> None:
-    """Fork; only the program's own process returns.
-
-    The first process of the tree only waits: the kernel protects it from signals, which a program must be able to die
-    of.
-    """
+    if first:
+        os.close(writing)
+        os.close(theirs)
+        with open(reading, "rb") as report:  # noqa: PTH123  a pipe
+            return first, report.read() == b"files"
+    os.close(reading)
+    os.close(ours)
+    control.close()
+    awaited = {signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel keeps signals without a handler from a first process
+    files = own_mounts and _own_root(spec, user, with_proc=True)
+    _drop_privileges(user if files else None)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not before: a change of user resets it
-    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # its descriptors and memory are not the program's
-    program = os.fork()
-    if program:
-        _close_standard()
-        while True:  # orphans of the tree are reaped here, too
-            process, status = os.waitpid(-1, 0)
-            if process == program:
-                os.write(writing, str(os.waitstatus_to_exitcode(status)).encode())
-                os._exit(0)
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # its descriptors and memory are not a program's
+    orphaned = select.poll()
+    orphaned.register(theirs, 0)
+    if orphaned.poll(0):  # its parent died before that
+        os._exit(1)
+    os.write(writing, b"files" if files else b"none")
     os.close(writing)
+    while True:
+        signal.sigwait(awaited)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _memory_of_tree() -> int:
@@ -373,21 +517,6 @@ def _memory_of_tree() -> int:
             with contextlib.suppress(OSError), open(f"/proc/{name}/smaps_rollup", "rb") as file:  # noqa: PTH123
                 total += sum(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
     return total
-
-
-def _close_standard() -> None:
-    for handle in (0, 1, 2):
-        os.close(handle)
-
-
-def _end_like(code: int) -> None:
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        os.kill(os.getpid(), -code)
-    os._exit(code if code >= 0 else 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""``asyncrl sandboxes``: serve sandboxes of this machine to others."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+
+from asyncrl.cli.output import show
+from asyncrl.errors import ConfigError
+from asyncrl.plugins import make_part
+
+SUMMARY = "serve sandboxes of this machine to training runs of others"
+_KEY = "ASYNCRL_SANDBOX_KEY"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``asyncrl sandboxes``."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8100, help="port to listen on (8100; 0: any that is free)")
+    parser.add_argument("--backend", default="namespaces", metavar="NAME", help="what makes them (namespaces)")
+    parser.add_argument("--image", metavar="IMAGE", help="of the backend container")
+    parser.add_argument("--most", type=int, default=64, metavar="N", help="sandboxes at a time (64)")
+    parser.add_argument("--lease", type=float, default=3600.0, metavar="S", help="their time to live (3600)")
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="of a command (60)")
+    parser.add_argument("--memory-gib", type=float, default=2.0, metavar="G", help="of a sandbox (2)")
+
+
+def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Serve until Ctrl-C; the key is that of ASYNCRL_SANDBOX_KEY, or a new one that is printed."""
+    from asyncrl.sandboxes.contract import SandboxLimits
+    from asyncrl.serve.middleware import KeyRing
+    from asyncrl.serve.sandboxes import SandboxServer
+
+    if namespace.most < 1:
+        raise ConfigError(f"most is {namespace.most}", path="most", remedy="1 or more")
+    key = os.environ.get(_KEY) or secrets.token_urlsafe(32)
+    options = {"image": namespace.image} if namespace.image else {}
+    backend = make_part("asyncrl.sandboxes", namespace.backend, options=options, path="backend")
+    limits = SandboxLimits(deadline_s=namespace.deadline, memory_bytes=int(namespace.memory_gib * (1 << 30)))
+
+    async def serve() -> None:
+        server = SandboxServer(
+            backend, limits, keys=KeyRing({"client": key}), most=namespace.most, lease_s=namespace.lease
+        )
+        async with server.serving(host=namespace.host, port=namespace.port) as url:
+            show(f"sandboxes at {url}" + ("" if os.environ.get(_KEY) else f"\nexport {_KEY}={key}"))
+            await asyncio.Event().wait()
+
+    try:
+        asyncio.run(serve())
+    except KeyboardInterrupt:
+        return 0
+    return 0

@@ -1,0 +1,1 @@
+"""Sandboxes for untrusted programs: the contract, its backends, and a pool of them."""

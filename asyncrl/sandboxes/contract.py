@@ -1,0 +1,207 @@
+"""The contract of sandboxes: untrusted programs run in one, with limits, and what they do stays in it.
+
+A :class:`SandboxBackend` makes sandboxes, and is found by name (``asyncrl.sandboxes`` among the entry points):
+
+    namespaces    processes of this machine in Linux namespaces        (:mod:`asyncrl.sandboxes.namespaces`)
+    container     containers of docker or podman                       (:mod:`asyncrl.sandboxes.container`)
+    remote        sandboxes of another machine, over HTTP              (:mod:`asyncrl.sandboxes.remote`)
+
+A sandbox that fails raises :class:`~asyncrl.errors.SandboxError`; how a program in it ends is a result.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, Protocol, TypeAlias
+
+from asyncrl.errors import ConfigError, SandboxError
+
+How: TypeAlias = Literal["exited", "killed", "memory", "deadline", "output"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """Limits of a sandbox.
+
+    Attributes:
+        deadline_s: wall time of one command; then it is killed with everything it started.
+        memory_bytes: of one process (its address space), and what all of them hold together.
+        file_bytes: largest file, and all files together.
+        output_bytes: of each of a command's two outputs; one that writes more is killed.
+        files: open descriptors of a process.
+        children: processes and threads at once.
+        network: whether programs may reach a network.
+
+    Raises:
+        ConfigError: a number is not positive and finite.
+    """
+
+    deadline_s: float = 5.0
+    memory_bytes: int = 1 << 30
+    file_bytes: int = 16 << 20
+    output_bytes: int = 1 << 20
+    files: int = 64
+    children: int = 32
+    network: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "network" and not 0 < value < math.inf:
+                raise ConfigError(f"{each.name} is {value}", path=each.name, remedy="a positive number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """What the programs of a sandbox have of their own."""
+
+    user: bool
+    network: bool
+    processes: bool
+    files: bool
+    system_calls: bool
+
+    @property
+    def missing(self) -> list[str]:
+        """The kinds that programs share with the machine."""
+        return [name for name, had in asdict(self).items() if not had]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramEnd:
+    """How a command ended.
+
+    Attributes:
+        how: ``exited``, ``killed`` (by a signal: a crash, a limit, itself), ``memory`` (its processes together held too
+            much), ``deadline``, or ``output`` (too much).
+        code: exit code, or number of the signal; 0 for a deadline and too much output.
+        output, error: what it wrote; as text, ``stdout`` and ``stderr``.
+    """
+
+    how: How
+    code: int
+    output: bytes = b""
+    error: bytes = b""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.how == "exited" and self.code == 0
+
+    @property
+    def stdout(self) -> str:
+        return self.output.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.error.decode("utf-8", "replace")
+
+
+class Sandbox(ABC):
+    """A folder, and commands that run in it one after the other. No process outlives the command that started it.
+
+    Every method raises SandboxError if the sandbox itself fails, and then it is destroyed. A cancelled call destroys
+    it, too.
+
+    Attributes:
+        limits: of its commands.
+        isolation: what programs have of their own.
+        folder: where they run, as they see it.
+    """
+
+    limits: SandboxLimits
+    isolation: Isolation
+    folder: str
+
+    @abstractmethod
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+        output_bytes: int | None = None,
+    ) -> ProgramEnd:
+        """Run a command in the folder. It has none of this process's environment variables.
+
+        Args:
+            command: program and arguments.
+            stdin: its standard input.
+            env: environment variables beside ``PATH``, ``HOME`` and ``LANG``.
+            deadline_s: instead of that of the limits.
+            output_bytes: likewise.
+        """
+
+    @abstractmethod
+    async def reset(self) -> bool:
+        """Make the sandbox what it was when it was made; return False if that cannot be proven."""
+
+    @abstractmethod
+    async def destroy(self) -> None:
+        """End all processes and remove all files. Idempotent; raises nothing."""
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Write a file, relative to the folder; its folders are made.
+
+        Raises:
+            OSError: it cannot be written: the disk is full, a program has put something in its way.
+        """
+        script = 'case $1 in */*) mkdir -p -- "${1%/*}" ;; esac && cat > "$1"'
+        await self._shell(script, path, stdin=content)
+
+    async def read(self, path: str) -> bytes:
+        """Return a file of ``output_bytes`` at most.
+
+        Raises:
+            OSError: it cannot be read, or is larger.
+        """
+        return await self._shell('cat -- "$1"', path)
+
+    async def snapshot(self) -> bytes:
+        """Return the folder as a tar archive, for :meth:`SandboxBackend.create`. It is data of untrusted programs.
+
+        Raises:
+            OSError: it cannot be read, or has more than twice ``file_bytes``.
+        """
+        return await self._shell("tar -cf - .", "", output_bytes=2 * self.limits.file_bytes)
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Extract a snapshot in the folder.
+
+        Raises:
+            OSError: it cannot be extracted.
+        """
+        await self._shell("tar -xf -", "", stdin=snapshot)
+
+    async def _shell(self, script: str, argument: str, *, stdin: bytes = b"", output_bytes: int | None = None) -> bytes:
+        if argument.startswith("-"):
+            argument = f"./{argument}"
+        end = await self.exec(["/bin/sh", "-c", script, "sh", argument], stdin=stdin, output_bytes=output_bytes)
+        if not end.succeeded:
+            raise OSError(f"{argument or script}: {end.stderr.strip()[:500] or end.how}")
+        return end.output
+
+
+class SandboxBackend(Protocol):
+    """Makes sandboxes of one kind."""
+
+    async def create(self, limits: SandboxLimits) -> Sandbox:
+        """Make a sandbox with an empty folder.
+
+        Raises:
+            SandboxError: it cannot be made.
+            ConfigError: the backend cannot keep the limits: it has no network, for example.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Destroy the sandboxes that are left. Idempotent."""
+        ...
+
+
+def as_failure(what: str, error: BaseException) -> SandboxError:
+    """Return the failure of a sandbox that an error means."""
+    return SandboxError(f"{what}: {type(error).__name__}: {error}".rstrip(": "))

@@ -1,0 +1,111 @@
+"""The environment ``sandbox``: tools that run in it, checks, and failures that are no rewards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.envs.sandbox import SandboxFactory, answer_text
+from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.interfaces import Message, Step
+from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
+from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
+
+ROW = {
+    "data_source": "bugs",
+    "prompt": [{"role": "user", "content": "Make double.py right."}],
+    "reward_model": {"ground_truth": ""},
+    "extra_info": {
+        "files": {"double.py": "def f(x): return x\n"},
+        "tests": {"test.py": "import double\nassert double.f(2) == 4\n"},
+        "check": "python3 test.py",
+    },
+}
+
+
+def factory(tmp_path: Path, **options: Any) -> SandboxFactory:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    given = {"files": str(tmp_path / "rows.jsonl"), "reward": "none", "limits": {"deadline_s": 10.0}, **options}
+    return SandboxFactory(tools=["bash", "python", "write_file"], **given)
+
+
+def call(name: str, **arguments: Any) -> Message:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def texts(step: Step) -> list[str]:
+    return [message["content"] for message in step.messages]
+
+
+async def test_a_coding_agent_changes_files_until_the_tests_pass(tmp_path: Path):
+    made = factory(tmp_path)
+    for repaired in (False, True):
+        environment = made.make()
+        assert (await environment.reset(made.task(0, split="train")))[-1]["content"] == "Make double.py right."
+        assert [each.name for each in environment.tools] == ["bash", "python", "write_file"]
+        step = await environment.step(call("bash", command="ls; cat double.py; exit 3"))
+        assert texts(step) == ["double.py\ndef f(x): return x\n(exit code 3)"]
+        if repaired:
+            step = await environment.step(call("write_file", path="double.py", content="def f(x): return 2 * x\n"))
+            assert texts(step) == ["written"]
+            assert texts(await environment.step(call("python", program="import double; print(double.f(2))"))) == ["4"]
+        done = await environment.step({"role": "assistant", "content": "done"})
+        assert (done.done, done.reward) == (True, float(repaired))
+        await environment.close()
+    await made.aclose()
+
+
+async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: Path):
+    made = factory(tmp_path)
+    environment = made.make()
+    await environment.reset(made.task(0, split="train"))
+    await environment.step(call("bash", command="mkdir test.py; chmod 0 ."))
+    step = await environment.step({"role": "assistant", "content": "done"})
+    assert (step.done, step.reward) == (True, 0.0)
+    await environment.close()
+    await made.aclose()
+
+
+async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made, sandboxes = factory(tmp_path), []
+    create = NamespacesBackend.create
+
+    async def noted(backend: NamespacesBackend, limits: SandboxLimits) -> NamespacesSandbox:
+        sandboxes.append(await create(backend, limits))
+        return sandboxes[-1]
+
+    monkeypatch.setattr(NamespacesBackend, "create", noted)
+    environment = made.make()
+    await environment.reset(made.task(0, split="train"))
+    sandboxes[0]._process.kill()
+    with pytest.raises(SandboxError):
+        await environment.step(call("bash", command="ls"))
+    await environment.close()
+    await made.aclose()
+
+
+def test_a_long_output_is_cut_in_the_middle_and_an_end_is_named():
+    assert answer_text(ProgramEnd(how="exited", code=0, output=b"a\n", error=b"b\n")) == "a\nb"
+    assert answer_text(ProgramEnd(how="deadline", code=0)) == "(it was ended: deadline)"
+    text = answer_text(ProgramEnd(how="exited", code=0, output=b"x" * 50_000))
+    assert (len(text) < 20_100, "(50000 characters)" in text) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tools": ["zsh"]}, "no tool 'zsh'"),
+        ({"limits": {"disk": 1}}, "disk"),
+        ({"limits": {"children": 0}}, "children is 0"),
+        ({"backend": "nothing"}, "no sandbox backend named 'nothing'"),
+        ({"backend_options": {"x": 1}}, "no option 'x'"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(tmp_path: Path, options: dict[str, Any], words: str):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    with pytest.raises(ConfigError, match=words):
+        SandboxFactory(**{"files": str(tmp_path / "rows.jsonl"), "reward": "none", **options})

@@ -1,0 +1,179 @@
+"""What every backend of sandboxes does: the same tests for namespaces, containers (their command line) and a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.sandboxes.container import ContainerBackend
+from asyncrl.sandboxes.contract import Sandbox, SandboxBackend, SandboxLimits
+from asyncrl.sandboxes.namespaces import NamespacesBackend
+from asyncrl.sandboxes.remote import RemoteBackend
+from asyncrl.serve.middleware import KeyRing
+from asyncrl.serve.sandboxes import SandboxServer
+
+KEY = "k" * 32
+LIMITS = SandboxLimits(deadline_s=5.0)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What sandboxes leave behind is here."""
+    (tmp_path / "left").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "left"))
+    return tmp_path / "left"
+
+
+def docker_in(folder: Path) -> str:
+    program = folder.parent / "docker"
+    script = Path(__file__).with_name("docker.py")
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {script} {folder} "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return str(program)
+
+
+@asynccontextmanager
+async def served(monkeypatch: pytest.MonkeyPatch, *, most: int = 4, lease_s: float = 60.0) -> AsyncIterator[str]:
+    server = SandboxServer(NamespacesBackend(), LIMITS, keys=KeyRing({"client": KEY}), most=most, lease_s=lease_s)
+    monkeypatch.setenv("ASYNCRL_SANDBOX_KEY", KEY)
+    async with server.serving() as url:
+        yield url
+
+
+@asynccontextmanager
+async def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SandboxBackend]:
+    backend: SandboxBackend
+    if kind == "remote":
+        async with served(monkeypatch) as url:
+            backend = RemoteBackend(url=url)
+            yield backend
+            await backend.close()
+        return
+    backend = NamespacesBackend() if kind == "namespaces" else ContainerBackend(image="x", command=docker_in(folder))
+    yield backend
+    await backend.close()
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "container", "remote"])
+async def test_a_sandbox_of_every_kind(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET", "x")
+    async with made(kind, folder, monkeypatch) as backend:
+        sandbox = await backend.create(LIMITS)
+        end = await sandbox.exec(
+            ["/bin/sh", "-c", "cat; echo ill $A$SECRET >&2; exit 3"], stdin=b"\0\xff", env={"A": "b"}
+        )
+        assert (end.how, end.code, end.output, end.stderr, end.succeeded) == ("exited", 3, b"\0\xff", "ill b\n", False)
+        assert (await sandbox.exec(["/bin/sh", "-c", "kill -11 $$"])).how == "killed"
+        assert (await sandbox.exec(["nothing here"])).code != 0
+        end = await sandbox.exec(["/bin/sh", "-c", "while :; do echo x; done"], output_bytes=10)
+        assert (end.how, end.output) == ("output", b"x\n" * 5)
+        end = await sandbox.exec(["sleep", "60"], deadline_s=0.2)
+        assert (end.how, end.output) == ("deadline", b"")
+        await sandbox.write("a/b", b"1")
+        assert await sandbox.read("a/b") == b"1"
+        other = await backend.create(LIMITS)
+        await other.restore(await sandbox.snapshot())
+        assert await other.read("a/b") == b"1"
+        if await sandbox.reset():
+            assert (await sandbox.exec(["ls"])).output == b""
+        else:
+            assert kind == "container"
+        await asyncio.gather(sandbox.destroy(), sandbox.destroy(), other.destroy())
+        with pytest.raises(SandboxError, match="gone"):
+            await sandbox.exec(["true"])
+    assert [each.name for each in folder.iterdir() if each.name != "log"] == []
+
+
+async def test_a_container_has_what_the_limits_say_and_no_more(folder: Path):
+    limits = SandboxLimits(memory_bytes=1 << 28, children=5, files=9, file_bytes=1 << 20)
+    backend = ContainerBackend(
+        image="python:3.12", command=docker_in(folder), options=["--runtime", "runsc"], lease_s=60
+    )
+    await backend.create(limits)
+    await backend.create(SandboxLimits(network=True))
+    await backend.close()
+    lines = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+    run, other = (line for line in lines if line[0] == "run")
+    text = " ".join(run)
+    for option in (
+        "--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--user 65534:65534",
+        "--memory 268435456 --memory-swap 268435456", "--pids-limit 7", "--ulimit nofile=9:9", "fsize=1048576",
+        "--tmpfs /sandbox:rw,exec,nosuid,nodev,size=1048576", "--runtime runsc --entrypoint /bin/sh python:3.12 -c",
+    ):  # fmt: skip
+        assert option in text
+    assert run[-1] == "60"
+    assert "--network bridge" in " ".join(other)
+
+
+async def test_containers_of_a_dead_process_are_removed_and_those_of_others_are_not(folder: Path):
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    owners = {"dead": f"{machine}-{os.getpid()}-1", "elsewhere": f"other-{os.getpid()}-1"}
+    for name, owner in owners.items():
+        (folder / name).mkdir()
+        (folder / f"{name}.owner").write_text(owner)
+    backend = ContainerBackend(image="x", command=docker_in(folder))
+    sandbox = await backend.create(LIMITS)
+    assert {each.name for each in folder.iterdir() if each.is_dir()} == {"elsewhere", sandbox.container}
+    await backend.close()
+
+
+async def test_a_command_line_that_fails_is_a_failure(folder: Path):
+    backend = ContainerBackend(image="x", command="false")
+    with pytest.raises(SandboxError, match=r"false ps failed \(1\)"):
+        await backend.create(LIMITS)
+    with pytest.raises(ConfigError, match="no such-program here"):
+        ContainerBackend(image="x", command="such-program")
+
+
+async def test_a_server_refuses_before_any_work(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    with pytest.raises(ConfigError, match="ASYNCRL_SANDBOX_KEY is not set"):
+        RemoteBackend(url="http://127.0.0.1:1")
+    async with served(monkeypatch, most=1) as url:
+        backend = RemoteBackend(url=url)
+        with pytest.raises(ConfigError, match="memory_bytes is"):
+            await backend.create(SandboxLimits(memory_bytes=1 << 40))
+        with pytest.raises(ConfigError, match="network is True"):
+            await backend.create(SandboxLimits(network=True))
+        sandbox = await backend.create(LIMITS)
+        with pytest.raises(SandboxError, match="all 1 sandboxes are leased"):
+            await backend.create(LIMITS)
+        with pytest.raises(ConfigError, match="may take 5 s"):
+            await sandbox.exec(["true"], deadline_s=60.0)
+        monkeypatch.setenv("ASYNCRL_SANDBOX_KEY", "z" * 32)
+        stranger = RemoteBackend(url=url)
+        with pytest.raises(ConfigError, match="key is missing or wrong"):
+            await stranger.create(LIMITS)
+        await stranger.close()
+        await backend.close()
+    assert list(folder.iterdir()) == []
+    dead = RemoteBackend(url=url)
+    with pytest.raises(SandboxError, match="gave no answer"):
+        await dead.create(LIMITS)
+    await dead.close()
+
+
+async def test_a_lease_of_a_server_ends_and_frees_its_place(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    async with served(monkeypatch, most=1, lease_s=0.5) as url:
+        backend = RemoteBackend(url=url)
+        sandbox = await backend.create(LIMITS)
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["sleep", "4"])
+        again: Sandbox | None = None
+        async with asyncio.timeout(5):
+            while again is None:
+                try:
+                    again = await backend.create(LIMITS)
+                except SandboxError:
+                    await asyncio.sleep(0.01)
+        await backend.close()
+    assert list(folder.iterdir()) == []

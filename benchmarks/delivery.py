@@ -69,7 +69,7 @@ def configuration(dtype: str, *, rollout: Mapping[str, Any] | None = None, **opt
                 "options": {"hidden_size": 32, "intermediate_size": 64, "layers": 3, "heads": 4, "max_position": 128}
                 | options,
             },
-            "env": {"name": "calculator"},
+            "env": {"name": "calculator", "max_turns": 1},
             "rollout": {"max_new_tokens": 8, "max_seq_len": 96, **(rollout or {"options": {"device": "cpu"}})},
             "trainer": {"groups_per_step": 1, "group_size": 4, "lr": 1e-4},
         }

@@ -1,7 +1,7 @@
 """Bit-exact differences between two versions of the weights, for transports whose bytes travel.
 
-After a step of reinforcement learning in bfloat16 about one weight in a hundred has changed, nearly always to the next
-number above or below. A delta has the places that changed and what was added to their bits:
+After a step of reinforcement learning in bfloat16 about two weights in a hundred have changed, nearly always to the
+next number above or below. A delta has the places that changed and what was added to their bits:
 
     per tensor   gaps between the places, a byte each; 255 and more in four bytes, apart
                  two bits for each place: +1, -1, or a difference of one byte or of the whole width, apart

@@ -136,11 +136,13 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Yield the names of parameters that ``tensors`` have all parts of, and whether they are equal."""
         live = dict(self.model.named_parameters())
         for name, parts in parts_of.items():
-            if all(part in tensors for part in parts) and live[name].numel():
-                expected = torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
-                own = live[name].data[: len(expected)]  # a vocabulary may be padded
-                cast = expected.to(own.device, own.dtype)
-                yield name, own.shape == cast.shape and torch.equal(own, cast)
+            found = [tensors[part] for part in parts if part in tensors and tensors[part].dim()]
+            if len(found) < len(parts) or not live[name].numel() or len({each.shape[1:] for each in found}) > 1:
+                continue
+            expected = torch.cat(found) if len(found) > 1 else found[0]
+            own = live[name].data[: len(expected)]  # a vocabulary may be padded
+            cast = expected.to(own.device, own.dtype)
+            yield name, own.shape == cast.shape and torch.equal(own, cast)
 
     def _chosen(self, version: int) -> dict[str, list[str]]:
         """Return known parameters of bounded size, others for each version: decoding waits for their comparison."""

@@ -911,7 +911,9 @@ class TrainingEngine(Protocol):
     """Holds the policy and its optimizer on every rank of a training group.
 
     Methods are collective: every rank calls the same ones in the same order, each with its own rows. Losses and
-    gradients are normalised over the rows of *all* ranks, so the result does not depend on how rows are split.
+    gradients are normalised over the rows of *all* ranks, so the result does not depend on how rows are split. An
+    engine that is made with a ``mesh`` (:class:`~asyncrl.mesh.MeshShape`) gets the same rows on all ranks of one of its
+    data ranks.
     """
 
     def supervise(self, batch: DataProto) -> dict[str, float]:

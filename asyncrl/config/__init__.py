@@ -9,6 +9,7 @@ from asyncrl.config.sections import (
     EnvConfig,
     ModelConfig,
     Section,
+    TrainingRanksConfig,
 )
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "RewardTrainingConfig",
     "Section",
+    "TrainingRanksConfig",
     "apply_overrides",
     "check_algorithm",
     "load_config",

@@ -37,6 +37,7 @@ from asyncrl.config.sections import (
     is_set_by_default,
 )
 from asyncrl.config.toml import nested_deeper, table_to_toml, value_to_toml
+from asyncrl.errors import ConfigError
 from asyncrl.interfaces import LEAST_TEMPERATURE
 from asyncrl.staleness import StalenessPolicy, staleness_policy
 
@@ -281,6 +282,7 @@ class Config(Document):
                 remedy="give them the same world_size (a reference policy has one rank), or leave one out",
             )
         yield from _local_conflicts(cluster, trainer=trainer.world_size, critic=self.critic.world_size)
+        yield from _mesh_conflicts(trainer=trainer, critic=self.critic)
         if cluster.num_cpus is None or cluster.backend == "local":
             return
         if cluster.address is not None:
@@ -337,6 +339,7 @@ class RewardTrainingConfig(Document):
     def _conflicts(self) -> Iterator[Problem]:
         yield from _model_conflicts(self.model)
         yield from _local_conflicts(self.cluster, trainer=self.trainer.world_size)
+        yield from _mesh_conflicts(trainer=self.trainer)
         yield from _microbatch_conflicts(self.max_tokens_per_microbatch, self.max_seq_len)
 
 
@@ -367,6 +370,14 @@ def _local_conflicts(cluster: ClusterConfig, **world_sizes: int) -> Iterator[Pro
                 "is an option of Ray, and the backend is local",
                 remedy='remove it, or use cluster.backend = "ray"',
             )
+
+
+def _mesh_conflicts(**roles: TrainingRanksConfig) -> Iterator[Problem]:
+    for name, role in roles.items():
+        try:
+            role.mesh_shape()
+        except ConfigError as error:
+            yield Problem(f"{name}.{error.path}", str(error), remedy=error.remedy)
 
 
 def _microbatch_conflicts(tokens: int, max_seq_len: int, prefix: str = "", longest: str = "") -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from asyncrl.plugins import part_text
 
 if TYPE_CHECKING:
     from asyncrl.algorithms import AdvantageEstimator, KLController, PolicyObjective
+    from asyncrl.mesh import MeshShape
 
 DEEPEST_TABLE = 16
 """Most levels of nested tables and arrays: more than a configuration needs, far less than Python's stack holds."""
@@ -104,6 +105,7 @@ else:
     ]
 Cores: TypeAlias = Annotated[float, Field(ge=0, le=4096)]
 Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
+Ranks: TypeAlias = Annotated[int, Field(ge=1, le=65_536)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10_000_000)]
 LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
@@ -268,6 +270,28 @@ class LoraConfig(Section):
     """Ends of the names of linear modules (`q_proj`, `v_proj`); `all-linear`: every one except the output head."""
 
 
+class MeshConfig(Section):
+    """The arrangement of ranks; the product of all sizes is the `world_size`."""
+
+    dp_replicate: Ranks = 1
+    """Copies of the model, each sharded over ranks of its own (HSDP); gradients are summed over them."""
+    dp_shard: Ranks | None = None
+    """Ranks that rows and weights are sharded over (FSDP2); none: what the other sizes leave of the `world_size`."""
+    cp: Ranks = 1
+    """Context parallelism: ranks that the tokens of each row are divided over; divides the attention heads."""
+    tp: Ranks = 1
+    """Tensor parallelism: ranks that heads, features and vocabulary are divided over; within one machine."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_others(cls, data: Any) -> Any:
+        from asyncrl.mesh import NOT_YET
+
+        for name in NOT_YET.keys() & data if isinstance(data, dict) else ():
+            raise PydanticCustomError("mesh", f"has no {NOT_YET[name]} ({name}) yet: leave {name} out")
+        return data
+
+
 class TrainingRanksConfig(Section):
     """The ranks that train a model, and their optimizer."""
 
@@ -275,8 +299,10 @@ class TrainingRanksConfig(Section):
     """Engine that trains it: an installed name, or `package.module:Engine`."""
     options: Table = Field(default_factory=dict)
     """Arguments of the engine."""
-    world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
+    world_size: Ranks = 1
     """Ranks the model and the rows are sharded over."""
+    mesh: MeshConfig | None = None
+    """How the ranks are arranged, as in `{dp_replicate = 2, tp = 4}`; none: weights and rows are sharded over all."""
     lr: LearningRate = 1e-5
     """Peak learning rate."""
     lr_scheduler_type: Schedule = "constant"
@@ -293,6 +319,14 @@ class TrainingRanksConfig(Section):
     """GPUs reserved for one rank."""
     threads: Threads = 1
     """Compute threads of one rank."""
+
+    def mesh_shape(self) -> MeshShape | None:
+        """Return the mesh, if one is configured; raise :class:`ConfigError` where it is not of ``world_size`` ranks."""
+        if self.mesh is None:
+            return None
+        from asyncrl.mesh import MeshShape
+
+        return MeshShape.of(self.mesh.model_dump(exclude_none=True), world_size=self.world_size)
 
 
 class TrainerConfig(TrainingRanksConfig):

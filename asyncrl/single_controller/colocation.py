@@ -129,7 +129,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, C]) -> C:
             delegate = _delegate(role, name, inspect.getattr_static(made.cls, name))
             mode = registration.dispatch_mode
             if isinstance(mode, MeshDispatch):
-                mode = MeshDispatch(f"{role}.{mode.mesh_name}")
+                mode = replace(mode, mesh_name=f"{role}.{mode.mesh_name}")
             methods[both] = mark(delegate, replace(registration, name=both, dispatch_mode=mode))
     if not any(hasattr(made.cls, "aclose") for made in class_dict.values()):
         methods["aclose"] = None

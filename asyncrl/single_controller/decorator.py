@@ -191,7 +191,10 @@ def register(
         custom = isinstance(dispatch_mode, dict)
         is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
         streams = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
-        joins = not custom and (isinstance(dispatch_mode, MeshDispatch) or dispatch_mode in PROTO_MODES)
+        if isinstance(dispatch_mode, MeshDispatch):
+            joins = dispatch_mode.joins
+        else:
+            joins = not custom and dispatch_mode in PROTO_MODES
         single = custom or dispatch_mode is Dispatch.RANK_ZERO or execute_mode is Execute.RANK_ZERO
         registration = Registration(
             name=method.__name__,

@@ -28,18 +28,19 @@ from asyncrl.runtime import TaskOwner
 class MeshDispatch:
     """Dispatch mode that splits batches over the dp ranks of a mesh; all ranks of one dp rank get the same rows.
 
-    All else is copied. The results of the collecting ranks are batches, joined in the order of the dp ranks; what other
-    ranks return is ignored.
+    All else is copied. The results of the collecting ranks are batches, joined in the order of the dp ranks, or with
+    ``joins=False`` listed in that order; what other ranks return is ignored.
     """
 
     mesh_name: str
+    joins: bool = True
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> MeshDispatch:
     """Return the ``dispatch_mode`` of a method whose batches are split over the mesh ``mesh_name``.
 
     >>> make_nd_compute_dataproto_dispatch_fn("actor")
-    MeshDispatch(mesh_name='actor')
+    MeshDispatch(mesh_name='actor', joins=True)
     """
     return MeshDispatch(mesh_name)
 

@@ -248,6 +248,8 @@ def collect(
     if isinstance(mode, Dispatch) and mode not in PROTO_MODES:
         return list(values)
     ranks = range(len(values)) if mesh is None else mesh.collectors
+    if isinstance(mode, MeshDispatch) and not mode.joins:
+        return [values[rank] for rank in ranks]
     for rank in ranks:
         if not isinstance(values[rank], Plan):
             name = mode.name if isinstance(mode, Dispatch) else f"mesh {mode.mesh_name!r}"

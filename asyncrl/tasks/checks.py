@@ -15,7 +15,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl.config import Config, RewardTrainingConfig, check_algorithm
+from asyncrl.config import Config, RewardTrainingConfig, TrainingRanksConfig, check_algorithm
 from asyncrl.config.config import Document
 from asyncrl.datasets.source import check_files
 from asyncrl.errors import AsyncRLError, ConfigError, InvalidDataError
@@ -80,7 +80,7 @@ def check_reward_training(config: RewardTrainingConfig) -> None:
 
     def model() -> None:
         if config.model.path is not None:
-            check_model(config.model.path, key="model.path")
+            _check_mesh(check_model(config.model.path, key="model.path"), trainer=config.trainer)
         else:  # the answers are its demonstrations
             _check_source(config, lambda index: [])
 
@@ -153,13 +153,26 @@ def _check_parts(config: Config) -> None:
 
 def _check_trainers(config: Config) -> None:
     trainer, critic, group = config.trainer, config.critic, {"rank": 0, "master_addr": "", "master_port": None}
-    given = {**trainer_options(config), **group, "world_size": trainer.world_size}
+    given = {**trainer_options(config), **group, **_ranks_of(trainer)}
     check_part("asyncrl.training_engines", trainer.engine, "", options=trainer.options, path="trainer.engine", **given)
     if needs_critic(config):
-        given = {**critic_options(config), **group, "world_size": critic.world_size}
+        given = {**critic_options(config), **group, **_ranks_of(critic)}
         check_part("asyncrl.value_engines", critic.engine, "", options=critic.options, path="critic.engine", **given)
         if critic.path is not None and not is_model_source(critic.path):
-            check_model(critic.path, key="critic.path")
+            settings = check_model(critic.path, key="critic.path")
+            _check_mesh(settings, critic=critic)
+
+
+def _ranks_of(ranks: TrainingRanksConfig) -> dict[str, Any]:
+    mesh = ranks.mesh_shape()
+    return {"world_size": ranks.world_size, **({} if mesh is None else {"mesh": mesh})}
+
+
+def _check_mesh(settings: Any, **roles: TrainingRanksConfig) -> None:
+    """Check that the model with these settings of transformers (Any: a vendor's) can be divided over the meshes."""
+    for name, role in roles.items():
+        if (mesh := role.mesh_shape()) is not None:
+            mesh.check_model(settings, path=f"{name}.mesh")
 
 
 def _check_resources(config: Config) -> None:
@@ -210,6 +223,9 @@ def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
     else:
         settings = check_model(model.path, key="model.path")
         positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+        _check_mesh(settings, trainer=config.trainer)
+        if needs_critic(config) and config.critic.path is None:
+            _check_mesh(settings, critic=config.critic)
         if Path(model.path).is_dir():
             load_renderer(model.path, **chat_options(config))
     positions = config.rollout.options.get("max_model_tokens", positions)

@@ -193,7 +193,12 @@ def _batches(pairs: list[EncodedPair], config: RewardTrainingConfig) -> list[lis
 
 async def _trainer(config: RewardTrainingConfig, run: RunDirectory, stack: AsyncExitStack) -> CriticGroup:
     trainer = config.trainer
-    spec = CriticSpec(engine=trainer.engine, engine_options=dict(trainer.options), path="trainer.engine")
+    spec = CriticSpec(
+        engine=trainer.engine,
+        engine_options=dict(trainer.options),
+        path="trainer.engine",
+        mesh=trainer.mesh_shape(),
+    )
     request = WorkerGroupRequest(
         role="trainer",
         name="trainer",

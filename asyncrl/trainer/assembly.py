@@ -362,6 +362,7 @@ class Assembly:
             engine_options=dict(trainer.options),
             transport=transport,
             proof=proof_spec(config),
+            mesh=trainer.mesh_shape(),
         )
         requests = [
             WorkerGroupRequest(role="trainer", name="trainer", worker=TrainerWorker, spec=policy, **_resources(trainer))
@@ -404,7 +405,11 @@ class Assembly:
                 )
             )
         if needs_critic(config):
-            critic = CriticSpec(engine=config.critic.engine, engine_options=dict(config.critic.options))
+            critic = CriticSpec(
+                engine=config.critic.engine,
+                engine_options=dict(config.critic.options),
+                mesh=config.critic.mesh_shape(),
+            )
             requests.append(
                 WorkerGroupRequest(
                     role="critic", name="critic", worker=CriticWorker, spec=critic, **_resources(config.critic)

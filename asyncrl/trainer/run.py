@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 _FIXED = {
     f"trainer.{key}"
-    for key in ("engine", "options", "world_size", "num_cpus", "num_gpus", "groups_per_step", "group_size", "lora")
+    for key in "engine options world_size mesh num_cpus num_gpus groups_per_step group_size lora".split()  # noqa: SIM905
 }
 """Keys that the worker groups and the batches of a run were made from."""
 
@@ -382,7 +382,8 @@ class TrainingRun:
         needs = [
             (needs_reference(each), needs_critic(each), make_advantages(each).needs_baseline) for each in (now, wanted)
         ]
-        if key.partition(".")[0] not in ("algorithm", "trainer") or key in _FIXED or needs[0] != needs[1]:
+        fixed = ".".join(key.split(".")[:2]) in _FIXED
+        if key.partition(".")[0] not in ("algorithm", "trainer") or fixed or needs[0] != needs[1]:
             remedy = f"stop the run, and resume it with --{key}"
             raise ConfigError(f"{key} cannot be set while a run trains; {remedy}", path=key, remedy=remedy)
         self._wanted = wanted

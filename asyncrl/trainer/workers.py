@@ -18,10 +18,12 @@ import msgspec
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EngineError, SchemaError, WeightVersionError
 from asyncrl.interfaces import RewardModel, SleepingTrainingEngine, TrainingEngine, ValueEngine
+from asyncrl.mesh import MeshShape
 from asyncrl.plugins import Part, make_part, offered_options
 from asyncrl.rollout.branches import unfold
 from asyncrl.runtime import in_thread
 from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.single_controller.mesh import MeshDispatch
 from asyncrl.weights import (
     Canary,
     DeltaTransport,
@@ -301,18 +303,28 @@ class _Sampled:
 
 EngineT = TypeVar("EngineT", TrainingEngine, ValueEngine)
 
+_ROWS = "rows"
+_BY_ROWS, _METRICS = MeshDispatch(_ROWS), MeshDispatch(_ROWS, joins=False)
+
 
 class EngineRank(Worker, Generic[EngineT]):
     """Base of the workers that hold an engine of their own on every rank.
 
     Collective methods are plain ``def``: they run one after another, in the order of the calls, on every rank.
     ``group`` and ``name`` are the engine's entry point (or a dotted path), ``options`` its keyword arguments that a
-    user wrote, and ``path``, for messages, is the dotted key of the configuration that names it.
+    user wrote, and ``path``, for messages, is the dotted key of the configuration that names it. The ranks of a mesh
+    that have one data rank get the same rows; the first of them returns the result.
     """
 
-    def __init__(self, group: str, name: Part, *, options: Mapping[str, Any], path: str) -> None:
+    def __init__(
+        self, group: str, name: Part, *, options: Mapping[str, Any], path: str, mesh: MeshShape | None = None
+    ) -> None:
         super().__init__()
-        self._group, self._name, self._options, self._path = group, name, options, path
+        self._group, self._name, self._options, self._path, self._mesh = group, name, options, path, mesh
+        shape = mesh or MeshShape()
+        self._register_dispatch_collect_info(
+            _ROWS, dp_rank=shape.data_rank(self.rank), is_collect=self.rank % shape.copies == 0
+        )
         self._engine: EngineT | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -367,6 +379,7 @@ class EngineRank(Worker, Generic[EngineT]):
             world_size=self.world_size,
             master_addr=self.master_addr,
             master_port=self.master_port,
+            **({} if self._mesh is None else {"mesh": self._mesh}),
             **settings,
         )
 
@@ -389,6 +402,7 @@ class TrainerSpec:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     transport: TransportSpec | None = None
     proof: ProofSpec | None = None
+    mesh: MeshShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,7 +436,13 @@ class TrainerWorker(EngineRank[TrainingEngine]):
     """A rank of the trainer: updates the policy, each time to the next version of the weights, and publishes them."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        super().__init__("asyncrl.training_engines", spec.engine, options=spec.engine_options, path="trainer.engine")
+        super().__init__(
+            "asyncrl.training_engines",
+            spec.engine,
+            options=spec.engine_options,
+            path="trainer.engine",
+            mesh=spec.mesh,
+        )
         self._version = 0
         self._adapted = False
         self._proof = spec.proof
@@ -442,12 +462,12 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         self._make_engine(model_path, settings)
 
     # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    @register(dispatch_mode=_METRICS, pad=False)
     def supervise(self, batch: DataProto) -> dict[str, float]:
         """Take one supervised step."""
         return self._held().supervise(batch)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    @register(dispatch_mode=_METRICS, pad=False)
     def update(
         self, batch: DataProto, oldest_version: int | None = None, by_token: TokenAdvantages | None = None
     ) -> dict[str, float]:
@@ -468,13 +488,13 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         self._version += 1
         return metrics
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=_BY_ROWS)
     def log_probs(self, batch: DataProto) -> DataProto:
         """Compute ``log_probs`` (ragged, like ``input_ids``) under the weights held."""
         found = unfold(batch)
         return found.fold(self._held().log_probs(found.rows).select(["log_probs"]))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=_BY_ROWS)
     def reference_log_probs(self, batch: DataProto, estimator: KLEstimator | None = None) -> DataProto:
         """Compute ``reference_log_probs`` (ragged, like ``input_ids``) under the weights held.
 
@@ -558,27 +578,30 @@ class CriticSpec:
     engine: Part
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     path: str = "critic.engine"
+    mesh: MeshShape | None = None
 
 
 class CriticWorker(EngineRank[ValueEngine]):
     """A rank of the critic, or of a reward model in training: computes values and scores, and is trained on them."""
 
     def __init__(self, spec: CriticSpec) -> None:
-        super().__init__("asyncrl.value_engines", spec.engine, options=spec.engine_options, path=spec.path)
+        super().__init__(
+            "asyncrl.value_engines", spec.engine, options=spec.engine_options, path=spec.path, mesh=spec.mesh
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def build(self, model_path: str, settings: dict[str, Any]) -> None:
         """Make the value engine for a model, in place of the one held before."""
         self._make_engine(model_path, settings)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=_BY_ROWS)
     def values(self, batch: DataProto) -> DataProto:
         """Compute ``values`` (ragged, like ``input_ids``) under the weights held."""
         found = unfold(batch)
         return found.fold(self._held().values(found.rows))
 
     # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    @register(dispatch_mode=_METRICS, pad=False)
     def update(
         self, batch: DataProto, by_token: TokenAdvantages, oldest_version: int | None = None
     ) -> dict[str, float]:
@@ -586,12 +609,12 @@ class CriticWorker(EngineRank[ValueEngine]):
         rows = with_returns(unfold(batch).rows, by_token)
         return self._held().update(rows if oldest_version is None else mask_stale_tokens(rows, oldest_version))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=_BY_ROWS)
     def scores(self, batch: DataProto) -> DataProto:
         """Compute ``scores`` [B] at the last token of each row."""
         return self._held().scores(batch)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, pad=False)
+    @register(dispatch_mode=_METRICS, pad=False)
     def compare(self, pairs: DataProto) -> dict[str, float]:
         """Take one step on rows chosen, rejected, chosen, rejected, ..."""
         return self._held().compare(pairs)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles, verify_folder
-from engines.training.loading import model_file
+from engines.training.loading import model_file, place_of_shard
 from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
 from engines.training.optimizer import MOMENTS, ShardedAdamW
@@ -267,10 +267,7 @@ def _sharded_like(local: Tensor, sharded: Tensor) -> Tensor:
 
 
 def _shard_of(value: Tensor, *, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return value.to(like.device)
-    value = value.to(like.device_mesh.device_type)
-    return local_shard(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
+    return value[place_of_shard(like)].to(like.device)
 
 
 def _json(value: Any) -> bytes:

@@ -198,7 +198,7 @@ def prepared_columns(
     rank's own, with ``proximal_log_probs``; the counts are those of each rank, and ``seed`` is equal on all. The
     columns are [T] float32 of this rank's rows; 0 for tokens that are not trained.
     """
-    mine, rank = rows.mask, ranks.rank
+    mine, rank = rows.mask, ranks.data_rank
     row_of = (rows.row_of[mine] + sum(row_counts[:rank])).double()
     batch = {
         name: ranks.gather_column(rows.columns[name][mine], token_counts)

@@ -3,7 +3,7 @@
     empty_causal_lm     parameters without memory (torch's meta device), buffers as the model's own code computes them
     small_causal_lm     a twin with few layers and random weights, by which the model's code is judged meanwhile
     WeightFiles         names and shapes checked by the files' headers, before any memory is asked for
-    fill                memory for the shards, and the rows of each tensor that lie in them
+    fill                memory for the shards, and the part of each tensor that lies in them
 
 No rank holds more than its shards and a piece of :data:`PIECE_BYTES`, however large a tensor is.
 """
@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrl.errors import ConfigError
 
@@ -89,32 +90,36 @@ class WeightFiles:
             if self._shapes[name] != shape:
                 raise _unusable(f"{self._files[name]}: {name} is {self._shapes[name]}, the model's is {shape}")
 
-    def read(self, targets: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Copy rows of tensors into ``targets``: (rows to fill, index of the first) by name."""
+    def read(self, targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
+        """Copy parts of tensors into ``targets``: (memory to fill, where it lies in the whole) by name."""
         for path in dict.fromkeys(self._files[name] for name in targets):
             pieces = _pieces((name, *target) for name, target in targets.items() if self._files[name] == path)
             for piece in pieces:
                 with _opened(path) as file:
-                    for name, rows, first in piece:
-                        _copy(rows, file, name, first=first)
+                    for name, part, place in piece:
+                        _copy(part, file, name, place)
 
 
-def _copy(rows: Tensor, file: Any, name: str, *, first: int) -> None:
+def _copy(part: Tensor, file: Any, name: str, place: tuple[slice, ...]) -> None:
     # A function of its own: a variable that outlived the file would keep it mapped.
-    rows.copy_(file.get_slice(name)[first : first + len(rows)] if rows.ndim else file.get_tensor(name))
+    part.copy_(file.get_slice(name)[place] if place else file.get_tensor(name))
 
 
-def _pieces(targets: Iterator[tuple[str, Tensor, int]]) -> Iterator[list[tuple[str, Tensor, int]]]:
+_Target: TypeAlias = tuple[str, Tensor, tuple[slice, ...]]
+
+
+def _pieces(targets: Iterator[_Target]) -> Iterator[list[_Target]]:
     """Cut targets into lists of about :data:`PIECE_BYTES`."""
-    piece: list[tuple[str, Tensor, int]] = []
+    piece: list[_Target] = []
     size = 0
-    for name, rows, first in targets:
-        if rows.numel() == 0:
+    for name, whole, place in targets:
+        if whole.numel() == 0:
             continue
-        at_once = max(1, PIECE_BYTES // rows[0].nbytes) if rows.ndim else 1
-        for start in range(0, len(rows) if rows.ndim else 1, at_once):
-            part = rows[start : start + at_once] if rows.ndim else rows
-            piece.append((name, part, first + start))
+        at_once = max(1, PIECE_BYTES // whole[0].nbytes) if place else 1
+        for start in range(0, len(whole) if place else 1, at_once):
+            part = whole[start : start + at_once] if place else whole
+            first = place[0].start + start if place else 0
+            piece.append((name, part, (slice(first, first + len(part)), *place[1:]) if place else ()))
             size += part.nbytes
             if size >= PIECE_BYTES:
                 yield piece
@@ -231,7 +236,7 @@ def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: 
             other.register_parameter(its_name, getattr(module, name))
     filled = stored_tensors(causal_lm)
     with torch.no_grad():
-        files.read({name: (_local(filled[name]), _first_row(filled[name])) for name in empty})
+        files.read({name: (_local(filled[name]), place_of_shard(filled[name])) for name in empty})
 
 
 def stored_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
@@ -252,11 +257,9 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _first_row(tensor: Tensor) -> int:
-    """Return the index of the first row of this rank's shard."""
+def place_of_shard(tensor: Tensor) -> tuple[slice, ...]:
+    """Return where this rank's shard lies in the whole tensor."""
     if not isinstance(tensor, DTensor):
-        return 0
-    assert tensor.placements == (Shard(0),)
-    mesh = tensor.device_mesh
-    at_most = -(-tensor.shape[0] // mesh.size())
-    return min(mesh.get_local_rank() * at_most, tensor.shape[0])
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, firsts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))

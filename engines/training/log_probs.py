@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.algorithms import log_probs_and_entropy
@@ -25,12 +27,17 @@ class TokenScores(NamedTuple):
 
 
 class Head(NamedTuple):
-    """An output head that is one matrix: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+    """An output head that is one matrix: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``.
+
+    Each rank of ``group`` may have some rows of weight and bias, as many as the others, in the order of the ranks. All
+    score the same tokens, and none ever has another's logits.
+    """
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None  # bound of the logits' absolute value
+    group: ProcessGroup | None = None
 
 
 def token_log_probs(
@@ -54,22 +61,28 @@ def token_log_probs(
     their gradient is added to those of hidden states and head at once. No other logits are in memory than the kept
     ones, one chunk, and its gradient.
     """
+    if isinstance(head, Head):
+        vocabulary = len(head.weight)
     chunk = max(1, chunk_bytes // (4 * vocabulary))
     if isinstance(head, Head):
         kept = kept_bytes // (4 * vocabulary)
+        first = head.group.rank() * vocabulary if head.group is not None else 0
         scores = _HeadScores.apply(  # type: ignore[no-untyped-call]  # torch leaves apply unannotated
             hidden,
             targets,
             head.weight,
             head.bias,
-            _Options(head.scale, head.softcap, temperature, extras, chunk, kept),
+            _Options(head.scale, head.softcap, temperature, extras, chunk, kept, head.group, first),
         )
         return TokenScores(*scores)
     return _by_function(hidden, targets, head, extras=extras, temperature=temperature, chunk=chunk)
 
 
 class _Options(NamedTuple):
-    """The arguments of a scoring that are not tensors; ``chunk`` and ``kept`` are numbers of tokens."""
+    """The arguments of a scoring that are not tensors.
+
+    ``chunk`` and ``kept`` are numbers of tokens, ``first`` is the id of the first row of the matrix that this rank has.
+    """
 
     scale: float
     softcap: float | None
@@ -77,6 +90,21 @@ class _Options(NamedTuple):
     extras: Extras
     chunk: int
     kept: int
+    group: ProcessGroup | None
+    first: int
+
+    def reduce(self, column: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce over the parts of the vocabulary, in place."""
+        if self.group is not None:
+            dist.all_reduce(column, operation, group=self.group)
+        return column
+
+    def places(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the column of each target among the ``size`` ones of this rank, and whether it is one of them."""
+        if self.group is None:
+            return targets, torch.ones_like(targets, dtype=torch.bool)
+        places = targets - self.first
+        return places.clamp(0, size - 1), (places >= 0) & (places < size)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -84,6 +112,10 @@ class _HeadScores(torch.autograd.Function):
 
     d log p_target / d x_j = [j = target] - p_j
     d H            / d x_j = -p_j (log p_j + H)
+
+    Sums over the vocabulary are taken relative to the largest x, m: s = sum e^(x - m), and
+    log p_j = (x_j - m) - log s, which keeps the digits of large logits. Each part of the vocabulary has an m and s of
+    its own at first.
     """
 
     @staticmethod
@@ -96,25 +128,50 @@ class _HeadScores(torch.autograd.Function):
         options: _Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = _wide(hidden.dtype)
-        log_probs = torch.empty(len(targets), dtype=wide, device=hidden.device)
-        nothing = log_probs.new_empty(0)
-        entropy = torch.empty_like(log_probs) if options.extras in ("entropy", "entropy_gradient") else nothing
-        correct = torch.empty_like(log_probs) if options.extras == "correct" else log_probs.new_empty(0)
+        # Over this rank's part of the vocabulary: m, s, sum of (x - m) e^(x - m), and x_target - m; [N] each.
+        top, total, weighted, chosen = (torch.empty(len(targets), dtype=wide, device=hidden.device) for _ in range(4))
+        largest = torch.empty_like(targets)
+        places, here = options.places(targets, len(weight))
+        with_entropy = options.extras in ("entropy", "entropy_gradient")
         differentiated = any(ctx.needs_input_grad)
         kept: list[Tensor] = []
         for part in _parts(len(targets), options.chunk):
             logits = _logits(hidden[part], weight, bias, options)
             for block in _blocks(logits):
                 these = slice(part.start + block.start, part.start + block.stop)
-                log_p = _log_softmax(logits[block], options.temperature)
-                log_probs[these] = log_p.gather(1, targets[these, None]).squeeze(1)
-                if len(entropy):
-                    entropy[these] = -_dot(log_p.exp(), log_p)
-                if len(correct):
-                    correct[these] = (log_p.argmax(dim=-1) == targets[these]).to(wide)
+                x = _tempered(logits[block], options.temperature)
+                torch.amax(x, dim=-1, out=top[these])
+                if options.extras == "correct":
+                    torch.argmax(x, dim=-1, out=largest[these])
+                x = x - top[these, None]
+                chosen[these] = x.gather(1, places[these, None]).squeeze(1)
+                e = x.exp()
+                torch.sum(e, dim=-1, out=total[these])
+                if with_entropy:
+                    weighted[these] = _dot(e, x)
             if differentiated and part.stop <= options.kept:
                 kept.append(logits)
-        ctx.save_for_backward(hidden, targets, weight, bias, entropy, *kept)
+        whole_top = options.reduce(top.clone(), dist.ReduceOp.MAX)
+        apart = top - whole_top
+        correct = top.new_empty(0)
+        if options.extras == "correct":
+            unset = torch.iinfo(largest.dtype).max
+            found = options.reduce(torch.where(apart == 0, largest + options.first, unset), dist.ReduceOp.MIN)
+            correct = (found == targets).to(wide)
+        share = apart.exp()
+        sums = options.reduce(
+            torch.stack(
+                [
+                    total * share,
+                    torch.where(here, chosen + apart, 0.0),
+                    (weighted + total * apart) * share if with_entropy else total,
+                ]
+            )
+        )
+        log_total = sums[0].log()
+        log_probs = sums[1] - log_total
+        entropy = log_total - sums[2] / sums[0] if with_entropy else top.new_empty(0)
+        ctx.save_for_backward(hidden, targets, weight, bias, entropy, whole_top, log_total, *kept)
         ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(correct, *([entropy] if options.extras != "entropy_gradient" else []))
@@ -128,8 +185,9 @@ class _HeadScores(torch.autograd.Function):
         by_log_prob, by_entropy, _ = gradients
         if by_log_prob is None and by_entropy is None:
             return None, None, None, None, None
-        hidden, targets, weight, bias, entropy, *kept = ctx.saved_tensors
+        hidden, targets, weight, bias, entropy, top, log_total, *kept = ctx.saved_tensors
         options: _Options = ctx.options
+        places, here = options.places(targets, len(weight))
         wants_hidden, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         # Sums over chunks are float32 even where single products are not.
@@ -143,10 +201,13 @@ class _HeadScores(torch.autograd.Function):
                 these = slice(part.start + block.start, part.start + block.stop)
                 gradient[block] = _logits_gradient(
                     logits[block],
-                    targets[these],
+                    places[these],
+                    here[these],
                     by_log_prob[these] if by_log_prob is not None else None,
                     by_entropy[these] if by_entropy is not None else None,
                     entropy=entropy[these],
+                    top=top[these],
+                    log_total=log_total[these],
                     options=options,
                 )
             if hidden_gradient is not None:
@@ -158,6 +219,8 @@ class _HeadScores(torch.autograd.Function):
                     weight_gradient += gradient.T @ hidden[part]
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0, dtype=wide)
+        if hidden_gradient is not None:
+            options.reduce(hidden_gradient)
         return (
             hidden_gradient,
             None,
@@ -169,15 +232,18 @@ class _HeadScores(torch.autograd.Function):
 
 def _logits_gradient(
     logits: Tensor,
-    targets: Tensor,
+    places: Tensor,
+    here: Tensor,
     by_log_prob: Tensor | None,
     by_entropy: Tensor | None,
     *,
     entropy: Tensor,
+    top: Tensor,
+    log_total: Tensor,
     options: _Options,
 ) -> Tensor:
     """Return the gradient [n, V] with respect to the product of hidden states and matrix."""
-    log_p = _log_softmax(logits, options.temperature)
+    log_p = (_tempered(logits, options.temperature) - top[:, None]).sub_(log_total[:, None])
     p = log_p.exp()
     if by_entropy is not None:
         slope = log_p.add_(entropy[:, None]).mul_(by_entropy[:, None])
@@ -188,7 +254,7 @@ def _logits_gradient(
         assert by_log_prob is not None
         gradient = p.mul_(by_log_prob[:, None]).neg_()
     if by_log_prob is not None:
-        gradient.scatter_add_(1, targets[:, None], by_log_prob[:, None])
+        gradient.scatter_add_(1, places[:, None], torch.where(here, by_log_prob, 0.0)[:, None])
     if options.scale != options.temperature:
         gradient.mul_(options.scale / options.temperature)
     if options.softcap is not None:
@@ -206,10 +272,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Optio
     return logits
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    # log_softmax subtracts the maximum first; x - logsumexp(x) would lose the digits of large logits.
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
     wide = logits.to(_wide(logits.dtype))
-    return torch.log_softmax(wide / temperature if temperature != 1.0 else wide, dim=-1)
+    return wide / temperature if temperature != 1.0 else wide
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:

@@ -6,21 +6,25 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError
+from asyncrl.mesh import MeshShape
 from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors
 from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
 from engines.training.lora import LoRA, add_adapters, merged_tensors
 from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowLayout, register_packed_attention
 from engines.training.packing import Layout
+from engines.training.parallel import divide_products, sum_of_ranks
 from engines.training.partition import RowCost
+from engines.training.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +49,12 @@ class PolicyModel(nn.Module):
     of the work. Attention is causal and stays within rows (:mod:`engines.training.packed_attention`). A model without
     variable-length attention gets single rectangles instead, padded on the right, where no token attends to padding.
     Neither layout needs an attention mask, so the fastest kernels apply.
+
+    The ranks of a tensor- or context-parallel group call it with the same arguments and get the same scores.
     """
+
+    divides_head: ClassVar[bool] = True
+    """Whether tensor-parallel ranks have a part of the output head each."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
@@ -53,6 +62,8 @@ class PolicyModel(nn.Module):
         self.layout: Layout = "padded"  # until pack() finds that the model allows the other
         self.lora: LoRA | None = None  # its adapters: only they are trained then
         self.unread: WeightFiles | None = None  # what :func:`shard` fills a model without memory from
+        self.tp: ProcessGroup | None = None  # set by :func:`shard`, as the next one
+        self.cp: ProcessGroup | None = None
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -79,9 +90,34 @@ class PolicyModel(nn.Module):
         Arguments up to ``prefixes`` are fields of :class:`~engines.training.packing.PackedMicroBatch`: one rectangle
         only in the padded layout, and any valid id in cells of padding. ``temperature`` divides the logits.
         """
+        if self.cp is None:
+            states = self.hidden_states(input_ids, positions, rectangles=rectangles, prefixes=prefixes)
+            return self.scores(states.index_select(0, predictors), targets, extras=extras, temperature=temperature)
+        # This rank's piece of the stream, and the scores of the tokens that are predicted in it.
+        ranks = self.cp.size()
+        size = -(-len(input_ids) // ranks)
+        piece = slice(self.cp.rank() * size, (self.cp.rank() + 1) * size)
+        if padding := size * ranks - len(input_ids):
+            rectangles, prefixes = (*rectangles, (1, padding)), (*prefixes, None)
+        input_ids, positions = (nn.functional.pad(each, (0, padding))[piece] for each in (input_ids, positions))
         states = self.hidden_states(input_ids, positions, rectangles=rectangles, prefixes=prefixes)
+        mine = ((predictors >= piece.start) & (predictors < piece.stop)).nonzero().flatten()
+        states = states.index_select(0, predictors[mine] - piece.start)
+        scores = self.scores(states, targets[mine], extras=extras, temperature=temperature)
+        wanted = [scores.log_probs]
+        if extras != "none":
+            wanted.append(scores.correct if extras == "correct" else scores.entropy)
+        found = torch.stack(wanted).new_zeros(len(wanted), len(predictors)).index_copy(1, mine, torch.stack(wanted))
+        # Clones, since FSDP puts its hooks on tensors that are no views.
+        log_probs, *more = (each.clone() for each in sum_of_ranks(found, self.cp).unbind())
+        nothing = log_probs.new_zeros(0)
+        (extra,) = more or (nothing,)
+        return TokenScores(log_probs, *((nothing, extra) if extras == "correct" else (extra, nothing)))
+
+    def scores(self, states: Tensor, targets: Tensor, *, extras: Extras, temperature: float) -> TokenScores:
+        """Score N tokens by the hidden states [N, H] just before them."""
         return token_log_probs(
-            states.index_select(0, predictors),
+            states,
             targets,
             head=self._head() or self.logits_of,
             vocabulary=self.vocabulary,
@@ -97,9 +133,9 @@ class PolicyModel(nn.Module):
         rectangles: tuple[tuple[int, int], ...],
         prefixes: tuple[int | None, ...] = (),
     ) -> Tensor:
-        """Return the last hidden states [T, H]."""
+        """Return the last hidden states [T, H]; of a context-parallel model, those of the piece that is given."""
         if self.layout == "packed":
-            rows = RowLayout.of(rectangles, device=input_ids.device, prefixes=prefixes)
+            rows = RowLayout.of(rectangles, device=input_ids.device, prefixes=prefixes, cp=self.cp)
             states = self._decode(input_ids[None], position_ids=positions[None], **{ROWS: rows})
         else:
             (shape,) = rectangles
@@ -174,7 +210,8 @@ class PolicyModel(nn.Module):
         head: Any = self.causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
             return None
-        return Head(head.weight, head.bias, self._scale, self._softcap)
+        weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
+        return Head(weight, bias, self._scale, self._softcap, self.tp)
 
     def parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under their names in the causal LM, tied ones once."""
@@ -310,8 +347,28 @@ def _one_element_each(loaded: LoadedModel) -> Iterator[None]:
         module.register_parameter(name, parameter)
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
-    """Shard every decoder layer, then the rest, over ``mesh``.
+def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
+    """Raise :class:`ConfigError` unless :func:`shard` can divide the model over a mesh of this shape."""
+    shape.check_model(model.causal_lm.config)
+    if shape.cp > 1 and model.layout != "packed":
+        raise ConfigError(
+            f"mesh.cp = {shape.cp}: the rows of {model.architecture} are padded, and a padded row is not divided",
+            path="mesh.cp",
+            remedy="use cp = 1, or a model whose rows can be packed",
+        )
+    if shape.tp == 1:
+        return
+    head: Any = model.causal_lm.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(
+            f"mesh.tp = {shape.tp}: the output head of {model.architecture} is no matrix but a {type(head).__name__}",
+            path="mesh.tp",
+            remedy="use tp = 1",
+        )
+
+
+def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype) -> None:
+    """Divide products over tensor-parallel ranks; shard every decoder layer, then the rest, over the others.
 
     Weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
 
@@ -321,12 +378,17 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
     One rank that computes in float32 has nothing to shard or to cast, so its model is only moved to the device: FSDP
     would hold the weights twice and copy them before every forward pass (10% of an update of 8 rows, 135M parameters).
     """
-    if mesh.size() > 1 or dtype != "float32":
-        _shard_layers(model, mesh, dtype=dtype)
+    device = torch.device(ranks.mesh.device_type)
+    model.cp = ranks.cp
+    if ranks.tp is not None:
+        model.tp = ranks.tp.get_group()
+        divide_products(model.causal_lm, ranks.tp, divide_head=model.divides_head)
+    if ranks.world_size > 1 or dtype != "float32":
+        _shard_layers(model, ranks.mesh, dtype=dtype)
     elif model.unread is None:
-        model.to(mesh.device_type)
+        model.to(device)
     if model.unread is not None:
-        fill(model, model.causal_lm, model.unread, device=torch.device(mesh.device_type))
+        fill(model, model.causal_lm, model.unread, device=device)
         model.unread = None
 
 

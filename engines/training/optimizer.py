@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError
 from engines.training.model import local_shard
@@ -72,7 +73,7 @@ class LearningRate:
 
 
 class ShardedAdamW:
-    """AdamW (arXiv:1711.05101) on the shard that each rank holds.
+    """AdamW (arXiv:1711.05101) on the shard that each of ``world_size`` ranks holds.
 
     AdamW is elementwise, so torch's fused kernel runs on plain local tensors, without DTensor's cost per operation;
     only the gradient norm needs all ranks. Tensors of one dimension (norms, biases) are exempt from weight decay.
@@ -82,6 +83,7 @@ class ShardedAdamW:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         *,
+        world_size: int = 1,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -89,6 +91,7 @@ class ShardedAdamW:
         self._sharded = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         # Detached views: the optimizer writes into the memory that FSDP gathers from.
         self._local = {name: local_shard(parameter).detach() for name, parameter in self._sharded.items()}
+        self._copies = {name: world_size // _shards(parameter) for name, parameter in self._sharded.items()}
         decayed = [self._local[name] for name, parameter in self._sharded.items() if parameter.ndim >= 2]
         exempt = [self._local[name] for name, parameter in self._sharded.items() if parameter.ndim < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
@@ -97,8 +100,11 @@ class ShardedAdamW:
         )
 
     def squared_gradient_norm(self) -> float:
-        """Return the sum of squares of this rank's gradients, in float64."""
-        squares = [torch.linalg.vector_norm(gradient).double().square() for gradient in self._gradients().values()]
+        """Return this rank's share of the sum of squares of all gradients, in float64; ranks with copies divide it."""
+        squares = [
+            torch.linalg.vector_norm(gradient).double().square() / self._copies[name]
+            for name, gradient in self._gradients().items()
+        ]
         return float(torch.stack(squares).sum()) if squares else 0.0
 
     def step(self, *, lr: float, gradient_scale: float = 1.0) -> None:
@@ -154,6 +160,13 @@ class ShardedAdamW:
         return {
             name: local_shard(parameter.grad) for name, parameter in self._sharded.items() if parameter.grad is not None
         }
+
+
+def _shards(parameter: Tensor) -> int:
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def clipping_scale(norm: float, max_norm: float | None) -> float:

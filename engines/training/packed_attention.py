@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
+
+from engines.training.parallel import piece_of_all_heads, whole_of_some_heads
 
 PACKED_ATTENTION = "asyncrl_packed"
 """Name of the attention function in transformers' table; no mask function has this name, so no mask is made."""
@@ -33,7 +36,10 @@ ROWS = "asyncrl_rows"
 
 @dataclass(slots=True)
 class RowLayout:
-    """The division of a packed sequence of T cells into rows."""
+    """The division of a packed sequence of T cells into rows.
+
+    With ``cp``, layers have a piece of the sequence on each rank of that group.
+    """
 
     rectangles: tuple[tuple[int, int], ...]  # (rows, length) in the order of the sequence; T = sum of rows * length
     cu_seqlens: Tensor  # [rows + 1] int32 on the sequence's device: the first cell of each row, and T
@@ -41,16 +47,21 @@ class RowLayout:
     windows: list[int | None] = field(default_factory=list)
     # Of each rectangle, the one, of a single row, whose cells come before the cells of its rows; empty: of none.
     prefixes: tuple[int | None, ...] = ()
+    cp: ProcessGroup | None = None
 
     @staticmethod
     def of(
-        rectangles: Sequence[tuple[int, int]], *, device: torch.device, prefixes: Sequence[int | None] = ()
+        rectangles: Sequence[tuple[int, int]],
+        *,
+        device: torch.device,
+        prefixes: Sequence[int | None] = (),
+        cp: ProcessGroup | None = None,
     ) -> RowLayout:
         lengths = [length for rows, length in rectangles for _ in range(rows)]
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0)
         shared = tuple(prefixes) if any(each is not None for each in prefixes) else ()
-        return RowLayout(tuple(rectangles), cu_seqlens.to(device), prefixes=shared)
+        return RowLayout(tuple(rectangles), cu_seqlens.to(device), prefixes=shared, cp=cp)
 
     @property
     def max_seqlen(self) -> int:
@@ -93,9 +104,26 @@ def packed_attention(
         return attended.transpose(1, 2).reshape(batch, length, -1, value.shape[-1]), None
     rows = asyncrl_rows
     rows.windows.append(sliding_window)
+    attend = partial(_attend_rows, rows=rows, scaling=scaling, window=sliding_window, softcap=softcap)
+    if rows.cp is None:
+        return attend(query, key, value), None
+    query, key, value = (whole_of_some_heads(each, rows.cp) for each in (query, key, value))
+    return piece_of_all_heads(attend(query, key, value), rows.cp), None
+
+
+def _attend_rows(  # [1, heads, T, D]; returns [1, T, heads, D]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    rows: RowLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     tokens = [each[0].transpose(0, 1) for each in (query, key, value)]  # [T, heads, D]
     if softcap is None and not rows.prefixes and _has_varlen_kernel(query):
-        return _varlen(*tokens, rows=rows, scaling=scaling, window=sliding_window).unsqueeze(0), None
+        return _varlen(*tokens, rows=rows, scaling=scaling, window=window).unsqueeze(0)
     sizes = [count * length for count, length in rows.rectangles]
     # split, not slices: its backward pass joins the pieces, where each slice's would fill a whole sequence with zeros.
     queries, keys, values = (
@@ -112,9 +140,9 @@ def packed_attention(
                 torch.cat([each[prefix].expand(len(own), -1, -1, -1), own], dim=2)
                 for each, own in ((keys, k), (values, v))
             )
-        attended = _attend(q, k, v, scaling=scaling, window=sliding_window, softcap=softcap)
+        attended = _attend(q, k, v, scaling=scaling, window=window, softcap=softcap)
         attended_pieces.append(attended.transpose(1, 2).flatten(0, 1))
-    return (attended_pieces[0] if len(attended_pieces) == 1 else torch.cat(attended_pieces)).unsqueeze(0), None
+    return (attended_pieces[0] if len(attended_pieces) == 1 else torch.cat(attended_pieces)).unsqueeze(0)
 
 
 def _attend(  # queries [B, heads, L, D] of the last L of K tokens; keys and values [B, heads, K, D]

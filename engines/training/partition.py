@@ -89,7 +89,7 @@ def assign_ranks(
 
 
 class RowExchange:
-    """One exchange of rows between all ranks. Every method is collective.
+    """One exchange of rows between all data ranks. Every method is collective.
 
     ``held`` counts the rows of each rank; ``lengths`` and ``destinations`` are the tokens and the new rank of each row,
     rank after rank.
@@ -99,14 +99,14 @@ class RowExchange:
         self, ranks: RankGroup, *, held: Sequence[int], lengths: Sequence[int], destinations: Sequence[int]
     ) -> None:
         self._ranks = ranks
-        first = sum(held[: ranks.rank])
-        mine = range(first, first + held[ranks.rank])
+        first = sum(held[: ranks.data_rank])
+        mine = range(first, first + held[ranks.data_rank])
         holders = [rank for rank, rows in enumerate(held) for _ in range(rows)]
         # Indices, among the rows of all ranks, of this rank's rows after the exchange; increasing.
-        self.origins = [row for row, rank in enumerate(destinations) if rank == ranks.rank]
+        self.origins = [row for row, rank in enumerate(destinations) if rank == ranks.data_rank]
         self._lengths = torch.tensor([lengths[row] for row in self.origins], dtype=torch.int64)
-        self._sends = [0] * ranks.world_size
-        self._receives = [0] * ranks.world_size
+        self._sends = [0] * ranks.data_size
+        self._receives = [0] * ranks.data_size
         for row in mine:
             self._sends[destinations[row]] += lengths[row]
         for row in self.origins:
@@ -160,7 +160,7 @@ class BatchPartition:
         """Yield, for each of ``count`` mini-batches, the rows this rank computes and the indices of its members."""
         step_of = assign_minibatches(self.rows, num_mini_batches=count, seed=seed)
         rows, origins = self._mine, list(range(self.rows))
-        if self._ranks.world_size > 1:
+        if self._ranks.data_size > 1:
             self._last_exchange = self._exchange(count, step_of)
             rows, origins = self._last_exchange.send(self._mine), self._last_exchange.origins
         for step in range(count):
@@ -179,7 +179,7 @@ class BatchPartition:
                 [holders[row] for row in members],
                 [self._lengths[row] for row in members],
                 [self._scored[row] for row in members],
-                ranks=self._ranks.world_size,
+                ranks=self._ranks.data_size,
                 cost=self._cost,
             )
             for row, rank in zip(members, assigned, strict=True):

@@ -111,7 +111,7 @@ class Passes:
     ) -> Gradients:
         """Add the gradient of ``sum of weight * loss over all trained tokens of all ranks`` to the parameters.
 
-        ``weights`` [B] are those of each token of a row. ``squared_norm`` of this rank's shard of the gradients is
+        ``weights`` [B] are those of each token of a row. ``squared_norm``, this rank's share of the gradients', is
         called when they are complete. ``extras`` are what ``loss_fn`` needs beside log-probs.
 
         Raises:
@@ -135,15 +135,16 @@ class Passes:
                 failure = failure or error
                 losses = TokenLosses(loss=scores.log_probs * 0)
                 weighted = losses.loss.sum()
-            # FSDP averages gradients over ranks; the sum is wanted.
-            (weighted * self._ranks.world_size).backward()
+            # FSDP averages gradients over the ranks of its mesh; the sum is wanted.
+            (weighted * self._ranks.mesh.size()).backward()
             found = {"loss": weighted.detach(), **{name: each.sum() for name, each in losses.metrics.items()}}
             for name, each in found.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=device)) + each.double()
         self._ranks.raise_together(failure, doing="the loss")
         names = sorted(sums)
         local: list[float] = torch.stack([sums[name] for name in names]).tolist()
-        *totals, squared = self._ranks.sum([*local, squared_norm()])
+        totals = self._ranks.sum(local)
+        (squared,) = self._ranks.sum_over_all([squared_norm()])
         means = {name: total / mini_batch.tokens for name, total in zip(names, totals, strict=True)}
         loss = means.pop("loss") * mini_batch.tokens
         return Gradients(loss=loss, norm=squared**0.5, metrics=means)

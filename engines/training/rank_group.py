@@ -1,9 +1,11 @@
-"""The ranks of one trainer: their process group, and the collectives beside those of gradients."""
+"""The ranks of one trainer: their process groups, the mesh they form, and the collectives beside those of gradients."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -14,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, Sto
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.errors import ConfigError, EngineError
+from asyncrl.mesh import MeshShape
 
 ResultT = TypeVar("ResultT")
 
@@ -23,17 +26,26 @@ _users = 0
 # Servers listen until the process ends: closing and opening a port again would race with the other ranks.
 _servers: dict[tuple[str, int], Store] = {}
 _groups_made: dict[tuple[str, int], int] = {}
+_meshes = itertools.count()
 
 
 class RankGroup:
-    """One rank's membership in a process group: its device, the mesh for FSDP, and collectives.
+    """One rank's membership in a process group: its device, its place in the mesh, and collectives.
 
     The first engine of a process makes torch's default process group, later ones join it, and the last one to close
     destroys it. A default group that existed before is used and not destroyed. A single rank needs no network: its
     store is in memory.
 
+    Rows are divided over ``data_size`` ranks; the ``shape.copies`` ranks of one ``data_rank`` have the same rows. Sums
+    and exchanges of what belongs to rows are among the ranks that hold different ones.
+
+    Attributes:
+        mesh: what FSDP shards weights over; of two dimensions if there are replicas.
+        tp: the ranks that divide each product; None if there is one.
+        cp: the ranks that divide the tokens of a row; None if there is one.
+
     Raises:
-        ConfigError: no port for several ranks, or a default group of another size exists.
+        ConfigError: no port for several ranks, a default group of another size exists, or a mesh of another size.
     """
 
     def __init__(
@@ -45,11 +57,15 @@ class RankGroup:
         master_port: int | None = None,
         device: str = "auto",
         timeout_s: float = 1800.0,
+        shape: Mapping[str, int] | MeshShape | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} of {world_size}", remedy="0 <= rank < world_size")
+        self.shape = MeshShape.of(shape, world_size=world_size)
         self.rank = rank
         self.world_size = world_size
+        self.data_rank = self.shape.data_rank(rank)
+        self.data_size = self.shape.data_size
         self.device = _device_of(rank, device)
         self._owner = _join(rank, world_size, master_addr, master_port, self.device, timeout_s)
         self._closed = False
@@ -62,36 +78,77 @@ class RankGroup:
         else:
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
-        self._group = group
-        self.mesh = DeviceMesh.from_group(group, self.device.type)
+        self._group = self._data = group
+        self._made: list[ProcessGroup] = []
+        self.tp: DeviceMesh | None = None
+        self.cp: ProcessGroup | None = None
+        if self.data_size == world_size and self.shape.dp_replicate == 1:
+            self._whole = self.mesh = DeviceMesh.from_group(group, self.device.type)
+        else:
+            self._make_mesh(timedelta(seconds=timeout_s))
+
+    def _make_mesh(self, timeout: timedelta) -> None:
+        """Make the groups of ranks that differ in some dimensions only, and the mesh of FSDP and tensor parallelism."""
+        shape = self.shape
+        ranks = torch.arange(self.world_size).view(shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
+
+        def group_over(*dimensions: int) -> ProcessGroup:
+            order = [each for each in range(ranks.ndim) if each not in dimensions]
+            size = math.prod(ranks.shape[each] for each in dimensions)
+            members = ranks.permute(*order, *dimensions).reshape(-1, size).tolist()
+            group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+            self._made.append(group)
+            return group
+
+        self._data = group_over(0, 1)
+        self.cp = group_over(2) if shape.cp > 1 else None
+        # Names of this mesh alone: DTensor's caches take one of equal sizes and names for the same, whose groups may be
+        # closed.
+        number = next(_meshes)
+        replicas, shards, parts = (f"{name}_{number}" for name in ("replicas", "shards", "parts"))
+        self._whole = DeviceMesh.from_group(
+            [group_over(0), group_over(1, 2), group_over(3)],
+            self.device.type,
+            mesh=ranks.flatten(1, 2),
+            mesh_dim_names=(replicas, shards, parts),
+        )
+        self.mesh = self._whole[(replicas, shards) if shape.dp_replicate > 1 else (shards,)]
+        self.tp = self._whole[parts] if shape.tp > 1 else None
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum each number over the ranks, in float64."""
-        if self.world_size == 1:
+        """Sum each number over the data ranks, in float64."""
+        return self._sum(values, self._data, self.data_size)
+
+    def sum_over_all(self, values: Sequence[float]) -> list[float]:
+        """Sum each number over all ranks, in float64."""
+        return self._sum(values, self._group, self.world_size)
+
+    def _sum(self, values: Sequence[float], group: ProcessGroup, size: int) -> list[float]:
+        if size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, group=self._group)
+        dist.all_reduce(tensor, group=group)
         summed: list[float] = tensor.tolist()
         return summed
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the integers of every rank, by rank; every rank has the same number of them."""
-        if self.world_size == 1:
+        """Return the integers of every data rank, by data rank; every one has the same number of them."""
+        if self.data_size == 1:
             return [list(values)]
         return [part.tolist() for part in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def gather_lists(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the integers of every rank, by rank; ranks may have different numbers of them."""
-        if self.world_size == 1:
+        """Return the integers of every data rank, by data rank; they may have different numbers of them."""
+        if self.data_size == 1:
             return [list(values)]
         counts = [count for (count,) in self.gather([len(values)])]
         padded = self.gather([*values, *[0] * (max(counts) - len(values))]) if max(counts) else [[] for _ in counts]
         return [each[:count] for each, count in zip(padded, counts, strict=True)]
 
     def gather_column(self, column: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Concatenate every rank's ``column`` [lengths[rank]], by rank, on every rank; float64 on the CPU."""
+        """Concatenate every data rank's ``column`` [lengths[rank]], by rank, on every rank; float64 on the CPU."""
         mine = column.to(device="cpu", dtype=torch.float64)
-        if self.world_size == 1:
+        if self.data_size == 1:
             return mine
         padded = torch.zeros(max(lengths), dtype=torch.float64)
         padded[: len(mine)] = mine
@@ -99,9 +156,9 @@ class RankGroup:
         return torch.cat([part[:length].cpu() for part, length in zip(parts, lengths, strict=True)])
 
     def all_to_all(self, rows: Tensor, *, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Send ``sends[rank]`` rows of a CPU matrix [sum of sends, C] to each rank; return [sum of receives, C]."""
+        """Send ``sends[rank]`` rows of a CPU matrix [sum of sends, C] to each data rank; return those received."""
         found = torch.empty(sum(receives), rows.shape[1], dtype=rows.dtype, device=self.device)
-        dist.all_to_all_single(found, rows.to(self.device).contiguous(), list(receives), list(sends), group=self._group)
+        dist.all_to_all_single(found, rows.to(self.device).contiguous(), list(receives), list(sends), group=self._data)
         return found.cpu()
 
     def raise_together(self, error: Exception | None, *, doing: str) -> None:
@@ -109,7 +166,9 @@ class RankGroup:
 
         Without it, a rank that fails alone leaves the others waiting in their next collective.
         """
-        failed = [rank for rank, (flag,) in enumerate(self.gather([error is not None])) if flag]
+        flags = [0.0] * self.world_size
+        flags[self.rank] = float(error is not None)
+        failed = [rank for rank, flag in enumerate(self.sum_over_all(flags)) if flag]
         if error is not None:
             raise error
         if failed:
@@ -130,8 +189,8 @@ class RankGroup:
 
     def _all_gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.to(self.device)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine, group=self._group)
+        parts = [torch.empty_like(mine) for _ in range(self.data_size)]
+        dist.all_gather(parts, mine, group=self._data)
         return parts
 
     def close(self) -> None:
@@ -140,8 +199,10 @@ class RankGroup:
         self._closed = True
         # DTensor's caches keep the mesh for ever, and the mesh would keep its group: sockets, threads, and a name that
         # the next group could not have.
-        getattr(self.mesh, "_pg_registry", {}).clear()
-        del self._group
+        getattr(self._whole, "_pg_registry", {}).clear()
+        for group in self._made if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+        del self._group, self._data, self._made, self.cp
         if self._owner:
             _leave()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar, get_args
@@ -16,9 +16,10 @@ from asyncrl.algorithms.aggregation import check_range
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
 from asyncrl.io import DurableFiles
+from asyncrl.mesh import MeshShape
 from engines.training.checkpoint import export_model, full_tensor, load_trainer, save_trainer
 from engines.training.log_probs import Extras
-from engines.training.model import ComputeDtype, PolicyModel, local_shard, shard
+from engines.training.model import ComputeDtype, PolicyModel, check_mesh, local_shard, shard
 from engines.training.offload import Offload, resizable
 from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
 from engines.training.packing import Layout, PackedRows
@@ -58,6 +59,8 @@ class ShardedEngine(Generic[ModelT]):
         num_mini_batches, epochs: optimizer steps per pass over a batch, and passes.
         publish_dtype: of published and exported floating weights.
         threads: CPU threads of torch, for the whole process; None leaves them as they are.
+        mesh: sizes of the dimensions that the ranks are arranged in (:class:`~asyncrl.mesh.MeshShape`); None: weights
+            and rows are sharded over all.
         seed: of the assignment of rows to mini-batches.
         collective_timeout_s: how long a rank waits for the others before it fails.
 
@@ -90,6 +93,7 @@ class ShardedEngine(Generic[ModelT]):
     epochs: int = 1
     publish_dtype: ComputeDtype = "float32"
     threads: int | None = None
+    mesh: Mapping[str, int] | MeshShape | None = None
     seed: int = 0
     collective_timeout_s: float = 1800.0
 
@@ -115,15 +119,26 @@ class ShardedEngine(Generic[ModelT]):
             master_port=self.master_port,
             device=self.device,
             timeout_s=self.collective_timeout_s,
+            shape=self.mesh,
         )
+
+        def checked() -> ModelT:
+            model = load()
+            check_mesh(model, self._ranks.shape)
+            return model
+
         try:
-            self._model: ModelT = self._ranks.call_together(load, doing="loading the model")
+            self._model: ModelT = self._ranks.call_together(checked, doing="loading the model")
             self._cost = self._model.row_cost()
             self._ranks.call_together(
-                lambda: shard(self._model, self._ranks.mesh, dtype=self.dtype), doing="reading the weights"
+                lambda: shard(self._model, self._ranks, dtype=self.dtype), doing="reading the weights"
             )
             self._optimizer = ShardedAdamW(
-                self._model.parameters_by_name(), weight_decay=self.weight_decay, betas=self.betas, eps=self.eps
+                self._model.parameters_by_name(),
+                world_size=self.world_size,
+                weight_decay=self.weight_decay,
+                betas=self.betas,
+                eps=self.eps,
             )
             self._passes = Passes(
                 self._model, self._ranks, max_tokens=self.max_tokens_per_microbatch, temperature=temperature

@@ -41,6 +41,8 @@ class ValueModel(PolicyModel):
     published. ``head`` is its [1, H] weight; None: zeros, so that every value is 0 at first.
     """
 
+    divides_head = False
+
     def __init__(self, causal_lm: PreTrainedModel, *, head: Tensor | None = None) -> None:
         super().__init__(causal_lm)
         config: Any = causal_lm.config
@@ -66,21 +68,8 @@ class ValueModel(PolicyModel):
         if config.get_text_config().pad_token_id is None:  # transformers' own classes find a row's end by it
             config.get_text_config().pad_token_id = _end_token(config)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        predictors: Tensor,
-        targets: Tensor,
-        *,
-        rectangles: tuple[tuple[int, int], ...],
-        prefixes: tuple[int | None, ...] = (),
-        extras: Extras = "none",
-        temperature: float = 1.0,
-    ) -> TokenScores:
+    def scores(self, states: Tensor, targets: Tensor, *, extras: Extras, temperature: float) -> TokenScores:
         """Compute the values of N tokens, in place of their log-probs; ``targets``, which follow them, are ignored."""
-        states = self.hidden_states(input_ids, positions, rectangles=rectangles, prefixes=prefixes)
-        states = states.index_select(0, predictors)
         head: Any = self.causal_lm.get_output_embeddings()
         # In half precision a value would have two significant digits.
         values = nn.functional.linear(states.float(), head.weight.float()).squeeze(-1)
@@ -268,7 +257,7 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
                 center_rewards_coefficient=self.center_rewards_coefficient,
             )
             (slopes,) = torch.autograd.grad(losses.loss.mean(), row_scores)
-        first = sum(counts[: self._ranks.rank])
+        first = sum(counts[: self._ranks.data_rank])
         slope = torch.zeros(len(rows.mask))
         slope[rows.mask] = slopes[first : first + len(rows)].float()
         rows.columns = {"slope": slope}

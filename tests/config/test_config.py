@@ -87,6 +87,8 @@ def test_derived_values_are_written_as_comments():
         ({"cluster": {"num_cpus": 8.0, "address": "auto"}}, "cluster.num_cpus", "has the CPUs it has"),
         ({"cluster": {"backend": "local"}, "trainer": {"world_size": 2}}, "trainer.world_size", "one process"),
         ({"cluster": {"backend": "local", "address": "auto"}}, "cluster.address", "backend is local"),
+        ({"trainer": {"world_size": 4, "mesh": {"tp": 3}}}, "trainer.mesh", "tp 3 is 3 ranks, there are 4"),
+        ({"critic": {"mesh": {"cp": 2}}}, "critic.mesh", "cp 2 is 2 ranks, there are 1"),
     ],
 )
 def test_values_that_do_not_fit_together(tables, path, words):

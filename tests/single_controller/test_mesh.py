@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,10 @@ class Parallel(Worker):
     def nothing(self, batch: DataProto | None = None) -> DataProto | None:
         return None
 
+    @register(dispatch_mode=replace(ACTOR, joins=False), pad=False)
+    def measure(self, batch: DataProto) -> dict[str, int]:
+        return {"rank": self.rank, "rows": len(batch)}
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rows_seen(self) -> list[list[int]]:
         seen, self.seen = self.seen, []
@@ -116,6 +121,10 @@ def test_padding_is_for_dp_ranks_and_comes_off(group: WorkerGroup) -> None:
     assert columns(result) == ([0, 2, 4, 6, 8], [1, 1, 1, 3, 3])
     assert group.rows_seen().result(TIMEOUT_S) == [[[0, 1, 2]], [[0, 1, 2]], [[3, 4, 4]], [[3, 4, 4]]]
     assert len(given) == 5
+
+
+def test_values_of_ranks_that_answer_are_listed(group: WorkerGroup) -> None:
+    assert group.measure(batch(3)).result(TIMEOUT_S) == [{"rank": 1, "rows": 2}, {"rank": 3, "rows": 1}]
 
 
 def test_futures_are_split_too(group: WorkerGroup) -> None:

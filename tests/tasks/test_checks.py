@@ -110,6 +110,24 @@ def test_a_wrong_configuration_is_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_model_that_the_mesh_does_not_divide_is_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **heads}))
+    made = config(
+        tmp_path,
+        model={"path": str(folder), "source": None, "options": {}},
+        trainer={"world_size": 2, "mesh": {"tp": 2}},
+    )
+    with pytest.raises(ConfigError, match=r"trainer\.mesh\.tp = 2 does not divide the model's num_key_value_heads, 3"):
+        check_start(made)
+
+
+def test_pipelines_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.mesh.*has no pipeline parallelism \(pp\) yet"):
+        config(tmp_path, trainer={"world_size": 2, "mesh": {"pp": 2}})
+
+
 def test_one_error_has_all_problems_of_a_stage(tmp_path: Path) -> None:
     made = config(tmp_path, weights={"options": {"x": 1}}, ledger={"kind": "json"}, algorithm={"correction": "none"})
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*algorithm.correction.*weights.options.x"):

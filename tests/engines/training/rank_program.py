@@ -79,11 +79,12 @@ class Rank:
             **settings,
         )
 
-    def rows(self, seed: int, *, split: int) -> DataProto:
+    def rows(self, seed: int, *, split: int, copies: int = 1) -> DataProto:
         batch = trajectories(seed)
         rows = len(batch)
-        cuts = {1: [0, rows], 2: [0, split, rows], 4: [0, split // 2, split, split, rows]}[self.world_size]
-        return batch[cuts[self.rank] : cuts[self.rank + 1]]
+        ranks, rank = max(1, self.world_size // copies), self.rank // copies
+        cuts = {1: [0, rows], 2: [0, split, rows], 4: [0, split // 2, split, split, rows]}[ranks]
+        return batch[cuts[rank] : cuts[rank + 1]]
 
     def report(self, scene: str, value: Any) -> None:
         (self.folder / f"{scene}.{self.rank}.json").write_text(json.dumps(value))
@@ -92,7 +93,8 @@ class Rank:
         """Three updates, then a checkpoint."""
         engine = self.engine(objective=objective, **options)
         computed = _watched(engine)
-        self.report(scene, [engine.update(self.rows(seed, split=split)) for seed in range(3)])
+        copies = engine._ranks.shape.copies
+        self.report(scene, [engine.update(self.rows(seed, split=split, copies=copies)) for seed in range(3)])
         self.report(f"{scene}.computed", computed)
         engine.save(self.folder / scene)
         engine.close()
@@ -161,6 +163,14 @@ def whole_rows(rank: Rank) -> None:
 def whitened(rank: Rank) -> None:
     """Mean and variance of advantages are those of all ranks' tokens."""
     rank.updates("whitened", split=5, objective=PolicyObjective(whiten_advantages=True))
+
+
+def meshed(rank: Rank) -> None:
+    """Copies of the model; pieces of each row; parts of each product."""
+    for name in ("dp_replicate", "cp", "tp"):
+        mesh = {name: 2} if rank.world_size == 2 else None
+        objective = PolicyObjective(entropy_coef=0.05)
+        rank.updates(f"mesh_{name}", split=5, max_tokens_per_microbatch=30, objective=objective, mesh=mesh)
 
 
 def critic(rank: Rank) -> None:
@@ -275,6 +285,7 @@ SHARED_SCENES = (
     whole_batch,
     whole_rows,
     whitened,
+    meshed,
     critic,
     compared,
     supervised,

@@ -70,7 +70,7 @@ def test_weights_are_those_of_the_whole_model(
     assert all(each.is_meta for name, each in sharded.causal_lm.named_parameters() if "lora" not in name)
     assert sharded.unread is not None
     for each in (whole, sharded):
-        shard(each, ranks.mesh, dtype=dtype)
+        shard(each, ranks, dtype=dtype)
     assert sharded.unread is None
     _assert_same(sharded, whole)
     head, embeddings = sharded.causal_lm.get_output_embeddings(), sharded.causal_lm.get_input_embeddings()
@@ -86,7 +86,7 @@ def test_files_in_another_dtype_and_in_several_parts(
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     whole, sharded = (load_policy_model(str(tmp_path), sharded=each) for each in (False, True))
     for each in (whole, sharded):
-        shard(each, ranks.mesh, dtype="float32")
+        shard(each, ranks, dtype="float32")
     _assert_same(sharded, whole)
 
 
@@ -97,7 +97,7 @@ def test_values_have_their_own_head(model_folder: Callable[..., str], ranks: Ran
     save_file(tensors | {SCORE: torch.ones(1, 32)}, tmp_path / "model.safetensors")
     whole, sharded = (load_value_model(str(tmp_path), sharded=each) for each in (False, True))
     for each in (whole, sharded):
-        shard(each, ranks.mesh, dtype="bfloat16")
+        shard(each, ranks, dtype="bfloat16")
     _assert_same(sharded, whole)
     assert float(local_shard(dict(sharded.parameters_by_name())[SCORE]).sum()) == 32.0
 

@@ -82,7 +82,7 @@ def test_gradient_equals_that_of_one_padded_batch(
     expected_loss, expected = _plain_gradients(folder, batch, objective)
 
     model = load_policy_model(folder, gradient_checkpointing=checkpointing)
-    shard(model, ranks.mesh, dtype="float32")
+    shard(model, ranks, dtype="float32")
     passes = Passes(model, ranks, max_tokens=max_tokens, temperature=1.0)
     rows = PackedRows.read(batch, vocabulary=model.vocabulary, required=["behaviour_log_probs", "advantages"])
     mini_batch = passes.plan(rows, range(len(rows)))

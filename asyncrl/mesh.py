@@ -1,0 +1,109 @@
+"""The mesh of a trainer's ranks: its dimensions, and which models can be divided over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+TP_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
+"""Entries of a transformers tensor-parallel plan that the trainer carries out."""
+
+NOT_YET = {"pp": "pipeline parallelism", "ep": "expert parallelism"}
+"""Dimensions of other trainers' meshes that this one does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshShape:
+    """The sizes of a mesh's dimensions, outermost first: ranks that follow one another differ in ``tp``.
+
+    Attributes:
+        dp_replicate: copies of the model, each on ranks of its own; their gradients are summed.
+        dp_shard: ranks that rows and weights are divided over.
+        cp: ranks that the tokens of a row are divided over, and weights too.
+        tp: ranks that heads, features and vocabulary are divided over.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def of(options: Mapping[str, int] | MeshShape | None, *, world_size: int) -> MeshShape:
+        """Make the mesh of ``world_size`` ranks; ``dp_shard`` is what the other dimensions leave, if it is not given.
+
+        Raises:
+            ConfigError: a dimension does not exist, or their product is not ``world_size``.
+        """
+        given = asdict(options) if isinstance(options, MeshShape) else dict(options or {})
+        names = [field.name for field in fields(MeshShape)]
+        for name, size in given.items():
+            if name not in names:
+                what = f"{NOT_YET[name]} is not supported" if name in NOT_YET else "there is no such dimension"
+                raise ConfigError(f"mesh.{name}: {what}", path=f"mesh.{name}", remedy=f"use {', '.join(names)}")
+            if size < 1:
+                raise ConfigError(f"mesh.{name} is {size}", path=f"mesh.{name}", remedy="at least 1")
+        others = math.prod(size for name, size in given.items() if name != "dp_shard")
+        shape = MeshShape(**({"dp_shard": max(1, world_size // others)} | given))
+        if (product := math.prod(asdict(shape).values())) != world_size:
+            sizes = " * ".join(f"{name} {size}" for name, size in asdict(shape).items() if size > 1) or "1"
+            remedy = f"sizes whose product is world_size = {world_size}, or world_size = {product}"
+            raise ConfigError(f"mesh: {sizes} is {product} ranks, there are {world_size}", path="mesh", remedy=remedy)
+        return shape
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks, one after another, that have the same rows."""
+        return self.cp * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that rows are divided over."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        return rank // self.copies
+
+    def check_model(self, config: Any, *, path: str = "mesh") -> None:
+        """Check that a model can be divided; ``config`` is transformers' (Any: a vendor's), ``path`` the key.
+
+        Raises:
+            ConfigError: it has no tensor-parallel plan that can be used, or a size that does not divide.
+        """
+        text = config.get_text_config()
+        heads = int(text.num_attention_heads)
+        if self.tp > 1:
+            self._check_products(text, heads, f"{path}.tp")
+        if heads // self.tp % self.cp:
+            raise ConfigError(
+                f"{path}.cp = {self.cp} does not divide the {heads // self.tp} attention heads of a rank",
+                path=f"{path}.cp",
+                remedy=f"use a divisor of {heads // self.tp}",
+            )
+
+    def _check_products(self, text: Any, heads: int, path: str) -> None:
+        plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {"": "no entry"}
+        if foreign := set(plan.values()) - TP_STYLES:
+            raise ConfigError(
+                f"{path} = {self.tp}: the tensor-parallel plan of {text.model_type} in transformers has "
+                f"{', '.join(sorted(foreign))}, which the trainer cannot carry out",
+                path=path,
+                remedy="use tp = 1, or a dense family such as llama, qwen2, qwen3, mistral or gemma2",
+            )
+        sizes = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+            "intermediate_size": int(text.intermediate_size),
+            "vocab_size": int(text.vocab_size),
+        }
+        for name, size in sizes.items():
+            if size % self.tp:
+                raise ConfigError(
+                    f"{path} = {self.tp} does not divide the model's {name}, {size}",
+                    path=path,
+                    remedy=f"use a divisor of {math.gcd(*sizes.values())}",
+                )

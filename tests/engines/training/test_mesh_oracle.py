@@ -1,0 +1,39 @@
+"""Whatever the mesh, the trainer does what one rank does: random configurations, see mesh_oracle.py."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Any]:
+    """The module, under a name by which processes of ranks can import it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        yield importlib.import_module("mesh_oracle")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_mesh_does_what_one_rank_does(oracle: Any, tmp_path: Path) -> None:
+    assert oracle.judged(map(oracle.Case.draw, SLOW_SEEDS), tmp_path) == {}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+def test_hundreds_of_meshes_do_what_one_rank_does(oracle: Any, tmp_path: Path, capsys: Any) -> None:
+    """``ASYNCRL_ORACLE`` is the range of seeds, as in ``0:300``."""
+    first, last = map(int, os.environ.get("ASYNCRL_ORACLE", "0:300").split(":"))
+    failures = oracle.judged(map(oracle.Case.draw, range(first, last)), tmp_path)
+    with capsys.disabled():
+        print(f"\noracle_configurations = {last - first}\noracle_failures = {len(failures)}")
+    assert failures == {}
+
+
+SLOW_SEEDS = range(6)

@@ -6,6 +6,7 @@
     python benchmarks/trainer.py --attention                              # ways to attend within packed rows
     python benchmarks/trainer.py --shared                                 # rows that begin with the same prompt
     python benchmarks/trainer.py --loading                                # the memory of ranks that load a model
+    python benchmarks/trainer.py --mesh                                   # what meshes compute, against one rank
 
 All train the same rows with the same objective: lengths lognormal with mean 256 (sigma 1), at most 2048, a prompt of 16
 tokens. The plain loop is the obvious one: rows in the order they come, padded to the longest of a micro-batch with an
@@ -20,6 +21,9 @@ vocabulary of 151,936, in processes of their own: the highest resident size minu
 
 ``load_peak_over_model`` is the sum of the highest resident sizes of four ranks that load a model of 135M parameters
 (0.5 GB in float32), minus what the same ranks need for one of 0.4M, over the bytes of the large one.
+
+``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
+relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
 
 ``shared_prefix_time`` is an update with a group of 8 rows, a prompt of 512 tokens and answers of 96 to 160, over the
 same update without sharing. The model has 16M parameters, a fifth of them its head, as models of 0.1 to 0.5B have.
@@ -44,7 +48,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -439,30 +443,98 @@ def peak_of_a_rank(folder: str, rank: int, port: int) -> int:
     return peak
 
 
+def _run_ranks(ranks: int, arguments: Callable[[int, int], list[str]]) -> list[str]:
+    """What processes of this program print that are given ``arguments(rank, port)``."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    programs = [
+        subprocess.Popen([sys.executable, __file__, *arguments(rank, port)], stdout=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    printed = [program.communicate()[0] for program in programs]
+    if any(program.returncode for program in programs):
+        raise RuntimeError("a rank failed; see what it printed above")
+    return printed
+
+
 def measure_loading() -> Figure:
     peaks: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for model in ("0.5m", "135m"):
-        with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
+        with tempfile.TemporaryDirectory() as folder:
             whole = AutoModelForCausalLM.from_config(MODELS[model])
             sizes[model] = sum(each.nbytes for each in whole.parameters())
             whole.save_pretrained(folder)
             del whole
-            port = probe.getsockname()[1]
-            probe.close()
-            programs = [
-                subprocess.Popen(
-                    [sys.executable, __file__, "--load", folder, str(rank), str(port)],
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                for rank in range(LOADING_RANKS)
-            ]
-            printed = [program.communicate()[0] for program in programs]
-            if any(program.returncode for program in programs):
-                raise RuntimeError("a rank failed to load the model; see what it printed above")
+            printed = _run_ranks(
+                LOADING_RANKS, lambda rank, port, folder=folder: ["--load", folder, str(rank), str(port)]
+            )
             peaks[model] = sum(int(each.split()[-1]) for each in printed)
     return _at_most("load_peak_over_model", (peaks["135m"] - peaks["0.5m"]) / 2**20, "MiB", sizes["135m"] / 2**20, 1.3)
+
+
+# ------------------------------------------------------------------------------------------------------------- meshes
+
+MESHES: dict[int, list[dict[str, int]]] = {
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}],
+    4: [
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 2, "cp": 2},
+        {"dp_shard": 2, "tp": 2},
+        {"dp_replicate": 2, "tp": 2},
+        {"cp": 2, "tp": 2},
+    ],
+}
+
+
+def train_on_mesh(
+    folder: str, mesh: dict[str, int] | None, *, rank: int = 0, port: int | None = None, ranks: int = 1
+) -> dict[str, Tensor]:
+    """Weights after three updates, and the loss and gradient norm of each."""
+    engine = FSDPEngine(
+        folder,
+        objective=PolicyObjective(entropy_coef=0.01),
+        lr=LR,
+        eps=1e-3,  # a small one magnifies the rounding of gradients that are nearly 0
+        device="cpu",
+        mesh=mesh,
+        rank=rank,
+        world_size=ranks,
+        master_port=port,
+        max_tokens_per_microbatch=2048,
+    )
+    batch = ragged_rows(16, engine._model.vocabulary)
+    size, data_rank = engine._ranks.data_size, engine._ranks.data_rank
+    mine = batch[len(batch) * data_rank // size : len(batch) * (data_rank + 1) // size]
+    made = [engine.update(mine) for _ in range(3)]
+    found = {name: tensor.clone().contiguous() for name, tensor in engine.named_tensors()}
+    found |= {name: torch.tensor([each[name] for each in made]) for name in ("loss", "grad_norm")}
+    engine.close()
+    return found
+
+
+def train_on_meshes(folder: str, ranks: int, rank: int, port: int) -> None:
+    for number, mesh in enumerate(MESHES[ranks]):
+        found = train_on_mesh(folder, mesh, rank=rank, port=port, ranks=ranks)
+        if rank == 0:
+            save_file(found, Path(folder) / f"mesh-{ranks}-{number}.safetensors")
+
+
+def measure_meshes() -> list[Figure]:
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(MODELS["0.5m"]).save_pretrained(folder)
+        expected = train_on_mesh(folder, None)
+        for ranks, meshes in MESHES.items():
+            _run_ranks(ranks, lambda rank, port, ranks=ranks: ["--train", folder, str(ranks), str(rank), str(port)])
+            for number, mesh in enumerate(meshes):
+                found = load_file(Path(folder) / f"mesh-{ranks}-{number}.safetensors")
+                error = max(float((found[name] - its).abs().max() / its.abs().max()) for name, its in expected.items())
+                name = "mesh_error_" + "_".join(f"{dimension}_{size}" for dimension, size in mesh.items())
+                figures.append(Figure(name, error, "relative", 1e-5, error / 1e-5, "<= 1e-5", error <= 1e-5))
+    worst = max(each.value for each in figures)
+    return [*figures, Figure("mesh_max_error", worst, "relative", 1e-5, worst / 1e-5, "<= 1e-5", worst <= 1e-5)]
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -543,6 +615,8 @@ def main() -> None:
     parser.add_argument("--attention", action="store_true", help="compare ways of attention, and nothing else")
     parser.add_argument("--shared", action="store_true", help="rows that begin with the same prompt, and nothing else")
     parser.add_argument("--loading", action="store_true", help="memory of ranks that load a model, and nothing else")
+    parser.add_argument("--mesh", action="store_true", help="what meshes compute, and nothing else")
+    parser.add_argument("--train", nargs=4, metavar=("FOLDER", "RANKS", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--load", nargs=3, metavar=("FOLDER", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--peak", choices=["fused", "naive"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -555,6 +629,10 @@ def main() -> None:
         folder, rank, port = arguments.load
         print(peak_of_a_rank(folder, int(rank), int(port)))
         return
+    if arguments.train:
+        folder, *numbers = arguments.train
+        train_on_meshes(folder, *map(int, numbers))
+        return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured", file=sys.stderr)
         return
@@ -565,8 +643,11 @@ def main() -> None:
         figures = measure_shared(arguments)
     elif arguments.loading:
         figures = [measure_loading()]
+    elif arguments.mesh:
+        figures = measure_meshes()
     else:
         figures = [*measure(arguments, notes), measure_memory(), *measure_shared(arguments), measure_loading()]
+        figures += measure_meshes()
     machine = {
         "cpus": os.cpu_count(),
         "threads": arguments.threads,
@@ -587,7 +668,7 @@ def main() -> None:
     for each in figures:
         verdict = "holds" if each.holds else "DOES NOT HOLD"
         print(
-            f"{each.name:40s} {each.value:10.1f} {each.unit:9s} peer {each.floor:10.1f}  "
+            f"{each.name:40s} {each.value:10.4g} {each.unit:9s} peer {each.floor:10.4g}  "
             f"ratio {each.ratio:5.2f}  {each.goal}: {verdict}"
         )
 

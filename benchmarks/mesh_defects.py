@@ -1,0 +1,408 @@
+"""Plants defects in sharding, gathering, exchanging and resharding; counts those that the oracle of meshes finds.
+
+    python benchmarks/mesh_defects.py [--only tp] [--most 8] [--json]
+
+Each defect is an edit of one file: the old text must occur once, or the program ends with an error. Ranks with the
+edited source play random configurations of ``tests/engines/training/mesh_oracle.py`` that have a dimension which the
+defect concerns, until one differs from what one rank does with the true source, or ends with an error; at most
+``--most`` of them. Every configuration passes without a defect first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "engines" / "training"), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+from mesh_oracle import Case, Oracle  # noqa: E402
+from mutants import Mutant, Planted  # noqa: E402
+
+GOAL = 30
+
+RANKS, PARALLEL, MODEL = (f"engines/training/{name}.py" for name in ("rank_group", "parallel", "model"))
+SCORES, LOADING, CHECKPOINT = (f"engines/training/{name}.py" for name in ("log_probs", "loading", "checkpoint"))
+OPTIMIZER, PARTITION, PASSES = (f"engines/training/{name}.py" for name in ("optimizer", "partition", "passes"))
+ATTENTION, ENGINE, SHAPE = "engines/training/packed_attention.py", "engines/training/fsdp_engine.py", "asyncrl/mesh.py"
+
+
+@dataclass(frozen=True)
+class Defect:
+    what: str
+    on: str  # the dimensions that a configuration must have, one of them if there are several; empty: any
+    file: str
+    old: str
+    new: str
+
+    @property
+    def mutant(self) -> Mutant:
+        source = (ROOT / self.file).read_text()
+        if source.count(self.old) != 1:
+            raise SystemExit(f"{self.file} has {source.count(self.old)} times, not once: {self.old!r} ({self.what})")
+        line = source[: source.index(self.old)].count("\n") + 1
+        return Mutant(self.file, line, self.old, self.new, source.replace(self.old, self.new))
+
+
+DEFECTS = (
+    # dispatch and groups
+    Defect("data ranks are counted by tp alone", "cp", SHAPE, "return self.cp * self.tp", "return self.tp"),
+    Defect(
+        "data ranks are those of the innermost dimension",
+        "cp tp",
+        SHAPE,
+        "rank // self.copies",
+        "rank % self.data_size",
+    ),
+    Defect(
+        "sums of losses count every copy", "cp tp", RANKS, "self._data = group_over(0, 1)", "self._data = self._group"
+    ),
+    Defect(
+        "sums of losses leave replicas out",
+        "dp_replicate",
+        RANKS,
+        "self._data = group_over(0, 1)",
+        "self._data = group_over(1)",
+    ),
+    Defect(
+        "cp and tp ranks change places",
+        "cp tp",
+        RANKS,
+        "shape.dp_shard, shape.cp, shape.tp)",
+        "shape.dp_shard, shape.tp, shape.cp).transpose(2, 3)",
+    ),
+    Defect(
+        "weights are sharded over shards without pieces",
+        "cp",
+        RANKS,
+        "group_over(1, 2), group_over(3)",
+        "group_over(1), group_over(3)",
+    ),
+    Defect(
+        "the replicas' gradients are not summed",
+        "dp_replicate",
+        RANKS,
+        "(replicas, shards) if shape.dp_replicate > 1 else (shards,)",
+        "(shards,)",
+    ),
+    Defect("the gradient is the mean over ranks", "", PASSES, "(weighted * self._ranks.mesh.size())", "(weighted * 1)"),
+    Defect(
+        "the gradient is scaled by data ranks alone",
+        "cp",
+        PASSES,
+        "(weighted * self._ranks.mesh.size())",
+        "(weighted * self._ranks.data_size)",
+    ),
+    Defect(
+        "the gradient is scaled by all ranks",
+        "tp",
+        PASSES,
+        "(weighted * self._ranks.mesh.size())",
+        "(weighted * self._ranks.world_size)",
+    ),
+    # norm of gradients
+    Defect(
+        "copies of a shard are all counted in the norm",
+        "dp_replicate tp",
+        OPTIMIZER,
+        ".square() / self._copies[name]",
+        ".square()",
+    ),
+    Defect(
+        "replicated weights are counted as sharded in the norm",
+        "tp dp_replicate",
+        OPTIMIZER,
+        "if not placement.is_replicate())",
+        "if True)",
+    ),
+    Defect(
+        "the norm is that of data ranks",
+        "tp cp",
+        PASSES,
+        "self._ranks.sum_over_all([squared_norm()])",
+        "self._ranks.sum([squared_norm()])",
+    ),
+    Defect(
+        "the norm is that of each rank", "", PASSES, "self._ranks.sum_over_all([squared_norm()])", "[squared_norm()]"
+    ),
+    # exchange of rows
+    Defect(
+        "rows are sent by rank, not by data rank",
+        "cp tp",
+        PARTITION,
+        "if rank == ranks.data_rank]",
+        "if rank == ranks.rank]",
+    ),
+    Defect(
+        "a rank's rows begin where another's do",
+        "",
+        PARTITION,
+        "first = sum(held[: ranks.data_rank])",
+        "first = sum(held[: ranks.data_rank + 1]) - held[ranks.data_rank] + (ranks.data_rank > 0)",
+    ),
+    Defect(
+        "results go back in the order they came in",
+        "",
+        PARTITION,
+        "restored[self._order] = found[:, 0]",
+        "restored[:] = found[:, 0]",
+    ),
+    Defect(
+        "rows are not in the order of their senders",
+        "",
+        PARTITION,
+        "rows.input_ids.int(), rows.mask.int()",
+        "rows.input_ids.int().flip(0), rows.mask.int()",
+    ),
+    # products
+    Defect(
+        "tied weights are untied by the division",
+        "tp",
+        PARALLEL,
+        "        head.weight = embeddings.weight\n",
+        "        pass\n",
+    ),
+    Defect(
+        "gradients of hidden states miss other parts of the vocabulary",
+        "tp",
+        SCORES,
+        "            options.reduce(hidden_gradient)\n",
+        "            pass\n",
+    ),
+    Defect("norms of single heads are divided by cells", "tp", PARALLEL, "sequence_dim=2", "sequence_dim=1"),
+    Defect(
+        "the vocabulary's parts begin one id late",
+        "tp",
+        SCORES,
+        "head.group.rank() * vocabulary",
+        "head.group.rank() * (vocabulary + 1)",
+    ),
+    Defect(
+        "every rank has the first part of the vocabulary",
+        "tp",
+        SCORES,
+        "head.group.rank() * vocabulary",
+        "0 * vocabulary",
+    ),
+    Defect(
+        "the largest logit is each part's own",
+        "tp",
+        SCORES,
+        "options.reduce(top.clone(), dist.ReduceOp.MAX)",
+        "top.clone()",
+    ),
+    Defect(
+        "sums over the vocabulary are not shared",
+        "tp",
+        SCORES,
+        "        sums = options.reduce(\n            torch.stack(",
+        "        sums = torch.clone(\n            torch.stack(",
+    ),
+    Defect("sums of parts are not brought to one maximum", "tp", SCORES, "total * share,", "total,"),
+    Defect(
+        "a target outside the part is counted there",
+        "tp",
+        SCORES,
+        "torch.where(here, chosen + apart, 0.0)",
+        "chosen + apart",
+    ),
+    Defect(
+        "the entropy of a part is relative to its own maximum",
+        "tp",
+        SCORES,
+        "(weighted + total * apart) * share",
+        "weighted * share",
+    ),
+    Defect(
+        "the most likely token is that of any part",
+        "tp",
+        SCORES,
+        "torch.where(apart == 0, largest + options.first, unset)",
+        "largest + options.first",
+    ),
+    Defect(
+        "the gradient of a target is given in every part",
+        "tp",
+        SCORES,
+        "torch.where(here, by_log_prob, 0.0)[:, None]",
+        "by_log_prob[:, None]",
+    ),
+    Defect(
+        "the last id of a part is outside",
+        "tp",
+        SCORES,
+        "(places >= 0) & (places < size)",
+        "(places >= 0) & (places < size - 1)",
+    ),
+    # streams
+    Defect("pieces begin one cell late", "cp", MODEL, "(predictors >= piece.start)", "(predictors > piece.start)"),
+    Defect(
+        "the last cell of a piece scores nothing",
+        "cp",
+        MODEL,
+        "(predictors < piece.stop)",
+        "(predictors < piece.stop - 1)",
+    ),
+    Defect(
+        "a piece takes a neighbour's cell",
+        "cp",
+        MODEL,
+        "predictors[mine] - piece.start)",
+        "(predictors[mine] - piece.start - 1).clamp(min=0))",
+    ),
+    Defect(
+        "positions begin again in each piece",
+        "cp",
+        MODEL,
+        "input_ids, positions = (nn.functional.pad(each, (0, padding))[piece] for each in (input_ids, positions))",
+        "input_ids, positions = nn.functional.pad(input_ids, (0, padding))[piece], torch.arange(size)",
+    ),
+    Defect(
+        "padding is put before the stream",
+        "cp",
+        MODEL,
+        "nn.functional.pad(each, (0, padding))",
+        "nn.functional.pad(each, (padding, 0))",
+    ),
+    Defect(
+        "scores of other pieces are left out", "cp", MODEL, "sum_of_ranks(found, self.cp).unbind()", "found.unbind()"
+    ),
+    Defect(
+        "gradients of scores are summed over pieces",
+        "cp",
+        PARALLEL,
+        "        return gradients[0], None\n",
+        "        return gradients[0] * 2, None\n",
+    ),
+    Defect(
+        "values are those of other heads",
+        "cp",
+        ATTENTION,
+        "for each in (query, key, value))\n    return piece",
+        "for each in (query, key, value.flip(1)))\n    return piece",
+    ),
+    Defect(
+        "heads of keys are repeated as a whole",
+        "cp",
+        PARALLEL,
+        "tensor.repeat_interleave(repeats + 1, dim=1)",
+        "tensor.repeat(1, repeats + 1, 1, 1)",
+    ),
+    Defect(
+        "the exchange's gradient is not exchanged back",
+        "cp",
+        PARALLEL,
+        "_exchanged(gradients[0], ctx.joined, ctx.cut, ctx.group)",
+        "_exchanged(gradients[0].flip(ctx.joined), ctx.joined, ctx.cut, ctx.group)",
+    ),
+    Defect(
+        "pieces are joined in the wrong order",
+        "cp",
+        PARALLEL,
+        "torch.cat(received.unbind(0), dim=joined)",
+        "torch.cat(received.flip(0).unbind(0), dim=joined)",
+    ),
+    # shards of files
+    Defect(
+        "the first rows are read by every rank",
+        "",
+        LOADING,
+        "slice(first, first + size) for first, size in zip(firsts",
+        "slice(0, size) for first, size in zip(firsts",
+    ),
+    Defect(
+        "columns of a divided product are those of the first part",
+        "tp",
+        LOADING,
+        "(slice(first, first + len(part)), *place[1:])",
+        "(slice(first, first + len(part)), *(slice(0, each.stop - each.start) for each in place[1:]))",
+    ),
+    Defect(
+        "moments are those of the first shard",
+        "",
+        CHECKPOINT,
+        "moments[name][moment] = _shard_of(value, like=parameters[name]).clone()",
+        "moments[name][moment] = value[tuple(slice(0, size) for size in local_shard(parameters[name]).shape)].clone()",
+    ),
+    Defect(
+        "moments are saved as other shards",
+        "",
+        CHECKPOINT,
+        "local, sharded.device_mesh, sharded.placements, run_check=False",
+        "local.flip(0), sharded.device_mesh, sharded.placements, run_check=False",
+    ),
+    Defect(
+        "a loaded checkpoint leaves weights as they were",
+        "",
+        CHECKPOINT,
+        "            local_shard(tensor).copy_(_shard_of(value, like=tensor))\n",
+        "            pass\n",
+    ),
+    Defect(
+        "a gathered tensor begins with its last row",
+        "",
+        CHECKPOINT,
+        "        return tensor.full_tensor()\n",
+        "        return tensor.full_tensor().roll(1, 0)\n",
+    ),
+)
+
+
+def plant(number: int) -> None:
+    sys.meta_path.insert(0, Planted(DEFECTS[number].mutant))
+
+
+def cases(defect: Defect, most: int) -> Iterator[Case]:
+    """Configurations with more than one size in a dimension that the defect concerns."""
+    wanted = set(defect.on.split())
+    drawn = (Case.draw(seed) for seed in count(5000))
+    return islice((case for case in drawn if not wanted or wanted & case.mesh.keys()), most)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="defects whose description has this text")
+    parser.add_argument("--most", type=int, default=8, help="configurations that may miss a defect")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = [number for number, defect in enumerate(DEFECTS) if arguments.only in defect.what]
+    for number in chosen:
+        DEFECTS[number].mutant  # noqa: B018  each has its place
+    found: list[dict[str, object]] = []
+    sound: dict[int, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, Oracle(Path(folder)) as truth:
+        for number in chosen:
+            defect, by = DEFECTS[number], ""
+            played = 0
+            with Oracle(Path(folder), prepare=partial(plant, number)) as oracle:
+                for case in cases(defect, arguments.most):
+                    if case.seed not in sound:
+                        sound[case.seed] = truth.judge(case)
+                    if sound[case.seed]:
+                        raise SystemExit(f"configuration {case.seed} fails without a defect: {sound[case.seed]}")
+                    played += 1
+                    if differences := oracle.judge(case):
+                        by = f"seed {case.seed}: {differences[0]:.100}"
+                        break
+            found.append({"what": defect.what, "found": bool(by), "configurations": played, "by": by})
+            if not arguments.json:
+                print(f"{'found' if by else 'MISSED':7s}{played:3d}  {defect.what:60s} {by}", flush=True)
+    number = sum(bool(each["found"]) for each in found)
+    figures = {"defects": len(found), "found": number, "goal": GOAL, "holds": number == len(found) >= GOAL}
+    print(json.dumps({"figures": figures, "defects": found}) if arguments.json else figures)
+    return 0 if number == len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -58,8 +59,9 @@ class Unfolded:
             return computed
         assert computed.batch is not None
         folded: dict[str, torch.Tensor] = {}
-        for name in computed.batch.keys():  # noqa: SIM118  a TensorDict iterates rows
-            values = values_of(computed.batch[name])
+        scored: dict[str, Any] = dict(computed.batch.items())
+        for name, column in scored.items():
+            values = values_of(column)
             whole = values.new_zeros(int(self.offsets[-1]))
             whole[self.source[self.first]] = values[self.first]
             folded[name] = ragged_from_values(whole, self.offsets)
@@ -73,7 +75,7 @@ def unfold(batch: DataProto) -> Unfolded:
     Of ``turn_rewards`` those of other branches are 0, and missing in the ``rewards`` of the row.
     """
     assert batch.batch is not None
-    columns: dict[str, torch.Tensor] = {name: batch.batch[name] for name in batch.batch.keys()}  # noqa: SIM118
+    columns: dict[str, Any] = dict(batch.batch.items())
     trees = columns.pop("branches", None)
     batch = batch.select(list(columns))
     if trees is None or not len(values_of(trees)):

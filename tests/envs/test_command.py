@@ -110,6 +110,7 @@ async def test_branches_are_one_tree(play: Callable[..., Any]) -> None:
     assert (trajectory.info["branches"], trajectory.info["conversations"]) == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("manner", "error", "text"),
     [
@@ -165,6 +166,7 @@ async def test_a_failure_of_the_engine_is_not_the_agents(scratch: ChatRenderer) 
     assert isinstance(found[0], RequestAbortedError)
 
 
+@pytest.mark.slow
 async def test_rewards_of_programs(play: Callable[..., Any]) -> None:
     scoring = ["python3", "-c", "print('a line'); print(0.25)"]
     (scored,), _ = await play(factory_of("well", score_command=scoring))

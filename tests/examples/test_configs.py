@@ -217,3 +217,16 @@ def test_ppo_learns_with_its_critic(tmp_path: Path) -> None:
         sum(step["train/critic_value_error"] for step in steps[-5:]) / 5 < 0.4
     )  # who says 0 is off by the mean reward
     assert accounted_for(summary)
+
+
+@pytest.mark.slow
+def test_a_program_is_trained(tmp_path: Path) -> None:
+    """The program on the command line stands in place of the file's."""
+    pytest.importorskip("openai")
+    few = ["--steps", "2", "--sft.steps", "20", "--trainer.groups_per_step", "1", "--trainer.group_size", "2"]
+    few += ["--eval.tasks", "2", "--runs", str(tmp_path / "runs")]
+    program = ["--", sys.executable, "examples/command_agent.py", "{task}"]
+    file = str(EXAMPLES / "command_agent.toml")
+    done = asyncrl("train", file, *few, *program, cwd=EXAMPLES.parent, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    assert accounted_for(summary_of(tmp_path))

@@ -1,0 +1,138 @@
+"""Environments from elsewhere: episodes of each with a scripted policy, what drifts, and what they leave behind.
+
+    python benchmarks/environments.py [--json] [--episodes 1000] [--only gymnasium,openenv,...]
+
+Every adapter plays many episodes, eight at a time, offline; one whose package is not installed is left out by name
+(openenv's server runs from the folder of ASYNCRL_OPENENV_PACKAGES, as in .ci/run).
+
+* drift_tokens: sampled tokens that are not, at their places, the tokens that would be trained on;
+* leaked_processes: processes, descriptors and tasks that are left after the episodes of an adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from serve import Figure, shown
+
+from asyncrl.envs.calculator import CalculatorFactory
+from asyncrl.envs.gymnasium import GymnasiumFactory
+from asyncrl.envs.mcp import MCPFactory
+from asyncrl.envs.openenv import OpenEnvFactory
+from asyncrl.envs.sandbox import SandboxFactory
+from asyncrl.envs.textarena import TextArenaFactory, choose_bracketed
+from tests.envs.playing import play, scratch_renderer
+
+MCP_SERVER = Path(__file__).parents[1] / "tests" / "envs" / "mcp_server.py"
+OPENENV = os.environ.get("ASYNCRL_OPENENV_PACKAGES", "")
+OPENENV_SERVER = Path(__file__).parents[1] / "tests" / "envs" / "openenv_server.py"
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
+
+
+def rows(folder: Path) -> str:
+    row = {"data_source": "x", "prompt": [{"role": "user", "content": "go"}], "reward_model": {"ground_truth": "1"}}
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({**row, "extra_info": {}}) for _ in range(10)))
+    return str(folder / "rows.jsonl")
+
+
+@contextmanager
+def openenv_server() -> Iterator[str]:
+    if not OPENENV:
+        yield ""
+        return
+    listener = socket.create_server(("127.0.0.1", 0))
+    command = [sys.executable, str(OPENENV_SERVER), str(listener.fileno())]
+    server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": OPENENV}, pass_fds=[listener.fileno()])
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    try:
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def adapters(folder: Path) -> Iterator[tuple[str, Callable[[], Any], Callable[[str], str]]]:
+    """Yield name, factory and policy of each adapter whose package is there."""
+    draw = random.Random(0)
+    yield "calculator", CalculatorFactory, lambda text: str(len(text))
+    if find_spec("gymnasium"):
+        yield "gymnasium", lambda: GymnasiumFactory(**LAKE), lambda text: draw.choice(LAKE["actions"])
+    servers = {"here": {"command": [sys.executable, str(MCP_SERVER)]}}
+    yield "mcp", lambda: MCPFactory(servers=servers, files=rows(folder), reward="none"), lambda text: "1"
+    options = {"files": rows(folder), "check": "true", "most": 4, "warm": 4}
+    once = CALL % ("bash", json.dumps({"command": "echo x >> file; cat file"}))
+    yield "sandbox", lambda: SandboxFactory(**options), lambda text: "1" if "tool" in text[-200:] else once
+    if find_spec("textarena"):
+        for game in ("TicTacToe-v0", "ConnectFour-v0", "Nim-v0"):
+            yield f"textarena {game}", lambda game=game: TextArenaFactory(game=game), bracketed
+    if OPENENV:
+        yield "openenv", lambda: OpenEnvFactory(url=SERVED[0], observation="text"), lambda text: "abc"
+
+
+SERVED: list[str] = []
+
+
+def bracketed(text: str) -> str:
+    return choose_bracketed(text[-2000:], draw=random.Random(len(text)))
+
+
+async def measure(folder: Path, *, episodes: int, only: str) -> list[Figure]:
+    renderer, figures = scratch_renderer(), []
+    drift = leaked = 0
+    for name, make, said in adapters(folder):
+        if only and not re.search(only.replace(",", "|"), name):
+            continue
+        factory = await asyncio.to_thread(make)
+        begun = time.perf_counter()
+        played = await play(factory, said, renderer=renderer, episodes=episodes, max_turns=30, deadline_s=120.0)
+        rate = episodes / (time.perf_counter() - begun)
+        failures = [each for each in played.ended if isinstance(each, Exception)]
+        for each in {*(f"{type(each).__name__}: {each}" for each in failures), *played.left}:
+            print(f"{name}: {each}", file=sys.stderr)
+        drift, leaked = drift + played.drift_tokens, leaked + len(played.left)
+        title = f"{name}: episodes that failed, of {episodes} at {rate:.0f} a second"
+        figures.append(Figure(title, len(failures), "", 0, 0, "0", not failures))
+    figures.append(Figure("drift_tokens", drift, "", 0, 0, "0", drift == 0))
+    figures.append(Figure("leaked_processes", leaked, "", 0, 0, "0", leaked == 0))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, openenv_server() as url:
+        SERVED.append(url)
+        figures = asyncio.run(measure(Path(folder), episodes=options.episodes, only=options.only))
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    if options.json:
+        print(json.dumps({"machine": machine, "figures": [asdict(figure) for figure in figures]}))
+    else:
+        print(shown(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Plays many episodes of an environment, and counts what drifted and what was left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.envs.calculator import CalculatorFactory
+from asyncrl.interfaces import ClosableFactory, GenerationChunk, GenerationRequest, SamplingParams
+from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.episode import run_episode
+from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.testing import ScriptedEngine
+from engines.training.scratch import make_scratch_tokenizer
+
+
+@dataclass(frozen=True)
+class Played:
+    """Ended episodes in the order of their tasks, sampled tokens that are not those to be trained on, what is left."""
+
+    ended: list[Trajectory | Exception]
+    drift_tokens: int
+    left: list[str]
+
+
+class RecordingEngine(ScriptedEngine):
+    """Keeps what it sampled for each request."""
+
+    def __init__(self, reply: Callable[[tuple[int, ...]], Sequence[int]]) -> None:
+        super().__init__(reply)
+        self.sampled: dict[str, list[int]] = {}
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        sampled = self.sampled[request.request_id] = []
+        async for chunk in super().generate(request):
+            sampled += chunk.token_ids
+            yield chunk
+
+
+def scratch_renderer() -> ChatRenderer:
+    factory = CalculatorFactory()
+    return ChatRenderer(make_scratch_tokenizer([factory.demonstration(index) for index in range(100)]))
+
+
+async def play(
+    environments: Any,
+    said: Callable[[str], str],
+    *,
+    renderer: ChatRenderer,
+    episodes: int,
+    max_turns: int = 8,
+    deadline_s: float = 30.0,
+) -> Played:
+    """Play episodes, eight at a time, with a policy that says what ``said`` makes of the text so far."""
+
+    def reply(prompt: tuple[int, ...]) -> list[int]:
+        return renderer.tokenizer.encode(said(renderer.decode(prompt)) + "<|end|>", add_special_tokens=False)
+
+    engine = RecordingEngine(reply)
+    await engine.start()
+    places = asyncio.Semaphore(8)
+
+    async def one(index: int) -> Trajectory | Exception:
+        async with places:
+            try:
+                return await run_episode(
+                    engine,
+                    environments.make(),
+                    renderer,
+                    environments.task(index, split="train"),
+                    sampling=SamplingParams(max_new_tokens=400),
+                    max_turns=max_turns,
+                    max_seq_len=8000,
+                    deadline_s=deadline_s,
+                    request_prefix=f"{index}",
+                    seed=index,
+                )
+            except Exception as error:  # noqa: BLE001  the caller's
+                return error
+
+    environments.task(0, split="train")  # opens the files of a data set, which stay open
+    gc.collect()
+    before = resources()
+    ended = await asyncio.gather(*(one(index) for index in range(episodes)))
+    if isinstance(environments, ClosableFactory):
+        await environments.aclose()
+    await asyncio.sleep(0)
+    gc.collect()
+    drift = 0
+    for index, trajectory in enumerate(ended):
+        if isinstance(trajectory, Trajectory):
+            drift += _drift(trajectory, f"{index}", engine)
+    return Played(ended=list(ended), drift_tokens=drift, left=[each for each in resources() if each not in before])
+
+
+def _drift(trajectory: Trajectory, name: str, engine: RecordingEngine) -> int:
+    """Count sampled tokens that the trajectory does not have where they were sampled, after what they were given."""
+    drift = abs(sum(trajectory.loss_mask) - sum(turn.end - turn.start for turn in trajectory.turns))
+    prompts = {each.request_id: each.prompt_token_ids for each in engine.requests}
+    for number, turn in enumerate(trajectory.turns):
+        sampled = engine.sampled[f"{name}-{number}"]
+        same = list(trajectory.token_ids[turn.start : turn.end]) == sampled
+        if not same or prompts[f"{name}-{number}"] != trajectory.token_ids[: turn.start]:
+            drift += len(sampled)
+    return drift
+
+
+def resources() -> list[str]:
+    """Child processes, open files, sockets and pipes, and the number of tasks."""
+    found = [f"process {each.pid}" for each in psutil.Process().children(recursive=True)]
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of the listing itself
+            found.append(f"descriptor {each.readlink()}")
+    return [*found, f"{len(asyncio.all_tasks())} tasks"]

@@ -1,0 +1,56 @@
+"""Games of textarena: many of them, against scripted opponents, offline."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("textarena", reason="needs textarena, which is not in the exact set: on PYTHONPATH in .ci/run")
+
+from asyncrl.envs.textarena import TextArenaFactory, choose_bracketed
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.episode import replay_episode
+
+pytestmark = pytest.mark.slow
+Play = Callable[..., Any]
+
+
+def said(prompt: str) -> str:
+    return choose_bracketed(prompt[-3000:], draw=random.Random(len(prompt)))
+
+
+async def test_a_game_of_two_is_played_as_either_player_and_again(play_many: Play):
+    factory = TextArenaFactory(game="TicTacToe-v0")
+    assert [factory.task(index, split="train")["player"] for index in range(3)] == [0, 1, 0]
+    first = await play_many(factory, said, episodes=20)
+    assert {each.reward for each in first} <= {-1.0, 0.0, 1.0}
+    assert len({each.reward for each in first}) > 1
+    for index, each in enumerate(first[:4]):
+        replies = [turn.message for turn in each.turns]
+        again = await replay_episode(factory.make(), factory.task(index, split="train"), replies, deadline_s=30.0)
+        assert again is not None
+        assert sum(step.reward for step in again.steps) == each.reward
+
+
+async def test_the_users_function_is_the_opponent():
+    async def first_free(observation: str, *, draw: random.Random) -> str:
+        return re.findall(r"\[\d\]", observation)[0]
+
+    environment = TextArenaFactory(game="TicTacToe-v0", player=1, opponent=first_free, instructions="Win.").make()
+    messages = await environment.reset({"game": "TicTacToe-v0", "seed": 1, "player": 1})
+    assert messages[0]["content"] == "Win."
+    assert not environment.deterministic
+    step = await environment.step({"content": "[99]"})
+    assert not step.done
+    await environment.close()
+
+
+def test_what_cannot_be_begun_is_refused():
+    with pytest.raises(ConfigError, match="cannot be begun"):
+        TextArenaFactory(game="Nothing-v0")
+    with pytest.raises(ConfigError, match="one of them 2"):
+        TextArenaFactory(game="TicTacToe-v0", player=2)

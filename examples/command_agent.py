@@ -1,4 +1,4 @@
-r"""An agent that knows nothing of training: OpenAI's client, a calculator, and a loop. Any program can stand here.
+r"""An agent that was not written for training: OpenAI's client, a calculator, and a loop. Any program can stand here.
 
     asyncrl train examples/command_agent.toml
 
@@ -9,10 +9,11 @@ starts it for every episode, with the address of its session in OPENAI_BASE_URL.
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
-CALCULATOR = {
+CALCULATOR: Any = {
     "type": "function",
     "function": {
         "name": "calculator",
@@ -36,7 +37,7 @@ def calculate(a: int, operator: str, b: int) -> int:
 
 def main(question: str) -> str:
     client = OpenAI()
-    messages = [{"role": "user", "content": question}]
+    messages: list[Any] = [{"role": "user", "content": question}]
     while True:
         answer = client.chat.completions.create(model="gpt-5", messages=messages, tools=[CALCULATOR])
         message = answer.choices[0].message
@@ -44,6 +45,7 @@ def main(question: str) -> str:
         if not message.tool_calls:
             return message.content or ""
         for call in message.tool_calls:
+            assert call.type == "function"
             try:
                 result = str(calculate(**json.loads(call.function.arguments)))
             except (TypeError, ValueError, KeyError) as error:

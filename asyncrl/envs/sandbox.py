@@ -175,7 +175,7 @@ class SandboxFactory(DatasetFactory):
             self._limits = SandboxLimits(**{"deadline_s": 30.0, **(limits or {})})
         except TypeError as error:
             raise ConfigError(str(error), path="env.options.limits", remedy="fields of SandboxLimits") from error
-        self._backend = {"options": backend_options or {}, "path": "env.options.backend"}
+        self._backend: dict[str, Any] = {"options": backend_options or {}, "path": "env.options.backend"}
         self._backend_name = backend
         check_part(_GROUP, backend, table="env.options.backend_options", **self._backend)
         self._most, self._warm, self._lease_s, self._wait_s = most, min(warm, most), lease_s, wait_s

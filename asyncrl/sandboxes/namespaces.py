@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -194,7 +195,8 @@ class NamespacesSandbox(Sandbox):
         try:
             try:
                 async with asyncio.timeout(deadline_s):
-                    await asyncio.wait([answer, pipes.overflow], return_when=asyncio.FIRST_COMPLETED)
+                    either: list[asyncio.Future[Any]] = [answer, pipes.overflow]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             except TimeoutError:
                 how = "deadline"
             if not answer.done():
@@ -249,10 +251,11 @@ class NamespacesSandbox(Sandbox):
 async def _readable(descriptor: int) -> None:
     """Wait until a descriptor is readable, for a while."""
     loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(descriptor, lambda: readable.done() or readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(descriptor, readable.set)
     try:
-        await asyncio.wait([readable], timeout=_ANSWER_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(readable.wait(), _ANSWER_S)
     finally:
         loop.remove_reader(descriptor)
 
@@ -281,8 +284,9 @@ class _Pipes:
             self.theirs.append(writing)
             end = loop.create_future()
             self._ends.append(end)
-            protocol = _Output(output, self._most_bytes, end, self.overflow)
-            pipe, _ = await loop.connect_read_pipe(lambda each=protocol: each, open(reading, "rb", buffering=0))  # noqa: ASYNC230, PTH123, SIM115
+            protocol = functools.partial(_Output, output, self._most_bytes, end, self.overflow)
+            file = open(reading, "rb", buffering=0)  # noqa: ASYNC230, PTH123, SIM115  a pipe does not block
+            pipe, _ = await loop.connect_read_pipe(protocol, file)
             self._transports.append(pipe)
 
     async def read_to_the_end(self) -> None:

@@ -185,8 +185,8 @@ class _Server:
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
             high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 32) for each in descriptors]
-            for number, each in enumerate(high):
-                os.dup2(each, number)
+            for place, each in enumerate(high):
+                os.dup2(each, place)
             _drop_privileges(self._user)
             os.chdir(self._folder)
             _limit({**self._spec, "cpu_s": order["cpu_s"]}, own_user=self._own_user)

@@ -369,6 +369,7 @@ class EngineRank(Worker, Generic[EngineT]):
 
     def _make_engine(self, model_path: str, settings: Mapping[str, Any]) -> None:
         self._close_engine()
+        given = dict(settings) if self._mesh is None else {"mesh": self._mesh, **settings}
         self._engine = make_part(
             self._group,
             self._name,
@@ -379,8 +380,7 @@ class EngineRank(Worker, Generic[EngineT]):
             world_size=self.world_size,
             master_addr=self.master_addr,
             master_port=self.master_port,
-            **({} if self._mesh is None else {"mesh": self._mesh}),
-            **settings,
+            **given,
         )
 
     def _close_engine(self) -> None:

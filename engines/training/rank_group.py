@@ -96,7 +96,7 @@ class RankGroup:
             order = [each for each in range(ranks.ndim) if each not in dimensions]
             size = math.prod(ranks.shape[each] for each in dimensions)
             members = ranks.permute(*order, *dimensions).reshape(-1, size).tolist()
-            group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+            group: ProcessGroup = dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
             self._made.append(group)
             return group
 

@@ -32,9 +32,8 @@ _log = logging.getLogger(__name__)
 
 PATIENCE = Liveness(every_s=2.0, named_after_s=6.0, ended_after_s=12.0)
 """When a head that does not answer is named, and given up."""
-CLOSED_WITHIN_S = 15.0
-"""How long a program may take to close after its head was given up, so that all is over within 30 s. Ray aborts it
-after 60 s, without a word of ours."""
+CLOSED_WITHIN_S = 11.0
+"""How long a program may take to close after its head was given up. Ray would abort it after 60 s, unexplained."""
 
 _head_is_lost = threading.Event()
 
@@ -64,7 +63,7 @@ class RayCluster:
         num_cpus: logical CPUs of a cluster started here: a limit for what actors request, not cores they are bound to.
         log_folder: gets a link to the logs of Ray's processes.
         on_lost: called in a thread of its own, once, with the error that names a head (GCS) that does not answer.
-            The process ends with status 1 if this is not closed within 15 s of that. None: the log alone names it.
+            The process ends with status 1 if this is not closed within 11 s of that. None: the log alone names it.
 
     Raises:
         ResourceError: the cluster cannot be reached or started.

@@ -171,6 +171,7 @@ async def run_pair(
 
 
 async def _run_until_it_ends(run: Callable[[], Awaitable[list[ProgramEnd]]]) -> list[ProgramEnd]:
+    ends: list[ProgramEnd] = []
     for death in range(1, _MAX_DEATHS + 1):
         try:
             ends = await run()

@@ -37,3 +37,16 @@ def test_proofs_of_weights_are_counted_since_the_step_before() -> None:
     found = {name: value for name, value in journal.take_checks().items() if name.startswith("weights")}
     assert found == {"weights_proofs": 2, "weights_proof_s": 0.5, "weights_canary": 0.5}
     assert not any(journal.take_checks().values())
+
+
+def test_attempts_that_failed_with_their_sandboxes_are_counted_apart() -> None:
+    journal = Journal()
+    journal.count_failures(
+        {
+            "SandboxError in pool.py:9 lease": {"count": 2, "example": "Traceback: SandboxError"},
+            "KeyError in world.py:3 step": {"count": 5, "example": "Traceback: KeyError"},
+        }
+    )
+    assert journal.take_checks()["sandboxes_failed"] == 2
+    assert journal.take_checks()["sandboxes_failed"] == 0
+    assert sum(each["count"] for each in journal.failures.values()) == 7

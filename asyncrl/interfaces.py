@@ -616,6 +616,15 @@ class OverlongPromptFilter(Protocol):
 
 
 @runtime_checkable
+class TaskDifficulty(Protocol):
+    """Optional capability of an environment factory: it sorts its tasks by difficulty (:mod:`asyncrl.curriculum`)."""
+
+    def difficulty(self, task: Task) -> str:
+        """Return a name that tasks of about the same difficulty share. There are few of them."""
+        ...
+
+
+@runtime_checkable
 class FiniteHeldOutTasks(Protocol):
     """Optional capability of an environment factory: its held-out tasks repeat after ``held_out_rows``."""
 

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------- events
 
 
-class Issued(msgspec.Struct, frozen=True, tag="issued"):
-    """A group got its number."""
+class Issued(msgspec.Struct, frozen=True, tag="issued", omit_defaults=True):
+    """A group got its number; and the number of its task, where that is another."""
 
     group_id: int
+    task: int | None = None
 
 
 class Dispatched(msgspec.Struct, frozen=True, tag="dispatched", kw_only=True):
@@ -278,6 +279,7 @@ class Recovered:
         groups: by group_id, every completed group, and those of ``batches`` that were used before.
         dropped_tokens: tokens of groups that were not trained on so far, by reason.
         turns: by group_id, what rows of ``waiting`` groups have sampled already.
+        tasks: by group_id, the number of the task of a group, where that is another.
         notes: damage that was found, and how it was handled, in words; usually empty.
     """
 
@@ -287,6 +289,7 @@ class Recovered:
     groups: Mapping[int, RecordedGroup]
     dropped_tokens: Mapping[str, int]
     turns: Mapping[int, RecordedTurns] = field(default_factory=dict)
+    tasks: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

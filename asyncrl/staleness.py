@@ -235,6 +235,11 @@ class AdmissionLaw:
         """Return whether every group that the run needs is issued; a drop makes it False again."""
         return not self._again and self.total_groups is not None and self.live >= self.total_groups
 
+    @property
+    def horizon(self) -> int:
+        """Return the version at which the next group may be issued at the earliest, whatever is ahead of it."""
+        return max(self._version_of_next() - self.max_staleness, self.first_version)
+
     def may_issue(self) -> bool:
         return not self.finished and self._version_of_next() - self._version <= self.max_staleness
 

@@ -531,6 +531,11 @@ class SQLiteLedger:
             batches=whole,
             groups=groups,
             turns=running.turns,
+            tasks={
+                event.group_id: event.task
+                for event in contents.events
+                if isinstance(event, Issued) and event.task is not None and event.group_id in {*waiting, *groups}
+            },
             dropped_tokens=history.dropped_tokens or base.dropped_tokens,
             notes=notes,
         )

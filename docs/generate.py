@@ -37,6 +37,7 @@ PUBLIC = {
     "asyncrl.interfaces": "The contracts of engines, environments, buffers, rewards and trackers.",
     "asyncrl.weights": "Published weights and their transports.",
     "asyncrl.ledger": "The events of the ledger, and its contract.",
+    "asyncrl.curriculum": "The choice of tasks by difficulty.",
     "asyncrl.staleness": "The admission law and the certificate of a batch.",
     "asyncrl.algorithms": "Advantages, losses, corrections, values and preferences.",
     "asyncrl.rollout.episode": "Episodes.",

@@ -183,6 +183,9 @@ class EnvConfig(Section):
     """Longest time of one reset or step; past it the rollout is dropped and counted, never rewarded."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Most assistant turns of one episode."""
+    candidates: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Tasks among which a curriculum chooses that of each group, by difficulty (docs/environments.md#curriculum); 0: no
+    curriculum, the tasks come as they are numbered."""
 
     @model_validator(mode="before")
     @classmethod

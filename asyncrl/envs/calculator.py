@@ -154,6 +154,10 @@ class CalculatorFactory:
         """Return a question with its ``answer`` and the ``steps`` to it: (left, operator, right, result)."""
         return self._draw(f"task/{split}/{index}", held_out=split == "held_out")
 
+    def difficulty(self, task: Task) -> str:
+        """Return the number of operations."""
+        return f"{len(task['steps'])} operations"
+
     def make(self) -> CalculatorEnvironment:
         return CalculatorEnvironment(instructions=self._instructions)
 

@@ -30,7 +30,7 @@ from asyncrl.telemetry.timeline import PAUSED, Timeline
 from asyncrl.trainer.checkpoint import CheckpointPace
 from asyncrl.trainer.colocation import Devices, SeparateDevices
 from asyncrl.trainer.evaluation import EvaluationPlan, EvaluationResult, evaluate, part_means
-from asyncrl.trainer.group import Failure, Group, GroupStages
+from asyncrl.trainer.group import Failure, Group, GroupStages, TaskChoice
 from asyncrl.trainer.invariants import GroupBook, check_bound, check_served
 from asyncrl.trainer.journal import Journal, TokenBalance
 from asyncrl.trainer.learner import Learner, StepRecord
@@ -90,6 +90,7 @@ class Driver:
         save_checkpoint: awaited between two steps, with this driver and the number of the step that is done.
         before_step: called before each step, with its number; returns what has to be awaited, if anything, once the
             last version is published.
+        tasks: chooses the tasks of groups; None: each group gets the task of its number.
         evaluate_first: whether a resumed run still has to evaluate the step it starts from.
         evaluating: steps whose evaluation beside training has begun, and which have no score yet.
         devices: of rollouts and trainer, which may take turns on the same ones.
@@ -106,6 +107,7 @@ class Driver:
     save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
     before_step: Callable[[Driver, int], Awaitable[None] | None] | None = None
     evaluate_first: bool = False
+    tasks: TaskChoice | None = None
     devices: Devices = field(default_factory=SeparateDevices)
     evaluating: set[int] = field(default_factory=set[int], init=False)
     whole_step: int | None = field(default=None, init=False)
@@ -179,10 +181,12 @@ class Driver:
                 self._admission_changed.clear()
                 with self.timeline.wait("issue", "end of the run" if self.law.finished else "staleness bound"):
                     await self._admission_changed.wait()
-            group_id = self.law.issue()
+            horizon, group_id = self.law.horizon, self.law.issue()
             self._book.issued(group_id, served=self.stages.pool.weight_version)
             group = self.groups.setdefault(group_id, Group(group_id=group_id))
-            self.journal.issued(group_id)
+            if self.tasks is not None and group.task is None:
+                group.task = self.tasks.choose(group_id, horizon=horizon)
+            self.journal.issued(group_id, task=group.task)
             if group_id not in self.journal.recovered.waiting:  # those have their places
                 with self.timeline.wait("issue", "room in the buffer"):
                     await self.buffer.admit(group_id)
@@ -282,6 +286,8 @@ class Driver:
         self.journal.trained(
             step, selected, tokens=record.tokens_trained, certificate=record.certificate, reused=record.reused
         )
+        if self.tasks is not None:
+            self.tasks.learned(step, groups)
         self.buffer.release([group.group_id for group in groups])
         for group in groups:
             self.groups.pop(group.group_id, None)

@@ -12,15 +12,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
+from asyncrl.curriculum import Curriculum, Outcome
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, InvalidDataError, RolloutsLostError
-from asyncrl.interfaces import EnvironmentFactory, GroupSummary, ReplayBuffer
+from asyncrl.interfaces import EnvironmentFactory, GroupSummary, ReplayBuffer, TaskDifficulty
 from asyncrl.ledger import Rewarded
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.recheck import CheckBudget, check_reward, chosen_rows
@@ -44,6 +45,7 @@ class Group:
 
     Attributes:
         group_id: its number in issue order.
+        task: the number of its task, where a curriculum has chosen another than ``group_id``.
         summary: rewards, lengths and versions of its rows; None until it is sampled.
         rows: of its trajectories; they stay where they were made. None until it is sampled.
         uses: steps that trained on it before the one it is selected for.
@@ -54,6 +56,7 @@ class Group:
     """
 
     group_id: int
+    task: int | None = None
     summary: GroupSummary | None = None
     rows: DataProtoFuture | None = None
     uses: int = 0
@@ -61,6 +64,10 @@ class Group:
     reserved_uses: int = 0
     baseline_reward: float | None = None
     divergences: tuple[float, ...] | None = None
+
+    @property
+    def task_number(self) -> int:
+        return self.group_id if self.task is None else self.task
 
     @property
     def known(self) -> GroupSummary:
@@ -75,6 +82,43 @@ class Group:
         if self.rows is None:
             raise InvalidDataError(f"group {self.group_id} has no rows yet: it is not sampled")
         return self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskChoice:
+    """Chooses the task of each group among ``candidates`` that no other group has, by a curriculum.
+
+    ``chosen`` are those that an earlier process chose for groups that are issued again.
+    """
+
+    curriculum: Curriculum
+    environments: EnvironmentFactory
+    candidates: int
+    chosen: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def choose(self, group_id: int, *, horizon: int) -> int:
+        """Return the number of a task; ``horizon`` as in :meth:`Curriculum.choose`."""
+        if group_id in self.chosen:
+            return self.chosen[group_id]
+        first = group_id * self.candidates
+        difficulties = [self._difficulty(first + place) for place in range(self.candidates)]
+        return first + self.curriculum.choose(group_id, difficulties, horizon=horizon)
+
+    def learned(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the groups that a step was trained on."""
+        self.curriculum.learned(
+            step,
+            [
+                Outcome(difficulty=self._difficulty(each.task_number), rewards=tuple(each.known.rewards))
+                for each in groups
+            ],
+        )
+
+    def _difficulty(self, number: int) -> str:
+        task = self.environments.task(number, split="train")
+        if isinstance(self.environments, TaskDifficulty):
+            return self.environments.difficulty(task)
+        return str(task.get("environment", ""))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +200,7 @@ class GroupStages:
             served = self.version()
             attempt = await self.journal.dispatched(group_id, version=served)
             return prompt_rows(
-                [self.environments.task(group_id, split="train")] * self.group_size,
+                [self.environments.task(group.task_number, split="train")] * self.group_size,
                 group_id=group_id,
                 seeds=[derive_seed(self.seed, "train", group_id, row) for row in range(self.group_size)],
                 purpose="train",
@@ -186,7 +230,7 @@ class GroupStages:
         """Set ``baseline_reward`` to the reward of the greedy answer. Its tokens do not count among the samples."""
         group_id = group.group_id
         prompts = prompt_rows(
-            [self.environments.task(group_id, split="train")],
+            [self.environments.task(group.task_number, split="train")],
             group_id=group_id,
             seeds=[derive_seed(self.seed, "baseline", group_id)],
             purpose="baseline",

@@ -147,10 +147,10 @@ class Journal:
 
     # ------------------------------------------------------------------------------------------------- a group's events
 
-    def issued(self, group_id: int) -> None:
+    def issued(self, group_id: int, *, task: int | None = None) -> None:
         """Record that the admission law gave out an id, for the first time or, in a resumed run, again."""
         if group_id not in self.recovered.waiting:
-            self.record(Issued(group_id))
+            self.record(Issued(group_id, task))
 
     async def dispatched(self, group_id: int, *, version: int) -> int | None:
         """Record that rollouts of a group are about to be sent; return the attempt's number, None without a ledger.

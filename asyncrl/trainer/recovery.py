@@ -6,8 +6,8 @@ beside it (rollouts that finished, groups dropped), also after the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data import DataProtoFuture
@@ -47,11 +47,18 @@ def driver_state(
             **history,
             "failures": dict(driver.journal.failures),
             "evaluating": sorted(driver.evaluating),
+            **(_chosen(driver) if driver.tasks is not None else {}),
         },
         consumed=ledger.statistics().consumed if ledger is not None else step * driver.plan.groups_per_step,
         ledger=position or LedgerPosition(),
         kl_coef=driver.learner.advantages.kl_coef,
     )
+
+
+def _chosen(driver: Driver) -> dict[str, Any]:
+    assert driver.tasks is not None
+    tasks = {str(each.group_id): each.task for each in driver.groups.values() if each.task is not None}
+    return {"curriculum": driver.tasks.curriculum.state(), "tasks": tasks}
 
 
 def lost_scores(resumed: DriverState, *, scored: Collection[int], again: int | None) -> tuple[int, ...]:
@@ -96,6 +103,7 @@ class StartingPoint:
         journal: with the counts of the runs before.
         groups: outstanding ones of the runs before.
         reused: groups that were trained on, and that recorded batches train on once more.
+        tasks: of groups that are issued, where a curriculum has chosen them.
         left_over_tokens: sampled for recorded groups that the remaining steps do not need; they stay in the ledger.
     """
 
@@ -104,6 +112,7 @@ class StartingPoint:
     groups: dict[int, Group]
     reused: dict[int, Group]
     left_over_tokens: int = 0
+    tasks: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def places(self) -> int:
@@ -151,24 +160,28 @@ def starting_point(
     )
     outstanding = [*held, *(again if found.next_group_id else ())]
     used = [group_id for group_id, group in found.groups.items() if group.uses]
+    chosen: Mapping[str, int] = resumed.history.get("tasks", {}) if resumed is not None else {}
+    tasks = {**{int(group_id): task for group_id, task in chosen.items()}, **found.tasks}
     left_over = sum(
         group.summary.tokens for group_id, group in found.groups.items() if group_id not in held and not group.uses
     )
     return StartingPoint(
         law=law,
         journal=journal,
-        groups={group_id: _recovered_group(group_id, found) for group_id in outstanding},
-        reused={group_id: _recovered_group(group_id, found) for group_id in used},
+        groups={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in outstanding},
+        reused={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in used},
         left_over_tokens=left_over,
+        tasks=tasks,
     )
 
 
-def _recovered_group(group_id: int, found: Recovered) -> Group:
+def _recovered_group(group_id: int, found: Recovered, task: int | None) -> Group:
     recorded = found.groups.get(group_id)
     if recorded is None:
-        return Group(group_id=group_id)
+        return Group(group_id=group_id, task=task)
     return Group(
         group_id=group_id,
+        task=task,
         summary=recorded.summary,
         rows=DataProtoFuture.of(recorded.rows),
         uses=recorded.uses,

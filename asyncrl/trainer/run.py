@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from asyncrl.config import Config, check_algorithm, load_config
 from asyncrl.config.file import set_key, tables_of
+from asyncrl.curriculum import Curriculum
 from asyncrl.errors import ConfigError, RunStoppedError
 from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer
 from asyncrl.ledger import Committed, Ledger, Recovered, RunStarted
@@ -57,7 +58,7 @@ from asyncrl.trainer.colocation import Devices, SeparateDevices, SharedDevices, 
 from asyncrl.trainer.control import Orders, listening
 from asyncrl.trainer.driver import MOST_PATIENCE_S, Driver, TrainingPlan
 from asyncrl.trainer.evaluation import EvaluationPlan
-from asyncrl.trainer.group import GroupStages
+from asyncrl.trainer.group import GroupStages, TaskChoice
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.learner import Advantages, Learner
 from asyncrl.trainer.recovery import check_batches, driver_state, ledger_base, lost_scores, starting_point
@@ -328,6 +329,19 @@ class TrainingRun:
             before_step=lambda driver, step: self._reconfigure(driver, step - 1, origin) if self._wanted else None,
             evaluate_first=evaluate_first,
             devices=self._devices,
+            tasks=self._tasks(start.tasks),
+        )
+
+    def _tasks(self, chosen: Mapping[int, int]) -> TaskChoice | None:
+        config, resumed = self._config, self._resumed
+        if not config.env.candidates:
+            return None
+        curriculum = Curriculum(seed=config.seed, state=resumed.history.get("curriculum") if resumed else None)
+        return TaskChoice(
+            curriculum=curriculum,
+            environments=self._assembly.environments,
+            candidates=config.env.candidates,
+            chosen=chosen,
         )
 
     def _learner(self, advantages: Advantages) -> Learner:

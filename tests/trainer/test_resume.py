@@ -63,12 +63,18 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Driver, "_update", stopping)
 
 
+@pytest.mark.parametrize("candidates", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_was_interrupted_ends_in_the_weights_of_one_that_was_not(
-    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    candidates: int,
+    small_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ):
     def config(folder: str) -> Config:
         return small_config(
             runs=str(tmp_path / folder),
+            env={"candidates": candidates},
             steps=5,
             max_staleness=0,
             rollout={"options": {"max_running_requests": 1}},

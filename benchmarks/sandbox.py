@@ -202,7 +202,7 @@ async def played(files: str, backend: str, groups: int, *, at_once: int) -> tupl
         tools=["bash", "write_file"],
         backend=backend,
         most=at_once,
-        warm=at_once,
+        warm=0,  # a sandbox for each episode
     )
     failed = 0
 

@@ -33,7 +33,8 @@ _drawing = threading.Lock()
 
 def choose_bracketed(observation: str, *, draw: random.Random) -> str:
     """Return a random one of the moves that a game shows in brackets; ``[0]`` if it shows none."""
-    return draw.choice(_BRACKETED.findall(observation) or ["[0]"])
+    moves: list[str] = _BRACKETED.findall(observation)
+    return draw.choice(moves or ["[0]"])
 
 
 class TextArenaEnvironment:

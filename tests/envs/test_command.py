@@ -21,8 +21,7 @@ from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.tasks.run import train
-
-from .conftest import RecordingEngine
+from tests.envs.playing import RecordingEngine
 
 AGENT = Path(__file__).with_name("agent_program.py")
 

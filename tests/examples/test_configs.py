@@ -223,7 +223,7 @@ def test_ppo_learns_with_its_critic(tmp_path: Path) -> None:
 def test_a_program_is_trained(tmp_path: Path) -> None:
     """The program on the command line stands in place of the file's."""
     pytest.importorskip("openai")
-    few = ["--steps", "2", "--sft.steps", "20", "--trainer.groups_per_step", "1", "--trainer.group_size", "2"]
+    few = ["--steps", "2", "--sft.steps", "30", "--trainer.groups_per_step", "1", "--trainer.group_size", "2"]
     few += ["--eval.tasks", "2", "--runs", str(tmp_path / "runs")]
     program = ["--", sys.executable, "examples/command_agent.py", "{task}"]
     file = str(EXAMPLES / "command_agent.toml")

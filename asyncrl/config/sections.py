@@ -291,7 +291,7 @@ class MeshConfig(Section):
         from asyncrl.mesh import NOT_YET
 
         for name in NOT_YET.keys() & data if isinstance(data, dict) else ():
-            raise PydanticCustomError("mesh", f"has no {NOT_YET[name]} ({name}) yet: leave {name} out")
+            raise PydanticCustomError("table", f"has no {NOT_YET[name]} ({name}) yet: leave {name} out")
         return data
 
 

@@ -112,7 +112,7 @@ def test_a_wrong_configuration_is_refused_before_anything_starts(
 
 def test_a_model_that_the_mesh_does_not_divide_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "vocab_size": 64}
+    heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96}
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **heads}))
     made = config(
         tmp_path,

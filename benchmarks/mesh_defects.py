@@ -75,13 +75,6 @@ DEFECTS = (
         "self._data = group_over(1)",
     ),
     Defect(
-        "cp and tp ranks change places",
-        "cp tp",
-        RANKS,
-        "shape.dp_shard, shape.cp, shape.tp)",
-        "shape.dp_shard, shape.tp, shape.cp).transpose(2, 3)",
-    ),
-    Defect(
         "weights are sharded over shards without pieces",
         "cp",
         RANKS,

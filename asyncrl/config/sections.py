@@ -291,7 +291,8 @@ class MeshConfig(Section):
         from asyncrl.mesh import NOT_YET
 
         for name in NOT_YET.keys() & data if isinstance(data, dict) else ():
-            raise PydanticCustomError("table", f"has no {NOT_YET[name]} ({name}) yet: leave {name} out")
+            rule = "has no {what} ({name}) yet: leave {name} out"
+            raise PydanticCustomError("table", rule, {"what": NOT_YET[name], "name": name})
         return data
 
 

@@ -152,7 +152,7 @@ class OpenEnvFactory:
             field = required[0] if texts else ""
         elif field and field not in properties:
             raise ConfigError(f"actions have no {field!r}", path="env.options.field", remedy=f"of {list(properties)}")
-        self._field = field
+        self._field = field or ""
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
         return {"seed": (self._seed << 20) % (1 << 30) + 2 * index + (split == "held_out")}

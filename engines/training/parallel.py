@@ -60,9 +60,9 @@ def divide_products(causal_lm: Any, mesh: DeviceMesh, *, divide_head: bool) -> N
     frozen = [name for name, parameter in causal_lm.named_parameters() if not parameter.requires_grad]
     parallelize_module(causal_lm.base_model, mesh, plan, src_data_rank=None)
     parallelize_module(embeddings, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
-    if tied:
+    if head is not None and tied:
         head.weight = embeddings.weight
-    elif divide_head:
+    elif head is not None and divide_head:
         parallelize_module(head, mesh, ColwiseParallel(), src_data_rank=None)
     for name in frozen:  # a replicated parameter is made anew, and would be trained
         causal_lm.get_parameter(name).requires_grad_(False)

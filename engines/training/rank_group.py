@@ -96,7 +96,8 @@ class RankGroup:
             order = [each for each in range(ranks.ndim) if each not in dimensions]
             size = math.prod(ranks.shape[each] for each in dimensions)
             members = ranks.permute(*order, *dimensions).reshape(-1, size).tolist()
-            group: ProcessGroup = dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
+            group = dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
+            assert isinstance(group, ProcessGroup)
             self._made.append(group)
             return group
 

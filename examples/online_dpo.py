@@ -1,6 +1,6 @@
 """Online DPO by hand (arXiv:2402.04792): the policy makes its own pairs of a right and a wrong answer.
 
-    python examples/online_dpo.py [--steps 20] [--backend local|ray]
+    python examples/online_dpo.py [--steps 26] [--backend local|ray]
 
 One more method for the trainer's workers, one frozen policy more: right answers go from a half to nearly all.
 """
@@ -66,7 +66,7 @@ class PreferenceTrainer(TrainerWorker):
         return {**metrics, "loss": losses.loss.mean().item()}
 
 
-async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local") -> list[float]:
+async def main(*, steps: int = 26, warm_steps: int = 150, backend: str = "local") -> list[float]:
     """Train; returns the share of right answers of every step."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -86,7 +86,7 @@ async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local"
         await trainer.build(str(model), {"objective": OBJECTIVE, "lr": 3e-3, "threads": 1})
         await supervise(trainer, tasks.demonstration, renderer=renderer, tools=tools, steps=warm_steps, batch_size=32)
         await trainer.export(warm)
-        await trainer.build(str(warm), {"objective": OBJECTIVE, "lr": 1e-3, "threads": 1})
+        await trainer.build(str(warm), {"objective": OBJECTIVE, "lr": 6e-4, "threads": 1})
         await reference.build(str(warm), {"objective": OBJECTIVE, "lr": 0.0, "threads": 1})
         await rollout.start(str(warm), weight_version=0)
         version, shares = 0, list[float]()
@@ -117,6 +117,6 @@ async def main(*, steps: int = 20, warm_steps: int = 150, backend: str = "local"
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--backend", choices=["local", "ray"], default="local")
     asyncio.run(main(**vars(parser.parse_args())))

@@ -27,7 +27,7 @@ from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, Worke
 from asyncrl.single_controller.local import LocalWorkerGroup
 
 TIMEOUT_S = 100.0
-EXAMPLES = {"current": 2100, "threads": 400, "ray": 320}
+EXAMPLES = {"current": 4200, "threads": 800, "ray": 320}
 """Programs on each backend: in this process on one loop, in threads, on Ray."""
 RAN: Counter[str] = Counter()
 

@@ -50,6 +50,7 @@ def score(text: str, answer: str) -> float:
 
 
 def run_trl(folder: str, *, steps: int, seed: int, delay_s: float) -> dict[str, Any]:
+    sys.path.remove(str(Path(__file__).resolve().parent))  # where this file would be imported as trl
     import torch
     import transformers
     import trl

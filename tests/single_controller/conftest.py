@@ -38,12 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> None:
-    """A cluster for the modules of this folder; :func:`pytest_runtest_teardown` ends it."""
+    """A cluster for the modules of this folder; :func:`pytest_runtest_teardown` ends it after the last in a row."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import ray
 
+    if ray.is_initialized():
+        return
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 

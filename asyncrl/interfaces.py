@@ -403,13 +403,19 @@ class RolloutEngine(TokenGenerator, Protocol):
 
 @runtime_checkable
 class SleepingEngine(RolloutEngine, Protocol):
-    """Optional capability: free the device memory for a while, for a trainer on the same device."""
+    """Optional capability: free the device memory for a while, for a trainer on the same device.
+
+    ``sleep_options`` are the options of its constructor with which it can.
+    """
+
+    sleep_options: ClassVar[Mapping[str, Any]]
 
     async def sleep(self) -> None:
         """Free the memory of KV cache and weights. Idempotent.
 
         Nothing is decoded until :meth:`wake`, not even after :meth:`resume`. Requests in flight lose nothing: their
-        keys and values are recomputed afterwards. Weights may be prepared and committed meanwhile.
+        keys and values are recomputed afterwards. Weights may be prepared meanwhile; an engine may refuse to commit
+        them before :meth:`wake` (:class:`~asyncrl.errors.WeightError`).
         """
 
     async def wake(self) -> None:

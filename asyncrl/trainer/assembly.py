@@ -28,7 +28,7 @@ from asyncrl.interfaces import (
     SamplingParams,
 )
 from asyncrl.ledger import Ledger, LedgerBase
-from asyncrl.plugins import load_part, make_part, offered_options
+from asyncrl.plugins import Part, load_part, make_part, offered_options
 from asyncrl.rollout.chat import load_renderer
 from asyncrl.rollout.pool import RolloutPool
 from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
@@ -455,7 +455,7 @@ def check_shared_devices(config: Config) -> None:
     if "rollout" not in config.cluster.colocate:
         return
     key, engine = "cluster.colocate", config.rollout.engine
-    if not hasattr(load_part("asyncrl.rollout_engines", engine, path="rollout.engine"), "sleep"):
+    if _sleep_options(engine) is None:
         remedy = "use the engine transformers, or leave rollout out"
         raise ConfigError(
             f"the engine {engine} has no sleep and wake, with which it frees memory", path=key, remedy=remedy
@@ -468,6 +468,11 @@ def check_shared_devices(config: Config) -> None:
             path=key,
             remedy="leave rollout out, or use kl_coef = 0 and an advantage that needs neither",
         )
+
+
+def _sleep_options(engine: Part) -> Mapping[str, Any] | None:
+    """Return the options with which an engine can sleep; None if it cannot."""
+    return getattr(load_part("asyncrl.rollout_engines", engine, path="rollout.engine"), "sleep_options", None)
 
 
 def trainer_options(config: Config) -> dict[str, Any]:
@@ -559,6 +564,8 @@ def rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | 
     """Return what the rollout workers are made from."""
     rollout, environment = config.rollout, config.env
     engine, options = rollout.engine, dict(rollout.options)
+    if "rollout" in config.cluster.colocate:
+        options = {**(_sleep_options(engine) or {}), **options}
     if rollout.python is not None:  # absolute: workers may run elsewhere; not resolved: the link is what makes a venv
         python = os.path.abspath(rollout.python)  # noqa: PTH100 - Path.absolute keeps ".."
         engine, options = _REMOTE_ENGINE, {"engine": engine, "python": python, "options": options}

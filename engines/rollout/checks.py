@@ -44,3 +44,9 @@ async def check_health(
     except EngineError as failure:
         error = str(failure)
     return EngineHealth(healthy=not error, latency_s=loop.time() - begin, weight_version=version(), error=error)
+
+
+def check_sleep_mode(sleep_mode: bool) -> None:
+    """Raise EngineError where the engine's memory was not allocated so that it can be freed for a while."""
+    if not sleep_mode:
+        raise EngineError("the engine cannot sleep: it was made without sleep_mode=True")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.run import train
 from asyncrl.testing.clock import run_virtually
-from asyncrl.trainer.assembly import Assembly
+from asyncrl.trainer.assembly import Assembly, rollout_spec
 from asyncrl.trainer.colocation import SharedDevices, Side
+from asyncrl.weights import TransportSpec
 
 
 class Recorded:
@@ -125,6 +128,7 @@ def test_never_both_whatever_is_cancelled() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- in runs
 
+TRANSPORT = TransportSpec(name="shared_memory", namespace="here")
 SHARED = {"backend": "local", "colocate": ["trainer", "rollout"]}
 MakeConfig = Callable[..., Config]
 
@@ -143,6 +147,27 @@ def test_a_synchronous_run_is_the_same_on_shared_devices(small_config: MakeConfi
         summary = train(config)
         found.append([*rewards_of(config), summary["success_after"]])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+)
+def test_a_run_with_an_engine_of_its_own_environment(small_config: MakeConfig, engine: str):
+    python = os.environ.get(f"ASYNCRL_{engine.upper()}_PYTHON", f".venv-{engine}/bin/python")
+    if not Path(python).exists():
+        pytest.skip(f"no {engine} at {python}: asyncrl engine install {engine} --cpu")
+    config = small_config(
+        steps=4,
+        max_staleness=1,
+        cluster=SHARED,
+        model={"options": {"hidden_size": 64, "intermediate_size": 64, "layers": 2, "heads": 2, "max_position": 128}},
+        rollout={"engine": engine, "python": python},
+    )
+    summary = train(config)
+    tokens = summary["tokens"]
+    assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values()) + tokens["in_flight"]
+    assert summary["idle"]["trainer"]["hand-over"] > 0
+    assert len(rewards_of(config)) == 4
 
 
 @pytest.mark.slow
@@ -172,8 +197,11 @@ def test_what_cannot_take_turns_is_refused(small_config: MakeConfig):
 
     with pytest.raises(ConfigError, match=r"^reference log-probs are computed while rollouts"):
         assembled(algorithm={"kl_coef": 0.1})
-    with pytest.raises(ConfigError, match="the engine vllm has no sleep and wake"):
-        assembled(rollout={"engine": "vllm"})
+    with pytest.raises(ConfigError, match=r"the engine asyncrl\.testing:VersionEchoEngine has no sleep and wake"):
+        assembled(rollout={"engine": "asyncrl.testing:VersionEchoEngine"})
+    assert rollout_spec(small_config(rollout={"engine": "vllm"}), TRANSPORT, None).engine_options == {}
+    engine = rollout_spec(small_config(cluster=SHARED, rollout={"engine": "vllm"}), TRANSPORT, None)
+    assert engine.engine_options == {"sleep_mode": True}
     with pytest.raises(ConfigError, match="takes turns with the trainer, which is not named"):
         small_config(cluster={"colocate": ["rollout"]})
     with pytest.raises(ConfigError, match=r"rollout\.num_gpus = 1, trainer\.num_gpus = 0"):

@@ -88,6 +88,8 @@ class RemoteEngine:
     """
 
     pulls_weights: ClassVar[bool] = True
+    sleep_options: ClassVar[Mapping[str, Any]] = {}
+    """The hosted engine's are ``options`` of its own."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from asyncrl.interfaces import (
 )
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.runtime import shield_until_done
-from engines.rollout.checks import check_health
+from engines.rollout.checks import check_health, check_sleep_mode
 from engines.rollout.request import ModelTokens, load_tokenizer
 from engines.rollout.sglang.launch import SGLangOptions, launch
 from engines.rollout.sglang.request import SGLangRequest
@@ -86,6 +86,17 @@ class SGLangControl:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def release_memory(self) -> None:
+        """Have it free the memory of weights and KV cache, while it is frozen and has retracted what was running."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+
+    async def resume_memory(self) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
 
     async def load(self, named: Sequence[tuple[str, torch.Tensor]], *, version: int, flush: bool) -> None:
         """Have it load tensors in shared memory, while it is frozen. ``flush`` empties the cache.
@@ -152,10 +163,12 @@ class SGLangEngine:
         deterministic: SGLang's deterministic inference, which not every device has. Without it seeds are not followed.
         truncation_tokens: most tokens that top-p leaves: it chooses among so many of the likeliest.
         threads: compute threads on CPU.
+        sleep_mode: allocate memory so that :meth:`sleep` can free it (not on a CPU).
         sglang: further arguments of SGLang's server.
     """
 
     pulls_weights: ClassVar[bool] = False
+    sleep_options: ClassVar[Mapping[str, Any]] = {"sleep_mode": True}
     package: ClassVar[str] = "sglang"
     package_remedy: ClassVar[str] = (
         "make an environment with `asyncrl engine install sglang` and name its interpreter: rollout.python"
@@ -176,6 +189,7 @@ class SGLangEngine:
         weight_version: int = 0,
         threads: int | None = None,
         seed: int = 0,
+        sleep_mode: bool = False,
         sglang: Mapping[str, Any] | None = None,
     ) -> None:
         self._options = SGLangOptions(
@@ -191,6 +205,7 @@ class SGLangEngine:
             truncation_tokens=truncation_tokens,
             threads=threads,
             seed=seed,
+            sleep_mode=sleep_mode,
             more=sglang or {},
         )
         self._version = weight_version
@@ -201,6 +216,7 @@ class SGLangEngine:
         self._begun: set[SGLangRequest] = set()
         self._numbers = count()
         self._paused = False
+        self._asleep = False
         self._committing = False
         self._changed = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -345,7 +361,7 @@ class SGLangEngine:
             self._notify()
 
     async def _wait_until_admitted(self, held: SGLangRequest) -> None:
-        while self._committing or self._paused or not (held.row.probe or self._has_room(held)):
+        while self._committing or self._paused or self._asleep or not (held.row.probe or self._has_room(held)):
             self._serving()
             if self._fenced:
                 break
@@ -362,7 +378,7 @@ class SGLangEngine:
         held = self._held.get(request_id)
         if held is None or held.row.ended:
             return False
-        if held.sglang_id is None or self._paused:  # SGLang sends nothing about it now
+        if held.sglang_id is None or self._paused or self._asleep:  # SGLang sends nothing about it now
             held.end_here()
         else:
             held.aborted = True
@@ -384,10 +400,43 @@ class SGLangEngine:
     async def resume(self) -> None:
         sglang = self._serving()
         async with self._ordering:
-            if not self._fenced:
+            if not (self._fenced or self._asleep):
                 await sglang.thaw()
             self._paused = False
             self._count_busy()
+        self._notify()
+
+    # ------------------------------------------------------------------------------------------------------ sleep
+
+    async def sleep(self) -> None:
+        """Have SGLang move the weights to the host and drop its KV cache; on a CPU it only stops."""
+        check_sleep_mode(self._options.sleep_mode)
+        await shield_until_done(self._sleep(self._serving()))
+
+    async def _sleep(self, sglang: SGLangControl) -> None:
+        async with self._updating, self._ordering:
+            if self._asleep:
+                return
+            self._asleep = True
+            self._count_busy()
+            # SGLang ends where one waits for its grammar as the memory is freed: these begin again afterwards.
+            self._restart_early()
+            await sglang.wait_carried_out()  # the order to drop them has arrived
+            await sglang.wait_carried_out()  # and a step has passed, which drops them
+            await sglang.freeze("retract")
+            await sglang.release_memory()
+
+    async def wake(self) -> None:
+        await shield_until_done(self._wake(self._serving()))
+
+    async def _wake(self, sglang: SGLangControl) -> None:
+        async with self._updating, self._ordering:
+            if self._asleep:
+                await sglang.resume_memory()
+                if not (self._paused or self._fenced):
+                    await sglang.thaw()
+                self._asleep = False
+                self._count_busy()
         self._notify()
 
     # ---------------------------------------------------------------------------------------------------- weights
@@ -417,6 +466,10 @@ class SGLangEngine:
             staged = self._staged
             if staged is None:
                 raise WeightError(f"cannot commit weight version {version}: none is prepared")
+            if self._asleep:
+                raise WeightError(
+                    f"weight version {version} cannot be loaded while the engine is asleep: wake it first"
+                )
             named = staged.staged(version)
             self._committing = True
             try:
@@ -455,6 +508,8 @@ class SGLangEngine:
         sglang = self._serving()
         if self._fenced:
             raise EngineError(self._fenced)
+        if self._asleep:
+            raise EngineError("the engine is asleep: it decodes nothing until wake()")
         if self._paused:
             raise EngineError("the engine is paused: it decodes nothing until resume()")
         await sglang.probe(next(self._numbers))
@@ -463,7 +518,7 @@ class SGLangEngine:
         now = asyncio.get_running_loop().time()
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since
-        busy = not self._paused and any(not held.row.ended for held in self._held.values())
+        busy = not (self._paused or self._asleep) and any(not held.row.ended for held in self._held.values())
         self._busy_since = now if busy else None
 
     def statistics(self) -> RolloutEngineStatistics:

@@ -55,6 +55,7 @@ class SGLangOptions:
     truncation_tokens: int
     threads: int | None
     seed: int
+    sleep_mode: bool
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,6 +102,7 @@ class SGLangOptions:
             # SGLang loads pickles out of requests with it: ours come from this process alone.
             "enable_custom_logit_processor": True,
             "sleep_on_idle": True,
+            "enable_memory_saver": self.sleep_mode and self.computes_on != "cpu",
             "log_level": "error",  # its warnings are about these arguments
         }
         if self.max_model_tokens is not None:

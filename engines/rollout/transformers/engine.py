@@ -63,6 +63,7 @@ class TransformersEngine:
     """
 
     pulls_weights: ClassVar[bool] = False
+    sleep_options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self,

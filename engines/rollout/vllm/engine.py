@@ -35,7 +35,7 @@ from asyncrl.interfaces import (
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.runtime import shield_until_done
 from asyncrl.weights import TransportSpec, WeightManifest
-from engines.rollout.checks import check_heads, check_health, check_options
+from engines.rollout.checks import check_heads, check_health, check_options, check_sleep_mode
 from engines.rollout.remote.engine import publish_into
 from engines.rollout.request import Row
 from engines.rollout.vllm.launch import GONE, StartedLLM, VLLMSettings, start
@@ -55,7 +55,7 @@ class AdmissionQueue(Generic[_T]):
 
     vLLM has a queue of its own, but a request in it has chosen the prefix cache it reads from, and an update of the
     weights may come before it begins. So requests wait here instead, and choose when they begin. An update of the
-    weights sets ``held``, during which none begins either.
+    weights sets ``held``, and sleep ``asleep``, during which none begins either.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -65,6 +65,7 @@ class AdmissionQueue(Generic[_T]):
         self._probes: set[_T] = set()
         self.paused = False
         self.held = False
+        self.asleep = False
 
     @property
     def waiting(self) -> int:
@@ -84,7 +85,7 @@ class AdmissionQueue(Generic[_T]):
 
     def admit(self) -> list[_T]:
         begin: list[_T] = []
-        while self._waiting and not (self.paused or self.held):
+        while self._waiting and not (self.paused or self.held or self.asleep):
             if len(self._admitted - self._probes) >= self._capacity and self._waiting[0] not in self._probes:
                 break
             begin.append(self._waiting.popleft())
@@ -111,6 +112,7 @@ class VLLMEngine:
         kv_cache_bytes: size of the paged KV cache; by default vLLM's choice on GPUs, 1 GiB on a CPU.
         prefix_caching: share keys and values of equal beginnings, among requests of one weight version.
         compile: torch.compile and CUDA graphs; by default on GPUs and not on a CPU, where it costs a minute per start.
+        sleep_mode: allocate memory so that :meth:`sleep` can free it, where vLLM can (not on a CPU).
         arguments: further arguments of vLLM's ``AsyncEngineArgs`` (``tensor_parallel_size``).
         threads: OpenMP threads of each rank.
         seed: of requests without a seed of their own.
@@ -118,6 +120,7 @@ class VLLMEngine:
     """
 
     pulls_weights: ClassVar[bool] = True
+    sleep_options: ClassVar[Mapping[str, Any]] = {"sleep_mode": True}
     package: ClassVar[str] = "vllm"
     package_remedy: ClassVar[str] = (
         "make an environment with `asyncrl engine install vllm` and name its interpreter: rollout.python"
@@ -133,6 +136,7 @@ class VLLMEngine:
         kv_cache_bytes: int | None = None,
         prefix_caching: bool = True,
         compile: bool | None = None,  # noqa: A002 - vLLM's and torch's word
+        sleep_mode: bool = False,
         arguments: Mapping[str, Any] | None = None,
         weight_version: int = 0,
         threads: int = 1,
@@ -150,6 +154,7 @@ class VLLMEngine:
             kv_cache_bytes=kv_cache_bytes,
             prefix_caching=prefix_caching,
             compile=compile,
+            sleep_mode=sleep_mode,
             arguments=dict(arguments or {}),
         )
         self._transport = transport
@@ -366,10 +371,40 @@ class VLLMEngine:
 
         async def follow() -> None:
             async with self._ordering:
+                if self._queue.asleep:
+                    return  # wake() follows it
                 if self._queue.paused:
                     await started.llm.pause_generation(mode="keep", clear_cache=False)
                 else:
                     await started.llm.resume_generation()
+
+        await self._shield(follow(), started)
+
+    # ------------------------------------------------------------------------------------------------------ sleep
+
+    async def sleep(self) -> None:
+        """Have vLLM move the weights to the host and drop its KV cache; on a CPU it only stops."""
+        await self._set_asleep(True)
+
+    async def wake(self) -> None:
+        await self._set_asleep(False)
+        self._admit()
+
+    async def _set_asleep(self, asleep: bool) -> None:
+        started = self._running()
+        check_sleep_mode(self._settings.sleep_mode)
+        llm, queue = started.llm, self._queue
+
+        async def follow() -> None:
+            async with self._updating, self._ordering:
+                if asleep and not queue.asleep:
+                    queue.asleep = True
+                    await llm.sleep(level=1, mode="keep")
+                elif not asleep and queue.asleep:
+                    await llm.wake_up()
+                    if queue.paused:  # vLLM resumes as it wakes up
+                        await llm.pause_generation(mode="keep", clear_cache=False)
+                    queue.asleep = False
 
         await self._shield(follow(), started)
 
@@ -408,6 +443,10 @@ class VLLMEngine:
         llm, clock, updates = started.llm, asyncio.get_running_loop().time, self._weight_updates()
         async with self._updating, self._ordering:
             updates.check(version)
+            if self._queue.asleep:
+                raise WeightError(
+                    f"weight version {version} cannot be loaded while the engine is asleep: wake it first"
+                )
             self._queue.held = True
             try:
                 async with self._submitting:
@@ -442,6 +481,8 @@ class VLLMEngine:
 
     async def _probe(self) -> None:
         started = self._running()
+        if self._queue.asleep:
+            raise EngineError("the engine is asleep: it decodes nothing until wake()")
         if self._queue.paused:
             raise EngineError("the engine is paused: it decodes nothing until resume()")
         await self._probe_vllm(started)

@@ -35,6 +35,7 @@ class VLLMSettings:
     kv_cache_bytes: int | None
     prefix_caching: bool
     compile: bool | None
+    sleep_mode: bool
     arguments: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "enable_sleep_mode": settings.sleep_mode and current_platform.is_sleep_mode_available(),
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": _WORKER_EXTENSION,
     }

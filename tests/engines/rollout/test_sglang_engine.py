@@ -24,7 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from asyncrl.errors import EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
+from asyncrl.errors import EngineError, InvalidDataError, WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, OutOfProcessEngine, RolloutEngineStatistics
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.rollout.health import HealthPolicy
@@ -98,7 +98,7 @@ async def hosting(folder: Path, **options: Any) -> AsyncIterator[RemoteEngine]:
         engine=ENGINE,
         python=PYTHON,
         threads=1,
-        options={"device": "cpu", "max_running_requests": 12, "kv_cache_tokens": 4096},
+        options={"device": "cpu", "max_running_requests": 12, "kv_cache_tokens": 4096, "sleep_mode": True},
         **options,
     )
     try:
@@ -297,6 +297,47 @@ async def test_pauses(served: Served, request_of: RequestOf, collect: Collect) -
     done: tuple[Generation, Generation] = await asyncio.gather(kept, later)
     assert [(len(one.token_ids), one.finish_reason) for one in done] == [(120, "length"), (5, "length")]
     assert (await engine.health(WAIT_S)).healthy
+
+
+async def test_sleep_and_wake(
+    served: Served, folder_of: FolderOf, request_of: RequestOf, collect: Collect, plain_log_probs: Any
+) -> None:
+    """Running requests and queued ones go on; pause and resume are followed on waking."""
+    engine = served.engine
+    other = load(folder_of(seed=1))
+    model_version = await served.swap(tensors_of(load(folder_of())))
+    requests = [request_of(f"begun {n}", [n + 1], 60) for n in range(24)]
+    tasks = [asyncio.ensure_future(collect(engine, one)) for one in requests]
+    await served.reaches(40)
+    await asyncio.gather(engine.sleep(), engine.sleep())
+    assert "asleep" in (await engine.health(5.0)).error
+    before = (await current(engine)).tokens_generated
+    version = await served.prepare(tensors_of(other))
+    with pytest.raises(WeightError, match="asleep"):
+        await engine.commit_weights(version)
+    await engine.pause()
+    await engine.resume()
+    assert await engine.abort("begun 23")
+    assert (await current(engine)).tokens_generated == before
+    await engine.wake()
+    await engine.wake()
+    async with asyncio.timeout(WAIT_S):
+        done: list[Generation] = await asyncio.gather(*tasks)
+    assert [one.finish_reason for one in done] == ["length"] * 23 + ["abort"]
+    model = load(folder_of())
+    for request, got in zip(requests, done, strict=True):
+        assert set(got.weight_versions) <= {model_version}
+        assert got.log_probs == pytest.approx(plain_log_probs(model, request, got.token_ids), abs=1e-4)
+
+    await engine.pause()
+    await engine.sleep()
+    await engine.wake()
+    waits = asyncio.ensure_future(collect(engine, request_of("waits", [1], 5)))
+    assert "paused" in (await engine.health(5.0)).error
+    assert not waits.done()
+    await engine.commit_weights(version)
+    await engine.resume()
+    assert set((await waits).weight_versions) == {version}
 
 
 async def test_a_commit_in_a_pause_restarts_what_is_queued(

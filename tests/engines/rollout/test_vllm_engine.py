@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from asyncrl.errors import EngineError, InvalidDataError, WeightMismatchError, WeightVersionError
+from asyncrl.errors import EngineError, InvalidDataError, WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, OutOfProcessEngine, RolloutEngineStatistics
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.single_controller.children import children
@@ -127,7 +127,7 @@ class Served:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served(hosting: Any, folder_of: FolderOf) -> AsyncIterator[Served]:
-    async with hosting(folder_of("llama", **SHAPE)) as engine:
+    async with hosting(folder_of("llama", **SHAPE), sleep_mode=True) as engine:
         yield Served(engine, folder_of)
 
 
@@ -262,6 +262,41 @@ async def test_pause_and_resume(served: Served, collect: Collect, request_of: Re
     health = await engine.health(20.0)
     assert (health.healthy, health.weight_version) == (True, engine.weight_version)
     assert "no token within" in (await engine.health(1e-6)).error
+
+
+async def test_sleep_and_wake(served: Served, collect: Collect, request_of: RequestOf) -> None:
+    """Running requests, some without a token, and queued ones go on; pause and resume are followed on waking."""
+    engine, begun = served.engine, [request_of(f"begun {n}", [n + 1], 60) for n in range(4)]
+    tasks = await first_chunks(engine, begun)
+    late = [request_of(f"late {n}", [n + 9], 10) for n in range(20)]
+    tasks += [asyncio.ensure_future(collect(engine, one)) for one in late]
+    await asyncio.gather(engine.sleep(), engine.sleep())
+    assert "asleep" in (await engine.health(5.0)).error
+    before = (await current(engine)).tokens_generated
+    version = await served.prepare()
+    with pytest.raises(WeightError, match="asleep"):
+        await engine.commit_weights(version)
+    await engine.pause()
+    await engine.resume()
+    assert await engine.abort("late 19")
+    assert (await current(engine)).tokens_generated == before
+    await engine.wake()
+    await engine.wake()
+    async with asyncio.timeout(30):
+        done: list[Generation] = await asyncio.gather(*tasks)
+    assert [one.finish_reason for one in done] == ["length"] * 23 + ["abort"]
+    for request, got in zip(begun, done, strict=False):
+        assert worst(got, mixed_log_probs(served.models, request, got)) < 1e-4
+
+    await engine.pause()
+    await engine.sleep()
+    await engine.wake()
+    waits = asyncio.ensure_future(collect(engine, request_of("waits", [1], 5)))
+    assert "paused" in (await engine.health(5.0)).error
+    assert not waits.done()
+    await engine.commit_weights(version)
+    await engine.resume()
+    assert set((await waits).weight_versions) == {version}
 
 
 async def test_an_order_is_carried_out_though_its_caller_is_cancelled(served: Served, request_of: RequestOf) -> None:

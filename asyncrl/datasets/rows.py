@@ -2,7 +2,7 @@
 
 =============== ======================================================================================================
 prompts (RL)    verl's: ``prompt`` (chat messages, or a text), ``data_source``, ``reward_model.ground_truth``,
-                ``extra_info``
+                ``extra_info``, which gets all other columns, too
 conversations   ``messages``; or ``prompt`` with ``response`` or ``completion``; or ShareGPT's ``conversations``;
                 ``tools`` beside them
 preferences     ``prompt``, ``chosen``, ``rejected``; or only the last two, as conversations with a common beginning
@@ -13,6 +13,7 @@ preferences     ``prompt``, ``chosen``, ``rejected``; or only the last two, as c
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import decimal
 import hashlib
@@ -41,7 +42,7 @@ class PromptRow:
         prompt: the conversation before the policy's turn.
         data_source: selects the reward rule.
         ground_truth: expected answer for the rule; JSON.
-        extra_info: further data for the rule.
+        extra_info: further data for the rule: the column of this name, and all columns without another use.
     """
 
     prompt: tuple[Message, ...]
@@ -82,6 +83,8 @@ class Preference:
 def read_prompt(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> PromptRow:
     """Read a prompt; ``columns`` maps :data:`PROMPT_COLUMNS` to other names.
 
+    Columns that have no use here are members of ``extra_info``, as far as JSON can represent them.
+
     Raises:
         InvalidDataError: a column is missing or has a wrong value. Messages name neither file nor row.
     """
@@ -104,8 +107,18 @@ def read_prompt(record: Mapping[str, Any], columns: Mapping[str, str] | None = N
         prompt=prompt,
         data_source=str(source or ""),
         ground_truth=_plain(optional("ground_truth"), column=names["ground_truth"]),
-        extra_info=_table(extra, column="extra_info"),
+        extra_info={**_unused(record, names), **_table(extra, column="extra_info")},
     )
+
+
+def _unused(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    used = {*PROMPT_COLUMNS, *_MEDIA, "reward_model", *names.values(), *(path.split(".")[0] for path in names.values())}
+    unused: dict[str, Any] = {}
+    for name, value in record.items():
+        if name not in used:
+            with contextlib.suppress(InvalidDataError):  # bytes, nan: a rule that names such a column is refused
+                unused[str(name)] = _plain(value, column=str(name))
+    return unused
 
 
 def read_conversation(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Conversation:

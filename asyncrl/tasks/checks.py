@@ -278,7 +278,8 @@ def _foreign(key: str, name: Part) -> Iterator[None]:
     try:
         yield
     except InvalidDataError as error:
-        _refuse("env.options" if key == "env.name" else key, f": {error}", "correct the data")  # these name the files
+        remedy = 'correct the data, or name its columns, as in columns = {prompt = "question"} of env.options'
+        _refuse("env.options" if key == "env.name" else key, f": {error}", remedy)  # the error names the files
     except AsyncRLError:
         raise
     except Exception as error:  # noqa: BLE001  foreign code may raise anything

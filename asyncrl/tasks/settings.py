@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 
 from asyncrl.config import Config
 from asyncrl.config.file import read_toml, set_key, tables_of
-from asyncrl.datasets.rows import CONVERSATION_COLUMNS, PROMPT_COLUMNS
 from asyncrl.errors import ConfigError
 from asyncrl.plugins import Part, part_names
 from asyncrl.telemetry.run_directory import to_json
@@ -34,8 +33,6 @@ Data: TypeAlias = Any
 _DATASET = "dataset"
 _FILES = {"files": "train.jsonl", "held_out": "held_out.jsonl", "demonstrations": "demonstrations.jsonl"}
 """Options of the environment ``dataset`` that may be rows, and the files they are written to."""
-_KEPT = {*PROMPT_COLUMNS, *CONVERSATION_COLUMNS, "reward_model", "images", "videos", "audios"}
-"""Columns that are not moved into ``extra_info``."""
 
 
 def python_config(
@@ -132,20 +129,13 @@ def with_row_files(config: Config, rows: Mapping[str, Data], folder: Path) -> Co
 def write_rows(config: Config, rows: Mapping[str, Data]) -> None:
     """Write rows to the JSON lines that ``config`` names. Blocks.
 
-    Columns that rows of data sets do not have go into ``extra_info``, where a reward function finds them by name.
-
     Raises:
         ConfigError: it is not an iterable of dictionaries.
     """
-    taken = {*_KEPT, *(path.partition(".")[0] for path in config.env.options.get("columns", {}).values())}
     for option, given in rows.items():
         with Path(config.env.options[option]).open("w", encoding="utf-8") as file:
             for row in _rows(given, key=option):
-                extra = {key: value for key, value in row.items() if key not in taken}
-                kept = {key: value for key, value in row.items() if key in taken}
-                if extra and option != "demonstrations":
-                    kept["extra_info"] = extra | (row.get("extra_info") or {})
-                file.write(json.dumps(to_json(kept), ensure_ascii=False) + "\n")
+                file.write(json.dumps(to_json(row), ensure_ascii=False) + "\n")
 
 
 def _options(tables: dict[str, Any], section: str) -> dict[str, Any]:

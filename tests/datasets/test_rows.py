@@ -29,6 +29,12 @@ def test_verls_columns_are_a_prompt():
     assert json.loads(json.dumps(row.extra_info)) == row.extra_info
 
 
+def test_columns_without_another_use_are_extra_info_as_far_as_json_has_them():
+    record = {"question": "1+1", "answer": 2, "level": "easy", "picture": b"1", "extra_info": {"level": "hard"}}
+    assert read_prompt(record, {"prompt": "question"}).extra_info == {"answer": 2, "level": "hard"}
+    assert read_prompt(verl(ability="math", images=[])).extra_info == {"ability": "math"}
+
+
 def test_null_members_of_a_struct_were_not_written():
     row = read_prompt(verl(prompt=np.array([{**USER, "tool_calls": None, "name": None}], dtype=object)))
     assert row.prompt == (USER,)

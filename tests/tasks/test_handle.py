@@ -18,6 +18,7 @@ from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, InfrastructureError, RunStoppedError
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
 from asyncrl.telemetry.run_directory import read_json_lines
+from asyncrl.trainer.assembly import make_environments
 from asyncrl.trainer.report import read_status
 from asyncrl.trainer.run import TrainingRun
 
@@ -96,7 +97,7 @@ def test_a_file_with_the_path_of_an_object_that_has_no_module_is_refused_with_wh
 
 
 @pytest.mark.parametrize("kind", ["list", "generator", "pandas"])
-def test_rows_are_written_with_their_own_columns_as_extra_info(tmp_path: Path, kind: str):
+def test_rows_are_written_as_they_are(tmp_path: Path, kind: str):
     data: Any = ROWS if kind == "list" else (row for row in ROWS)
     if kind == "pandas":
         data = pytest.importorskip("pandas").DataFrame(ROWS)
@@ -104,7 +105,17 @@ def test_rows_are_written_with_their_own_columns_as_extra_info(tmp_path: Path, k
     config = with_row_files(config, rows, tmp_path)
     write_rows(config, rows)
     (line, *_) = read_json_lines(Path(config.env.options["files"]))
-    assert line == {"prompt": "say 0", "extra_info": {"wanted": 0}}
+    assert line == {"prompt": "say 0", "wanted": 0}
+
+
+def test_demonstrations_keep_the_column_completion(tmp_path: Path):
+    config, rows = python_config(
+        model="scratch", demonstrations=[{"prompt": "1+1", "completion": "2"}], settings={"steps": 1}
+    )
+    config = with_row_files(config, rows, tmp_path)
+    write_rows(config, rows)
+    (message, answer) = make_environments(config).demonstration(0)
+    assert (message["content"], answer["content"]) == ("1+1", "2")
 
 
 def test_what_is_not_rows_is_refused(tmp_path: Path):

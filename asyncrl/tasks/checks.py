@@ -20,7 +20,7 @@ from asyncrl.config.config import Document
 from asyncrl.datasets.source import check_files
 from asyncrl.errors import AsyncRLError, ConfigError, InvalidDataError
 from asyncrl.foreign import cause_of
-from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks
+from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message
 from asyncrl.model_folder import check_model
 from asyncrl.plugins import Part, check_part, install_command, is_model_source, offered_options, part_text
 from asyncrl.rollout.chat import load_renderer
@@ -219,7 +219,8 @@ def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
     model = config.model
     if model.path is None:
         with _foreign("env.name", config.env.name):  # whose demonstrations it may need
-            positions = _check_source(config, getattr(environments, "demonstration", None))
+            given = getattr(environments, "demonstration", None)
+            positions = _check_source(config, partial(_conversation, given) if given is not None else None)
     else:
         settings = check_model(model.path, key="model.path")
         positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
@@ -269,7 +270,16 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
             if config.sft.data is not None:
                 file_conversations(config.sft.data, seed=config.seed)
             else:
-                environments.demonstration(0)
+                _conversation(environments.demonstration, 0)
+
+
+def _conversation(demonstration: Callable[[int], list[Message]], index: int) -> list[Message]:
+    """Return the messages of a demonstration, which may come from foreign code."""
+    found: object = demonstration(index)
+    if isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found):
+        return found
+    what = f": demonstration({index}) must return a conversation, a list of messages; it returned {repr(found)[:80]}"
+    _refuse("env.name", what, 'messages are like {"role": "user", "content": "2 + 3 = ?"}')
 
 
 @contextmanager

@@ -193,6 +193,17 @@ def test_a_scratch_model_on_own_rows_names_the_reason(tmp_path: Path) -> None:
         check_start(config(tmp_path, env=env, eval={"tasks": 0}))
 
 
+class DemonstratesRows(EchoFactory):
+    def demonstration(self, index: int) -> Any:
+        return {"messages": [{"role": "user", "content": "1+1"}]}
+
+
+def test_a_demonstration_that_is_no_list_of_messages_is_refused(tmp_path: Path) -> None:
+    env = {"name": f"{HERE}:DemonstratesRows"}
+    with pytest.raises(ConfigError, match=r"demonstration\(0\) must return a conversation, a list of messages; it ret"):
+        check_start(config(tmp_path, env=env, eval={"tasks": 0}, model={"path": None, "source": "scratch"}))
+
+
 @pytest.mark.parametrize(("given", "alpha"), [({"rank": 8}, 16.0), ({"rank": 8, "alpha": 3.0}, 3.0)])
 def test_adapters_need_no_alpha(given: dict[str, Any], alpha: float, tmp_path: Path) -> None:
     made = config(tmp_path, trainer={"lora": given})

@@ -88,6 +88,12 @@ def _checkpoint_to_resume(config: Config, run: RunDirectory) -> Path:
     done, summary = read_driver_state(checkpoint).step, run.summary()
     if done >= config.steps and summary is not None and summary["steps"] >= config.steps:
         raise CheckpointError(f"{run.path} has done all its {done} steps; raise them with --steps to continue")
+    if done > config.steps:
+        raise ConfigError(
+            f"steps = {config.steps}: {run.path} has done {done} steps, and continues after them",
+            path="steps",
+            remedy=f"at least {done}",
+        )
     if load_config(run.config_path).model != config.model:
         raise ConfigError(
             f"{run.path} continues with its own weights; [model] must be unchanged",

@@ -127,7 +127,9 @@ class TrainingRun:
             async with self._watch().watching():
                 driver = await self._begin()
             with self._phase("train"):
-                self._progress.stage("train", config.steps - driver.law.version)
+                self._progress.stage("train", config.steps)
+                if driver.law.version:
+                    self._progress.advance(driver.law.version)
                 try:
                     async with listening(self._run.path, self._orders(driver)), self._watch(driver).watching():
                         await driver.run()

@@ -170,6 +170,8 @@ def test_a_run_that_is_stopped_on_its_last_metre_ends_like_any_other(
             train(config)
     run = only_run(config)
     assert Checkpoints(run / "checkpoints", keep=2).latest().name == "step-000002"
+    with pytest.raises(ConfigError, match=r"steps = 1: .* has done 2 steps, and continues after them"):
+        train(config.model_copy(update={"steps": 1}), resume=run)
     summary = train(config, resume=run)
     assert summary["success_after"] is not None
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"] + sum(summary["tokens"]["dropped"].values())

@@ -50,9 +50,13 @@ def cause_of(error: BaseException) -> str:
 
     An EnvironmentFailure is named by what it was raised from; the place is the last one in the user's code.
     """
-    error, frames = _origin(error)
-    where = f" in {frames[-1].filename}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
-    return type(error).__name__ + where
+    return type(_origin(error)[0]).__name__ + place_of(error)
+
+
+def place_of(error: BaseException) -> str:
+    """Return `` in my_env.py:12 step``, the last place in the user's code, or an empty text."""
+    frames = _origin(error)[1]
+    return f" in {frames[-1].filename}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
 
 
 def example_of(error: BaseException) -> str:

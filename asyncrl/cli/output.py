@@ -121,7 +121,11 @@ def _lines(error: BaseException) -> list[str]:
             lines.append(f"  {_cut(error.remedy)}")
         return lines
     for key, value in vars(error).items():
-        if key in {"remote_traceback", "causes", "__notes__"} or value in ("", -1, None, 0) or str(value) in str(error):
+        if (
+            key in {"remote_traceback", "causes", "origin", "__notes__"}
+            or value in ("", -1, None, 0)
+            or str(value) in str(error)
+        ):
             continue
         lines.append(f"  {key}: {_cut(' '.join(str(value).split()))}")
     remote = str(getattr(error, "remote_traceback", "")).rstrip().splitlines()

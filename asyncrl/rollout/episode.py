@@ -22,6 +22,7 @@ from asyncrl.errors import (
     InvalidDataError,
     RequestAbortedError,
 )
+from asyncrl.foreign import place_of
 from asyncrl.interfaces import (
     DeterministicEnvironment,
     Environment,
@@ -392,8 +393,10 @@ async def _call(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, 
         if isinstance(error, asyncio.CancelledError) and _cancellations() > cancellations:
             raise
         if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
-            raise EnvironmentDeadlineError(f"the environment's {what} took longer than {deadline_s:g} s") from error
-        raise EnvironmentFailure(f"the environment's {what} failed: {type(error).__name__}: {error}") from error
+            late = f"the environment's {what} took longer than {deadline_s:g} s{place_of(error)}"
+            raise EnvironmentDeadlineError(late) from error
+        text = f"the environment's {what} failed: {type(error).__name__}: {error}{place_of(error)}"
+        raise EnvironmentFailure(text) from error
 
 
 def _cancellations() -> int:

@@ -184,7 +184,7 @@ class Troubled:
 @pytest.mark.parametrize(("at", "tokens"), [("reset", 0), ("step", 3), ("close", 3)])
 async def test_an_environment_that_raises_fails_the_episode(scratch: ChatRenderer, at: str, tokens: int) -> None:
     environment = Troubled(KeyError("gone"), at=at)
-    with pytest.raises(EnvironmentFailure, match=f"{at} failed: KeyError: 'gone'") as caught:
+    with pytest.raises(EnvironmentFailure, match=f"{at} failed: KeyError: 'gone' in {__file__}:") as caught:
         await play(engine_saying(scratch, "12<|end|>"), environment, scratch)
     assert caught.value.tokens_generated == tokens
     assert isinstance(caught.value.__cause__, KeyError)

@@ -311,10 +311,10 @@ async def test_sleep_and_wake(
     await served.reaches(40)
     await asyncio.gather(engine.sleep(), engine.sleep())
     assert "asleep" in (await engine.health(5.0)).error
-    before = (await current(engine)).tokens_generated
     version = await served.prepare(tensors_of(other))
     with pytest.raises(WeightError, match="asleep"):
         await engine.commit_weights(version)
+    before = (await current(engine)).tokens_generated
     await engine.pause()
     await engine.resume()
     assert await engine.abort("begun 23")

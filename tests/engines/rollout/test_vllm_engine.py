@@ -272,10 +272,10 @@ async def test_sleep_and_wake(served: Served, collect: Collect, request_of: Requ
     tasks += [asyncio.ensure_future(collect(engine, one)) for one in late]
     await asyncio.gather(engine.sleep(), engine.sleep())
     assert "asleep" in (await engine.health(5.0)).error
-    before = (await current(engine)).tokens_generated
     version = await served.prepare()
     with pytest.raises(WeightError, match="asleep"):
         await engine.commit_weights(version)
+    before = (await current(engine)).tokens_generated
     await engine.pause()
     await engine.resume()
     assert await engine.abort("late 19")

@@ -187,6 +187,7 @@ class GenerationRequest:
     of a seeded request count from the first of them. A request that is already complete ends at once, without a token.
 
     A ``probe`` checks the engine: it goes before all others, beside the most that may run, where the engine can do so.
+    ``adapter`` is the name of the one that the request is for (:class:`AdapterEngine`).
 
     Raises:
         ValueError: ``continued_tokens`` is negative, or leaves no token of the prompt.
@@ -197,6 +198,7 @@ class GenerationRequest:
     sampling: SamplingParams
     continued_tokens: int = 0
     probe: bool = False
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.continued_tokens <= max(len(self.prompt_token_ids) - 1, 0):
@@ -449,6 +451,34 @@ class LiveWeightsEngine(RolloutEngine, Protocol):
 
         They are read while decoding goes on; no commit takes effect meanwhile.
         """
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(RolloutEngine, Protocol):
+    """Optional capability: serve adapters beside the weights that it was started with, several in one batch.
+
+    A class that does so takes ``max_adapter_rank``. What a request for an adapter samples has the version of that
+    adapter; ``weight_version`` is the newest of them all. A commit concerns the requests of the adapters it changes.
+    """
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """Return the versions of the adapters that serve, by name."""
+        ...
+
+    async def prepare_adapters(
+        self, parts: Sequence[tuple[WeightManifest, Mapping[str, torch.Tensor]]], *, version: int
+    ) -> None:
+        """As :meth:`prepare_weights`, of adapters with their manifests; those that are not named stay.
+
+        Raises:
+            WeightMismatchError: a tensor is missing, or its name, shape or dtype does not fit the model or the rank;
+                or a module is adapted, or left out, that the adapter's last version did not adapt, or did.
+        """
+
+    async def adapter_checksums(self, name: str) -> Mapping[str, tuple[str, int]]:
+        """Return the dtype and the checksum of each tensor of an adapter as it serves."""
         ...
 
 
@@ -972,6 +1002,19 @@ class TrainingEngine(Protocol):
 
     def close(self) -> None:
         """Leave the process group and free the model. Idempotent."""
+
+
+@runtime_checkable
+class AdapterTrainingEngine(Protocol):
+    """Optional capability: low-rank adapters are trained, where the option ``lora`` is given, and published apart."""
+
+    def adapter_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """As ``named_tensors``, the adapters alone, under the names in peft's files."""
+        ...
+
+    def base_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """As ``named_tensors``, without the adapters: the weights beside them, which stay as they are."""
+        ...
 
 
 @runtime_checkable

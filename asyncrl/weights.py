@@ -71,6 +71,23 @@ def rounding_error(matrices: int, dtype: str) -> float:
     return ROUNDOFF[dtype] * math.sqrt(2 * 2 * matrices)
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tensors of a manifest are, where they are no weights but low-rank matrices beside some.
+
+        W' = W + (alpha / rank) * B @ A        A: [rank, inputs], B: [outputs, rank]
+
+    for every pair of tensors ``base_model.model.MODULE.lora_A.weight`` and ``...lora_B.weight``: the names in peft's
+    files. ``base`` are the weights W beside which they were trained, as they would be published (offsets mean nothing):
+    an engine has to have been started with the same. It is empty where they are not known. Requests choose an adapter
+    by ``name``; those that name none get the one with the empty name, or the weights alone.
+    """
+
+    rank: int
+    alpha: float
+    name: str = ""
+    base: tuple[TensorEntry, ...] = ()
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version of the weights: small and serialisable, sent from the publisher to the pullers.
 
@@ -82,6 +99,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
         checked_bytes: of the tensors that serve, which an engine compares with these.
         canary: what the engine has to compute; None if it may compute anything.
         chain: what the version is made of, where that is not one block: a full version, then deltas in order.
+        adapter: what the tensors are, if they are an adapter's: the version then changes no other weights.
+        beside: the versions of other adapters that serve together with this one.
     """
 
     version: int
@@ -91,6 +110,13 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     checked_bytes: int = 1 << 30
     canary: Canary | None = None
     chain: tuple[WeightManifest, ...] = ()
+    adapter: Adapter | None = None
+    beside: tuple[WeightManifest, ...] = ()
+
+    @property
+    def computed_with(self) -> tuple[TensorEntry, ...]:
+        """Return all tensors that an engine computes with under the version: of an adapter, those of its base too."""
+        return self.tensors if self.adapter is None else (*self.adapter.base, *self.tensors)
 
     @property
     def size_bytes(self) -> int:
@@ -114,18 +140,14 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def manifest_fingerprint(manifest: WeightManifest) -> str:
-    """Return the fingerprint of the tensors that a manifest describes, as 32 hexadecimal digits."""
-    return _digest((entry.name, entry.shape, entry.dtype, entry.checksum) for entry in manifest.tensors)
+    """Return the fingerprint of the tensors that are computed with under a manifest, as 32 hexadecimal digits."""
+    return _digest((entry.name, entry.shape, entry.dtype, entry.checksum) for entry in manifest.computed_with)
 
 
-def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the fingerprint of full tensors in publication order, read one at a time: that of their manifest."""
-
-    def entries() -> Iterable[tuple[str, tuple[int, ...], str, int]]:
-        for name, tensor in tensors:
-            yield name, tuple(tensor.shape), *dtype_and_checksum(tensor)
-
-    return _digest(entries())
+def lacking(manifest: WeightManifest, held: Mapping[str, int]) -> list[WeightManifest]:
+    """Return the adapters that serve under a version and are newer than those ``held`` (versions by name)."""
+    parts = [part for part in (*manifest.beside, manifest) if part.adapter is not None]
+    return [part for part in parts if part.adapter and held.get(part.adapter.name, -1) < part.version]
 
 
 def dtype_and_checksum(tensor: Tensor) -> tuple[str, int]:
@@ -134,6 +156,17 @@ def dtype_and_checksum(tensor: Tensor) -> tuple[str, int]:
 
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return str(tensor.dtype).removeprefix("torch."), xxhash.xxh3_64_intdigest(plain.data)
+
+
+def entries_of(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorEntry, ...]:
+    """Return the entries of full tensors that are not published, read one at a time; their offsets are 0."""
+
+    def entry(name: str, tensor: Tensor) -> TensorEntry:
+        dtype, checksum = dtype_and_checksum(tensor)
+        shape, size_bytes = tuple(tensor.shape), tensor.numel() * tensor.itemsize
+        return TensorEntry(name=name, shape=shape, dtype=dtype, offset=0, size_bytes=size_bytes, checksum=checksum)
+
+    return tuple(entry(name, tensor) for name, tensor in tensors)
 
 
 def _digest(entries: Iterable[tuple[str, tuple[int, ...], str, int]]) -> str:

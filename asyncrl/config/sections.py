@@ -262,7 +262,8 @@ class LoraConfig(Section):
     """Low-rank adapters: the weights are frozen, small matrices beside them are trained (arXiv:2106.09685).
 
     Needs `asyncrl[lora]`. The warm start still trains all weights; its result is frozen, and is the reference policy if
-    the algorithm needs one. Engines and exports get the weights with the adapters merged in.
+    the algorithm needs one. Exports have the weights with the adapters merged in, and the adapters apart; engines get
+    one or the other (`weights.adapters`).
     """
 
     rank: Annotated[int, Field(ge=1, le=65_536)]
@@ -465,6 +466,10 @@ class WeightsConfig(Section):
     delta: Literal["auto", "off"] = "auto"
     """`auto`: transports whose bytes travel (`disk`, `object_store`) publish what a version changes, bit for bit, where
     that is little, as it is in bfloat16; `off`: every version is a full one, which other programs can load."""
+    adapters: Literal["auto", "apart", "merged"] = "auto"
+    """What reaches the engines of a policy that is trained through `trainer.lora`: `apart`: the adapters alone, which
+    engines apply beside the weights that they were started with; `merged`: all weights, with the adapters added to
+    them; `auto`: apart where the engine serves adapters."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of requests in flight at a weight update: keep those of the older weights, or recompute them."""
     checked_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 1 << 30

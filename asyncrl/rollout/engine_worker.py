@@ -297,6 +297,10 @@ class WorkerGroupEngine:
         group = self._started_group()
         if self._transport is None:
             raise WeightError("the engine was made without a transport: it cannot be given weights")
+        if manifest.adapter is not None:
+            raise WeightError(
+                f"version {manifest.version} is an adapter: an engine on another machine takes full versions"
+            )
         with ExitStack() as opened:
             tensors = await shield_until_done(in_thread(opened.enter_context, self._transport.pull(manifest)))
             try:

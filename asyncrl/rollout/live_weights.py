@@ -20,11 +20,12 @@ import asyncio
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.errors import LiveWeightsError
 from asyncrl.interfaces import (
+    AdapterEngine,
     GenerationChunk,
     GenerationRequest,
     KVCachePolicy,
@@ -64,6 +65,8 @@ async def commit_into(
     if manifest is not None and manifest.version == version:
         if isinstance(engine, LiveWeightsEngine):
             await check_live_weights(engine, manifest)
+        if isinstance(engine, AdapterEngine):
+            await check_live_adapters(engine, manifest)
         if canary:
             error = await check_canary(engine, manifest)
     return WeightsProof(seconds=clock() - begun_s, canary=error)
@@ -80,20 +83,46 @@ async def check_live_weights(engine: LiveWeightsEngine, manifest: WeightManifest
     """
     entries = sampled_entries(manifest)
     live = await engine.live_checksums([entry.name for entry in entries])
+    of = "" if manifest.adapter is None else "the adapter was trained beside other weights than it serves, or "
+    _compare(entries, live, version=manifest.version, explained=of)
+
+
+async def check_live_adapters(engine: AdapterEngine, manifest: WeightManifest) -> None:
+    """Check the adapters that serve under a manifest: their versions, and all tensors of each.
+
+    Raises:
+        LiveWeightsError: one is not served, is of another version, or has a tensor that is not the published one.
+    """
+    for part in (*manifest.beside, manifest):
+        if part.adapter is None or not manifest.checked_bytes:
+            continue
+        name = part.adapter.name
+        if (held := engine.adapters.get(name)) != part.version:
+            served = "none of that name" if held is None else f"its version {held}"
+            raise _unproven(manifest.version, f"of adapter {name!r} it serves {served}, not version {part.version}")
+        live = await engine.adapter_checksums(name)
+        if other := sorted(live.keys() ^ {entry.name for entry in part.tensors}):
+            raise _unproven(manifest.version, f"adapter {name!r} has other tensors than were published: {other[0]}")
+        _compare(part.tensors, live, version=part.version)
+
+
+def _compare(
+    entries: Sequence[TensorEntry], live: Mapping[str, tuple[str, int]], *, version: int, explained: str = ""
+) -> None:
     for entry in entries:
         dtype, checksum = live[entry.name]
         if dtype == entry.dtype and checksum != entry.checksum:
             raise LiveWeightsError(
-                f"the engine says that it serves weight version {manifest.version}, but its tensor {entry.name} has "
-                f"checksum {checksum:016x}, and the trainer published {entry.checksum:016x}: a defect of the engine, "
-                "or memory that something else writes to"
+                f"the engine says that it serves weight version {version}, but its tensor {entry.name} has "
+                f"checksum {checksum:016x}, and the trainer published {entry.checksum:016x}: {explained}a defect of "
+                "the engine, or memory that something else writes to"
             )
 
 
 def sampled_entries(manifest: WeightManifest) -> list[TensorEntry]:
-    """Return the tensors, of at most ``checked_bytes``: where that is less than all, others for each version."""
-    entries = list(manifest.tensors)
-    if not manifest.checked_bytes or manifest.size_bytes <= manifest.checked_bytes:
+    """Return full tensors, of at most ``checked_bytes``: where that is less than all, others for each version."""
+    entries = list(manifest.tensors if manifest.adapter is None else manifest.adapter.base)
+    if not manifest.checked_bytes or sum(entry.size_bytes for entry in entries) <= manifest.checked_bytes:
         return entries if manifest.checked_bytes else []
     entries = [each for each in entries if each.size_bytes <= manifest.checked_bytes]
     random.Random(manifest.version).shuffle(entries)  # noqa: S311 (reproducible, not secret)
@@ -123,7 +152,11 @@ async def check_canary(engine: RolloutEngine, manifest: WeightManifest) -> float
     if canary is None or engine.statistics().paused:
         return 0.0
     request = GenerationRequest(
-        request_id=f"canary-{version}", prompt_token_ids=canary.token_ids, sampling=_GREEDY, probe=True
+        request_id=f"canary-{version}",
+        prompt_token_ids=canary.token_ids,
+        sampling=_GREEDY,
+        probe=True,
+        adapter=manifest.adapter.name if manifest.adapter is not None else "",
     )
     scored, cached = await asyncio.gather(
         _answer(engine, replace(request, sampling=replace(_GREEDY, prompt_log_probs=0))),

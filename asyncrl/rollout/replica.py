@@ -37,6 +37,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncrl.errors import EngineClosedError, EngineError, InfrastructureError, ResourceError, WeightError
 from asyncrl.interfaces import (
+    AdapterEngine,
     KVCachePolicy,
     OutOfProcessEngine,
     RolloutEngine,
@@ -46,7 +47,7 @@ from asyncrl.interfaces import (
 from asyncrl.rollout.health import HealthPolicy, HealthState, ReplicaHealth
 from asyncrl.rollout.publication import Ended, WeightUpdates
 from asyncrl.runtime import in_thread, shield_until_done
-from asyncrl.weights import WeightManifest, WeightTransport
+from asyncrl.weights import WeightManifest, WeightTransport, lacking
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ async def fetch_into(engine: RolloutEngine, manifest: WeightManifest, *, transpo
         return
     if transport is None:
         raise WeightError(f"version {manifest.version} cannot be fetched: no transport was given")
+    if manifest.adapter is not None:
+        await _fetch_adapters(engine, manifest, transport)
+        return
     pulled = transport.pull(manifest)
     if isinstance(engine, ZeroCopyEngine):
         await engine.prepare_shared_weights(pulled, version=manifest.version)
@@ -76,6 +80,24 @@ async def fetch_into(engine: RolloutEngine, manifest: WeightManifest, *, transpo
             await engine.prepare_weights(tensors, version=manifest.version)
         finally:
             del tensors
+
+
+async def _fetch_adapters(engine: RolloutEngine, manifest: WeightManifest, transport: WeightTransport) -> None:
+    """Prepare the adapters that the engine lacks of those that serve under a version."""
+    if not isinstance(engine, AdapterEngine):
+        raise WeightError(
+            f"version {manifest.version} is an adapter, and {type(engine).__name__} serves none: publish the weights "
+            "with the adapter merged in (weights.adapters)"
+        )
+    with ExitStack() as opened:
+        parts = [
+            (part, await shield_until_done(in_thread(opened.enter_context, transport.pull(part))))
+            for part in lacking(manifest, engine.adapters)
+        ]
+        try:
+            await engine.prepare_adapters(parts, version=manifest.version)
+        finally:
+            del parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -362,6 +362,7 @@ class Assembly:
             engine_options=dict(trainer.options),
             transport=transport,
             proof=proof_spec(config),
+            adapters_apart=adapters_apart(config),
             mesh=trainer.mesh_shape(),
         )
         requests = [
@@ -562,7 +563,7 @@ def reference_stage(config: Config, group: TrainerGroup) -> Score:
 
 def rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | None) -> RolloutSpec:
     """Return what the rollout workers are made from."""
-    rollout, environment = config.rollout, config.env
+    rollout, environment, lora = config.rollout, config.env, config.trainer.lora
     engine, options = rollout.engine, dict(rollout.options)
     if "rollout" in config.cluster.colocate:
         options = {**(_sleep_options(engine) or {}), **options}
@@ -571,7 +572,12 @@ def rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | 
         engine, options = _REMOTE_ENGINE, {"engine": engine, "python": python, "options": options}
     return RolloutSpec(
         engine=engine,
-        engine_given={"dtype": config.model.dtype, "threads": rollout.threads, "seed": config.seed},
+        engine_given={
+            "dtype": config.model.dtype,
+            "threads": rollout.threads,
+            "seed": config.seed,
+            **({"max_adapter_rank": lora.rank} if lora is not None and adapters_apart(config) else {}),
+        },
         engine_options=options,
         environment=environment.name,
         environment_options=_environment_options(config),
@@ -589,6 +595,31 @@ def rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | 
             **environment.model_dump(include={"max_turns", "deadline_s", "latency_s"}),
         ),
     )
+
+
+def adapters_apart(config: Config) -> bool:
+    """Return whether engines get adapters alone, and not the weights with these merged in.
+
+    Raises:
+        ConfigError: they should, and the engine serves none.
+    """
+    trainer, rollout, wanted = config.trainer, config.rollout, config.weights.adapters
+    if trainer.lora is None or wanted == "merged":
+        return False
+    engine = rollout.options.get("engine", "transformers") if rollout.engine == _REMOTE_ENGINE else rollout.engine
+    able = hasattr(load_part("asyncrl.training_engines", trainer.engine, path="trainer.engine"), "adapter_tensors")
+    try:
+        able = able and bool(offered_options("asyncrl.rollout_engines", engine, {"max_adapter_rank": 0}))
+    except ConfigError:  # it can be loaded in another environment only
+        able = wanted == "apart"
+    if wanted == "apart" and not able:
+        raise ConfigError(
+            f"weights.adapters = 'apart', and rollout engine {engine!r} serves no adapters, or training engine "
+            f"{trainer.engine!r} publishes none; merged: all weights are published",
+            path="weights.adapters",
+            remedy="merged",
+        )
+    return able
 
 
 def proof_spec(config: Config) -> ProofSpec:

@@ -94,6 +94,7 @@ class Driver:
         evaluate_first: whether a resumed run still has to evaluate the step it starts from.
         evaluating: steps whose evaluation beside training has begun, and which have no score yet.
         devices: of rollouts and trainer, which may take turns on the same ones.
+        published: versions whose bytes the trainer holds.
         whole_step: the step whose weights the trainer holds; None while an update runs, and after one was cut off.
     """
 
@@ -109,6 +110,7 @@ class Driver:
     evaluate_first: bool = False
     tasks: TaskChoice | None = None
     devices: Devices = field(default_factory=SeparateDevices)
+    published: set[int] = field(default_factory=set[int])
     evaluating: set[int] = field(default_factory=set[int], init=False)
     whole_step: int | None = field(default=None, init=False)
     _step_s: float = 0.0
@@ -116,7 +118,6 @@ class Driver:
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _failures_in_a_row: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
-    _published: set[int] = field(default_factory=set)
     _rebase: bool = False
     _book: GroupBook = field(init=False)
 
@@ -308,13 +309,13 @@ class Driver:
             with self.timeline.wait("publish", "trainer"):
                 (of_rank_zero, *_others) = await manifest
             weights = cast("WeightManifest", of_rank_zero)
-            self._published.add(version)
+            self.published.add(version)
             self.journal.record(Published(version=version, weights=manifest_fingerprint(weights)))
             ended = await self.stages.pool.publish(weights)
             self._rebase = bool(ended.fenced)
             self.journal.count_proofs(self.stages.pool.take_proofs())
-            for old in sorted(self._published - self.stages.pool.needed_versions):
-                self._published.discard(old)
+            for old in sorted(self.published - self.stages.pool.needed_versions):
+                self.published.discard(old)
                 await self.learner.trainer.release(old)
         self.law.published(version)
         self._admission_changed.set()

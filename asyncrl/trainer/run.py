@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.config import Config, check_algorithm, load_config
 from asyncrl.config.file import set_key, tables_of
@@ -41,6 +41,7 @@ from asyncrl.trainer.assembly import (
     ROLES,
     Assembly,
     Role,
+    adapters_apart,
     chat_options,
     critic_options,
     filter_overlong_prompts,
@@ -65,6 +66,7 @@ from asyncrl.trainer.recovery import check_batches, driver_state, ledger_base, l
 from asyncrl.trainer.report import Recorder, RunSummary, StalenessSummary, Watch
 from asyncrl.trainer.sft import demonstrations, file_conversations, supervise
 from asyncrl.trainer.workers import CriticGroup
+from asyncrl.weights import WeightManifest
 
 _log = logging.getLogger(__name__)
 
@@ -264,8 +266,11 @@ class TrainingRun:
         if self._ledger is not None:
             assembly.pool.on_turns(start.journal.turns)
         with self._phase("serve"):
-            serving = str(self._checkpoint / "model") if self._checkpoint is not None else origin
-            loading = [self._load_trainer(origin, weight_version=step)]
+            # Adapters go on beside the weights they were trained beside: engines start with these, a version earlier.
+            apart = self._checkpoint is not None and adapters_apart(config)
+            serving = str(self._checkpoint / "model") if self._checkpoint is not None and not apart else origin
+            first: list[WeightManifest] = []
+            loading = [self._load_trainer(origin, weight_version=step, published=first if apart else None)]
             if "rollout" in config.cluster.colocate:
                 await loading.pop()
                 await assembly.trainer.sleep()
@@ -276,11 +281,13 @@ class TrainingRun:
                 )
             await asyncio.gather(
                 *loading,
-                assembly.pool.start(serving, weight_version=step),
+                assembly.pool.start(serving, weight_version=step - 1 if apart else step),
                 *([assembly.reference.build(origin, trainer_options(config))] if assembly.reference else []),
                 *([assembly.reward.start(origin)] if assembly.reward else []),
                 *([self._load_critic(assembly.critic, origin)] if assembly.critic else []),
             )
+            for manifest in first:
+                await assembly.pool.publish(manifest)
         reference = assembly.reference
         if config.trainer.lora is not None and needs_reference(config):
             reference = assembly.trainer  # without its adapters it is the policy of version 0
@@ -332,6 +339,7 @@ class TrainingRun:
             evaluate_first=evaluate_first,
             devices=self._devices,
             tasks=self._tasks(start.tasks),
+            published={manifest.version for manifest in first},
         )
 
     def _tasks(self, chosen: Mapping[int, int]) -> TaskChoice | None:
@@ -359,11 +367,17 @@ class TrainingRun:
             max_mismatch_kl=max_mismatch_kl(config),
         )
 
-    async def _load_trainer(self, origin: str, *, weight_version: int) -> None:
+    async def _load_trainer(
+        self, origin: str, *, weight_version: int, published: list[WeightManifest] | None = None
+    ) -> None:
+        """Load the trainer; append the manifest of the version that it holds to ``published``, if that is given."""
         # From the model it began with, which stays; a checkpoint is removed when newer ones are there.
         await self._assembly.trainer.build(origin, trainer_options(self._config), weight_version)
         if self._checkpoint is not None:
             await self._assembly.trainer.load(self._checkpoint / "trainer")
+        if published is not None:
+            (of_rank_zero, *_others) = await self._assembly.trainer.publish(weight_version)
+            published.append(cast("WeightManifest", of_rank_zero))
 
     async def _load_critic(self, critic: CriticGroup, origin: str) -> None:
         path = self._config.critic.path

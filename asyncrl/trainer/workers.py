@@ -8,7 +8,7 @@ done here, where the rows are: no column of tokens travels for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EngineError, SchemaError, WeightVersionError
-from asyncrl.interfaces import RewardModel, SleepingTrainingEngine, TrainingEngine, ValueEngine
+from asyncrl.interfaces import AdapterTrainingEngine, RewardModel, SleepingTrainingEngine, TrainingEngine, ValueEngine
 from asyncrl.mesh import MeshShape
 from asyncrl.plugins import Part, make_part, offered_options
 from asyncrl.rollout.branches import unfold
@@ -25,12 +25,15 @@ from asyncrl.runtime import in_thread
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.single_controller.mesh import MeshDispatch
 from asyncrl.weights import (
+    Adapter,
     Canary,
     DeltaTransport,
+    TensorEntry,
     TransportSpec,
     WeightManifest,
     WeightTransport,
-    fingerprint_of,
+    entries_of,
+    manifest_fingerprint,
     rounding_error,
 )
 
@@ -396,12 +399,16 @@ class EngineRank(Worker, Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """What a trainer rank is made from; picklable. Without ``transport`` it publishes nothing (a reference policy)."""
+    """What a trainer rank is made from; picklable. Without ``transport`` it publishes nothing (a reference policy).
+
+    With ``adapters_apart`` a policy that is trained through adapters publishes these alone.
+    """
 
     engine: Part
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     transport: TransportSpec | None = None
     proof: ProofSpec | None = None
+    adapters_apart: bool = False
     mesh: MeshShape | None = None
 
 
@@ -421,7 +428,7 @@ class ProofSpec:
         """Return the manifest with what is asked of engines; ``log_probs`` are those of the tokens from the second."""
         canary = None
         if log_probs:
-            matrices = sum(len(entry.shape) > 1 for entry in manifest.tensors)
+            matrices = sum(len(entry.shape) > 1 for entry in manifest.computed_with)
             explained = CANARY_DEVIATIONS * rounding_error(matrices, self.dtype)
             tolerance = explained if self.tolerance is None else self.tolerance
             canary = Canary(token_ids=tuple(token_ids), log_probs=tuple(log_probs), tolerance=tolerance)
@@ -444,7 +451,9 @@ class TrainerWorker(EngineRank[TrainingEngine]):
             mesh=spec.mesh,
         )
         self._version = 0
-        self._adapted = False
+        self._lora: Mapping[str, Any] | None = None
+        self._apart = spec.adapters_apart
+        self._base: tuple[TensorEntry, ...] | None = None
         self._proof = spec.proof
         self._canary: DataProto | None = None
         self._transport: WeightTransport | None = None
@@ -458,7 +467,8 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         The model's weights are ``weight_version``; every :meth:`update` makes the next one.
         """
         self._version = weight_version
-        self._adapted = settings.get("lora") is not None
+        self._lora = settings.get("lora")
+        self._base = None
         self._make_engine(model_path, settings)
 
     # pad=False: a row that filled up a share would be trained on twice; ranks may hold fewer rows, or none.
@@ -503,7 +513,9 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         """
         engine: Any = self._held()  # one that takes `lora` has a method more than the contract
         branches = unfold(batch)
-        scored = engine.reference_log_probs(branches.rows) if self._adapted else engine.log_probs(branches.rows)
+        scored = (
+            engine.reference_log_probs(branches.rows) if self._lora is not None else engine.log_probs(branches.rows)
+        )
         scored = branches.fold(scored.select(["log_probs"]))
         assert scored.batch is not None
         reference = scored.batch["log_probs"]
@@ -527,12 +539,13 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         """
         if version != self._version:
             raise WeightVersionError(f"weights of version {self._version} were to be published as version {version}")
-        tensors = self._held().named_tensors()
+        tensors, adapter = self._published()
         manifest = None
         if self._transport is not None:
             if rebase and isinstance(self._transport, DeltaTransport):
                 self._transport.rebase()
             manifest = self._transport.publish(tensors, version=version)
+            manifest = msgspec.structs.replace(manifest, adapter=adapter)
         else:
             for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
                 del tensor
@@ -540,6 +553,16 @@ class TrainerWorker(EngineRank[TrainingEngine]):
             return manifest
         token_ids, log_probs = self._canary_log_probs()
         return None if manifest is None else self._proof.asked(manifest, token_ids, log_probs)
+
+    def _published(self) -> tuple[Iterable[tuple[str, Tensor]], Adapter | None]:
+        """Return the tensors that are published, and what they are if they are an adapter's."""
+        engine, lora = self._held(), self._lora
+        if lora is None or not self._apart:
+            return engine.named_tensors(), None
+        assert isinstance(engine, AdapterTrainingEngine), "the run has chosen how adapters are published by the engine"
+        if self._base is None:  # once: it stays as it is
+            self._base = entries_of(engine.base_tensors())
+        return engine.adapter_tensors(), Adapter(rank=lora["rank"], alpha=lora["alpha"], base=self._base)
 
     def _canary_log_probs(self) -> tuple[Sequence[int], Sequence[float]]:
         """Return the canary's tokens, and the log-probs of those from the second on; none before the first update."""
@@ -555,8 +578,10 @@ class TrainerWorker(EngineRank[TrainingEngine]):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fingerprint(self) -> str:
-        """Return the fingerprint of the current weights (:mod:`asyncrl.weights`)."""
-        return fingerprint_of(self._held().named_tensors())
+        """Return the fingerprint of the current weights (:mod:`asyncrl.weights`), as they are published."""
+        tensors, adapter = self._published()
+        held = WeightManifest(version=0, transport="", location="", tensors=entries_of(tensors), adapter=adapter)
+        return manifest_fingerprint(held)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def release(self, version: int) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import msgspec
 import torch
+from torch import nn
 
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
 from asyncrl.weights import WeightManifest
@@ -33,6 +37,8 @@ class ModelTensors:
             self.owners[name] = owner
             self.live[owner] = tensor
         self.required = {self.owners[name] for name, _ in parameters}
+        self.linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        """Names of the weights that adapters may lie beside."""
 
     @classmethod
     def of_config(cls, model_path: str, *, dtype: torch.dtype = torch.float32) -> ModelTensors:
@@ -69,6 +75,58 @@ class ModelTensors:
         checksums = {each.name: each.checksum for each in manifest.tensors}
         return self._check(entries, lambda a, b: checksums[a] == checksums[b], version=manifest.version, held=held)
 
+    def check_adapter(
+        self, manifest: WeightManifest, *, held: int, modules: Collection[str] = (), max_rank: int | None = None
+    ) -> list[str]:
+        """Check the manifest of an adapter, before any byte is pulled. Return the modules that it adapts.
+
+        ``modules`` are those that its last version adapted, if there was one.
+
+        Raises:
+            WeightMismatchError: it does not fit the model, its base, its own rank or its last version.
+            WeightVersionError: it is not newer than the version ``held``.
+        """
+        adapter, version = manifest.adapter, manifest.version
+        assert adapter is not None
+        what = f"adapter {adapter.name!r} of version {version}"
+        if adapter.base:
+            base = msgspec.structs.replace(manifest, tensors=adapter.base, adapter=None)
+            try:
+                self.check_manifest(base, held=held)
+            except WeightMismatchError as error:
+                raise WeightMismatchError(f"{what} is for another base: {error}") from error
+        elif version <= held:
+            raise WeightVersionError(f"weight version {version} does not follow version {held}: versions grow")
+        if max_rank is not None and adapter.rank > max_rank:
+            raise WeightMismatchError(f"{what} has rank {adapter.rank}; the engine takes {max_rank} (max_adapter_rank)")
+        if not adapter.rank > 0 or not 0 < adapter.alpha < math.inf:
+            raise WeightMismatchError(f"{what} has rank {adapter.rank} and alpha {adapter.alpha}: both are positive")
+        found = {entry.name: entry for entry in manifest.tensors}
+        adapted = sorted({name for entry in found if (name := adapted_module(entry))})
+        for module in adapted:
+            weight = self.live.get(self.owners.get(f"{module}.weight", ""))
+            if weight is None or f"{module}.weight" not in self.linear:
+                raise WeightMismatchError(f"{what} is for another base: the model has no linear module {module}")
+            outputs, inputs = weight.shape
+            for matrix, shape in (("A", (adapter.rank, inputs)), ("B", (outputs, adapter.rank))):
+                entry = found.pop(adapter_name(module, matrix), None)
+                if entry is None:
+                    raise WeightMismatchError(f"{what} lacks the tensor {adapter_name(module, matrix)}")
+                if tuple(entry.shape) != shape:
+                    raise WeightMismatchError(
+                        f"{what}: {entry.name} has shape {tuple(entry.shape)}; beside a weight of shape "
+                        f"{(outputs, inputs)} an adapter of rank {adapter.rank} has {shape}"
+                    )
+                if entry.dtype not in DTYPES:
+                    raise WeightMismatchError(
+                        f"{what}: {entry.name} has dtype {entry.dtype}; one of {', '.join(DTYPES)}"
+                    )
+        if found or not adapted:
+            raise WeightMismatchError(f"{what} has tensors that belong to no adapter: {_few(sorted(found))}")
+        if modules and (other := sorted(set(adapted) ^ set(modules))):
+            raise WeightMismatchError(f"{what} has other target modules than its last version: {_few(other)}")
+        return adapted
+
     def _check(
         self,
         entries: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]],
@@ -103,6 +161,20 @@ class ModelTensors:
                     f"{other} and {name} are one tensor in the model, but differ in version {version}"
                 )
         return {name: owner for owner, name in by_owner.items()}
+
+
+_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+
+
+def adapter_name(module: str, matrix: str) -> str:
+    """Return the name that peft's files give to matrix ``A`` or ``B`` beside a module."""
+    return f"base_model.model.{module}.lora_{matrix}.weight"
+
+
+def adapted_module(name: str) -> str:
+    """Return the module that a tensor of an adapter lies beside; nothing for the name of another tensor."""
+    found = _ADAPTER.fullmatch(name)
+    return found[1] if found else ""
 
 
 def check_prepared(version: int, prepared: int | None) -> None:

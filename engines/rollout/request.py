@@ -124,6 +124,7 @@ class ModelTokens:
             guide=guide,
             logits=logits,
             probe=request.probe,
+            adapter=request.adapter,
         )
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
@@ -189,6 +190,7 @@ class Row:
     guide: Guide | None = None
     logits: RowLogits | None = None
     probe: bool = False
+    adapter: str = ""
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)

@@ -13,8 +13,9 @@ from asyncrl.algorithms import PolicyObjective, TokenLosses, supervised_token_lo
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
+from engines.training.checkpoint import full_tensor
 from engines.training.log_probs import TokenScores
-from engines.training.lora import lora_of, without_adapters
+from engines.training.lora import adapter_tensors, base_tensors, lora_of, without_adapters
 from engines.training.model import PolicyModel, load_policy_model
 from engines.training.packing import PackedRows
 from engines.training.rank_group import RankGroup
@@ -149,6 +150,18 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         """
         self._check_open()
         return self._full_tensors()
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters alone, whole, under peft's names; as :meth:`named_tensors`, which has them merged in."""
+        self._check_open()
+        return self._published(
+            (name, full_tensor(each)) for name, each in adapter_tensors(self._model.tensors_by_name())
+        )
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights beside the adapters, which training leaves as they are; as :meth:`named_tensors`."""
+        self._check_open()
+        return self._full_tensors(base_tensors)
 
     def _policy_losses(self, scores: TokenScores, columns: Mapping[str, Tensor], mask: Tensor) -> TokenLosses:
         return self.objective.token_losses(

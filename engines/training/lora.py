@@ -161,6 +161,13 @@ def merged_tensors(tensors: Iterator[tuple[str, Tensor]], lora: LoRA) -> Iterato
             yield name.replace(f"{_BASE}.", "."), tensor
 
 
+def base_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights without the adapters, named as without them."""
+    for name, tensor in tensors:
+        if not name.endswith((_A, _B)):
+            yield name.replace(f"{_BASE}.", "."), tensor
+
+
 def adapter_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapters alone, under peft's names in files."""
     for name, tensor in tensors:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeVar, get_args
+from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from engines.training.passes import LossFunction, MiniBatch, Passes
 from engines.training.rank_group import RankGroup
 
 ModelT = TypeVar("ModelT", bound=PolicyModel)
+_Tensors: TypeAlias = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -331,10 +332,14 @@ class ShardedEngine(Generic[ModelT]):
             catch=InvalidDataError,
         )
 
-    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _published(self, tensors: _Tensors) -> _Tensors:
         dtype: torch.dtype = getattr(torch, self.publish_dtype)
-        merged = self._model.merged((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
-        tensors = ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in merged)
+        return ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in tensors)
+
+    def _full_tensors(self, of: Callable[[_Tensors], _Tensors] | None = None) -> _Tensors:
+        """Yield full weights: ``of`` those of the module, or with adapters merged in."""
+        full = ((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
+        tensors = self._published((of or self._model.merged)(full))
         return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
 
     def _derived_seed(self, number: int = 0) -> int:

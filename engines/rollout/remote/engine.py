@@ -80,7 +80,8 @@ class RemoteEngine:
         model_path, engine, options: the hosted engine's first argument, its entry point or dotted path, its keywords.
         python: interpreter of the process, for engines with an environment of their own; this one's by default.
         transport: where the engine's process pulls weights from.
-        weight_version, dtype, threads, seed: options of a run for every engine; passed on where not None.
+        weight_version, dtype, threads, seed, max_adapter_rank: options of a run for every engine; passed on where not
+            None.
         start_s: most seconds that loading the model may take.
         close_s: most seconds that the process may take to end by itself when it is closed; then it is killed.
         log_path: where the process writes its output; by default, this process's standard error.
@@ -103,12 +104,14 @@ class RemoteEngine:
         dtype: str | None = None,
         threads: int | None = None,
         seed: int | None = None,
+        max_adapter_rank: int | None = None,
         start_s: float = 600.0,
         close_s: float = 10.0,
         log_path: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         given = {"weight_version": weight_version, "dtype": dtype, "threads": threads, "seed": seed}
+        given["max_adapter_rank"] = max_adapter_rank
         given = {name: value for name, value in given.items() if value is not None}
         if python is not None:  # where entry points of this environment are not known
             engine = part_path("asyncrl.rollout_engines", engine, path="rollout.options.engine")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
 from asyncrl.interfaces import SamplingParams
 from engines.rollout.request import ModelTokens, Row, load_tokenizer
+from engines.rollout.transformers.adapters import Adapters
 from engines.rollout.transformers.kv_cache import (
     ATTENTION,
     BLOCK_TOKENS,
@@ -43,6 +44,7 @@ class Decoder:
         max_model_tokens: int | None,
         max_running_requests: int = 64,
         kv_cache_bytes: int | None = None,
+        max_adapter_rank: int | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
@@ -62,6 +64,7 @@ class Decoder:
             max_rows=max_running_requests,
             memory_bytes=kv_cache_bytes,
         )
+        self.adapters = Adapters(model, max_rank=max_adapter_rank)
         self._sampled: torch.Tensor | None = None
         head = model.get_output_embeddings()
         if head is not None:
@@ -77,6 +80,7 @@ class Decoder:
         device, ready, cache = self.device, step.ready, self.cache
         tokens = [row.tokens[-1] for row in ready]
         positions = [row.cached for row in ready]
+        adapters = [row.adapter for row in ready]
         blocks = [row.blocks[row.cached // BLOCK_TOKENS] for row in ready]
         sampled, scored = list(range(len(ready))), list[int]()
         parts = self._decode_parts(step)
@@ -86,6 +90,7 @@ class Decoder:
             scored += range(len(tokens), len(tokens) + len(chunk.scored))
             tokens += row.tokens[begin:end]
             positions += range(begin, end)
+            adapters += [row.adapter] * (end - begin)
             blocks += [row.blocks[at // BLOCK_TOKENS] for at in range(begin, end)]
             if chunk.completes:
                 sampled.append(len(tokens) - 1)
@@ -93,13 +98,14 @@ class Decoder:
         cache.current = Pass(cache.places(torch.tensor(blocks, device=device), at), parts)
         self._sampled = torch.tensor(sampled + scored, dtype=torch.int64, device=device)
         try:
-            logits: torch.Tensor = self.model(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=at[None],
-                past_key_values=cache,
-                use_cache=True,
-                kv_cache=cache,
-            ).logits[0]
+            with self.adapters.of_pass(adapters):
+                logits: torch.Tensor = self.model(
+                    input_ids=torch.tensor([tokens], device=device),
+                    position_ids=at[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                    kv_cache=cache,
+                ).logits[0]
         finally:
             self._sampled = cache.current = None
         return logits
@@ -220,6 +226,7 @@ def load(
     max_model_tokens: int | None,
     max_running_requests: int,
     kv_cache_bytes: int | None,
+    max_adapter_rank: int | None = None,
 ) -> tuple[Decoder, ModelTokens]:
     """Load a model with its tokenizer, and prove that it can be served.
 
@@ -239,6 +246,7 @@ def load(
         max_model_tokens=max_model_tokens,
         max_running_requests=max_running_requests,
         kv_cache_bytes=kv_cache_bytes,
+        max_adapter_rank=max_adapter_rank,
     )
     with torch.inference_mode():
         try:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from asyncrl.errors import EngineClosedError, EngineError
+from asyncrl.errors import EngineClosedError, EngineError, InvalidDataError, WeightError
 from asyncrl.interfaces import (
     EngineHealth,
     GenerationChunk,
@@ -34,6 +34,7 @@ from asyncrl.interfaces import (
     SamplingParams,
 )
 from asyncrl.runtime import shield_until_done
+from asyncrl.weights import WeightManifest
 from engines.rollout.checks import check_health, check_options
 from engines.rollout.model_tensors import DTYPES
 from engines.rollout.request import ModelTokens, Reader, Row
@@ -58,6 +59,7 @@ class TransformersEngine:
             more. On a CPU only what is in use takes memory.
         prefill_tokens_per_step: most prompt tokens read between two decode steps. With small values other requests wait
             less while a long prompt is read, with large ones the prompt is read sooner.
+        max_adapter_rank: largest rank of adapters that are taken; None for any.
         threads: torch threads of the forward pass; torch's default when None.
         seed: for requests without a seed of their own.
     """
@@ -75,6 +77,7 @@ class TransformersEngine:
         max_model_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
         prefill_tokens_per_step: int = 2048,
+        max_adapter_rank: int | None = None,
         weight_version: int = 0,
         threads: int | None = None,
         seed: int = 0,
@@ -93,6 +96,7 @@ class TransformersEngine:
         self._max_model_tokens = max_model_tokens
         self._kv_cache_bytes = kv_cache_bytes
         self._prefill_tokens_per_step = prefill_tokens_per_step
+        self._max_adapter_rank = max_adapter_rank
         self._first_version = weight_version
         self._threads = threads
         self._seeds = random.Random(seed)  # noqa: S311 - sampling, not secrets
@@ -114,7 +118,7 @@ class TransformersEngine:
 
     @property
     def weight_version(self) -> int:
-        return self._first_version if self._generation is None else self._generation.weights.version
+        return self._first_version if self._generation is None else self._generation.version
 
     @property
     def commit_pause_s(self) -> float:
@@ -153,6 +157,7 @@ class TransformersEngine:
             max_model_tokens=self._max_model_tokens,
             max_running_requests=self._max_running_requests,
             kv_cache_bytes=self._kv_cache_bytes,
+            max_adapter_rank=self._max_adapter_rank,
         )
         schedule = Schedule(
             max_running_requests=self._max_running_requests,
@@ -213,6 +218,8 @@ class TransformersEngine:
         if generation.failure is not None:
             raise EngineError(str(generation.failure)) from generation.failure.__cause__
         tokens.check(request, held=self._held)
+        if request.adapter and request.adapter not in self.adapters:
+            raise InvalidDataError(f"request {request.request_id!r} is for adapter {request.adapter!r}: none is served")
         seed = self._seeds.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
         guide = await tokens.guide(request, held=self._held)
         self._running()
@@ -268,21 +275,44 @@ class TransformersEngine:
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def prepare_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
-        weights = self._running().weights
-
+        weights = self._weights_alone()
         await self._prepare(lambda stop: weights.write(tensors, version=version, stop=stop))
 
     async def prepare_shared_weights(
         self, leased: AbstractContextManager[Mapping[str, torch.Tensor]], *, version: int
     ) -> None:
         """As :meth:`prepare_weights`, without copying tensors whose device, dtype and layout are the model's."""
-        weights = self._running().weights
+        weights = self._weights_alone()
 
         def write(stop: threading.Event) -> None:
             with ExitStack() as lease:
                 weights.write(lease.enter_context(leased), version=version, stop=stop, lease=lease)
 
         await self._prepare(write)
+
+    def _weights_alone(self) -> ShadowWeights:
+        generation = self._running()
+        if served := sorted(self.adapters):
+            raise WeightError(
+                f"the engine serves adapters ({', '.join(map(repr, served))}) beside its weights, which are therefore "
+                "not replaced: an adapter is for the weights that it was trained beside"
+            )
+        return generation.weights
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        return {name: each.version for name, each in self._running().decoder.adapters.serving.items()}
+
+    async def prepare_adapters(
+        self, parts: Sequence[tuple[WeightManifest, Mapping[str, torch.Tensor]]], *, version: int
+    ) -> None:
+        generation = self._running()
+        prepare = generation.decoder.adapters.prepare
+        await self._prepare(lambda _: prepare(parts, version=version, weights=generation.weights.version))
+
+    async def adapter_checksums(self, name: str) -> Mapping[str, tuple[str, int]]:
+        async with self._updating:
+            return await shield_until_done(asyncio.to_thread(self._running().decoder.adapters.checksums, name))
 
     async def _prepare(self, write: Callable[[threading.Event], None]) -> None:
         """Fill the shadow in a thread."""
@@ -339,7 +369,7 @@ class TransformersEngine:
             running=len(running),
             waiting=max(sum(not row.ended for row in self._held.values()) - len(running), 0),
             paused=schedule.paused,
-            weight_version=generation.weights.version,
+            weight_version=generation.version,
             tokens_generated=counters.tokens_generated,
             prompt_tokens=counters.prompt_tokens,
             requests_finished=counters.requests_finished,

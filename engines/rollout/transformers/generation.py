@@ -55,6 +55,11 @@ class Generation:
         self._sampler: Sampler | None = None
 
     @property
+    def version(self) -> int:
+        """Return the newest version of weights and adapters."""
+        return max(self.weights.version, self.decoder.adapters.version)
+
+    @property
     def has_work(self) -> bool:
         return self.failure is None and self.schedule.has_work
 
@@ -91,11 +96,17 @@ class Generation:
         self.schedule.wake()
 
     def commit(self, version: int, *, kv_cache: KVCachePolicy) -> None:
-        """Swap the prepared weights in. Rows without a token sampled here are read again, under the new version."""
+        """Swap the prepared weights in. Rows without a token sampled here are read again, under the new version.
+
+        Adapters that are swapped in concern their own rows alone.
+        """
         begin = time.perf_counter()
-        self.weights.swap(version)
+        adapters = self.decoder.adapters
+        changed = adapters.swap(version) if version == adapters.prepared else None
+        if changed is None:
+            self.weights.swap(version)
         for row in list(self.schedule.running):
-            if kv_cache == "recompute" or not row.versions:
+            if (changed is None or row.adapter in changed) and (kv_cache == "recompute" or not row.versions):
                 self.schedule.reread(row)
         self.commit_pause_s = time.perf_counter() - begin
 
@@ -111,11 +122,11 @@ class Generation:
         """Read prompts, decode one token of each ready row. A row gets at most one token per step."""
         begin = time.perf_counter()
         with torch.inference_mode():
-            self._carry_out(self.schedule.next(), self.weights.version)
+            self._carry_out(self.schedule.next())
         self.counters.decode_steps += 1
         self.counters.busy_s += time.perf_counter() - begin
 
-    def _carry_out(self, step: Step, version: int) -> None:
+    def _carry_out(self, step: Step) -> None:
         self.decoder.cache.clear(step.taken)
         if not (step.ready or step.prefills):
             return
@@ -131,14 +142,15 @@ class Generation:
         if step.changed or self._sampler is None:
             self._sampler = self._sampler_of(rows)
         logits = _processed(rows, logits)
-        self._append(rows, self._sampler.sample(logits), logits, version)
+        self._append(rows, self._sampler.sample(logits), logits)
 
-    def _append(self, rows: Sequence[Row], sampled: Sampled, logits: torch.Tensor, version: int) -> None:
+    def _append(self, rows: Sequence[Row], sampled: Sampled, logits: torch.Tensor) -> None:
         counted = 0
         tops = sampled.top_log_probs or repeat(None)
         for at, (row, token, log_prob, top) in enumerate(
             zip(rows, sampled.token_list, sampled.log_probs, tops, strict=False)
         ):
+            version = self.decoder.adapters.version_of(row.adapter, weights=self.weights.version)
             if not math.isfinite(log_prob):
                 row.error = _no_token_error(row, logits[at], version)
                 self._leave(row)

@@ -90,6 +90,26 @@ def test_only_adapters_are_trained_and_they_are_published_merged(
         assert torch.linalg.matrix_rank(_published(trainer)[name] - original[name], rtol=1e-3) <= 3
 
 
+@DTYPES
+def test_published_apart_adapters_and_base_give_what_is_published_merged(
+    engine: Callable[..., FSDPEngine],
+    trajectories: Callable[..., DataProto],
+    model_folder: Callable[..., str],
+    dtype: str,
+) -> None:
+    trainer, batch = engine(dtype=dtype), trajectories(LENGTHS)
+    trainer.update(batch)
+    base = {name: tensor.clone() for name, tensor in trainer.base_tensors()}
+    assert _same(base, load_file(Path(model_folder("qwen2")) / "model.safetensors"))
+    adapters = {name: tensor.clone() for name, tensor in trainer.adapter_tensors()}
+    assert len(adapters) == 2 * MODULES
+    for name in [name for name in adapters if "lora_A" in name]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        b, scale = adapters[name.replace("lora_A", "lora_B")], OPTIONS["alpha"] / OPTIONS["rank"]  # type: ignore[operator]
+        base[f"{module}.weight"] = torch.addmm(base[f"{module}.weight"], b, adapters[name], alpha=scale)
+    assert _same(base, _published(trainer))
+
+
 def test_a_plain_model_with_the_published_weights_computes_the_same(
     engine: Callable[..., FSDPEngine], trajectories: Callable[..., DataProto], tmp_path: Path
 ) -> None:

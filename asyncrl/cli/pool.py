@@ -23,7 +23,7 @@ _ACTIONS = {
     "top": "the replicas, refreshed",
     "add": "start replica NAME; --on RESOURCE: on a node of the pool's Ray cluster with that resource",
     "drain": "let replica NAME finish its requests, and remove it",
-    "swap": "serve the weights in FOLDER from now on",
+    "swap": "serve the weights in FOLDER from now on; one of peft's: beside them, as the model --adapter",
     "pause": "stop decoding; --mode keep, abort or drain",
     "resume": "go on decoding",
 }
@@ -38,6 +38,7 @@ def add_pool_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--control-key-file", type=Path, metavar="F", help="for the latter; else ASYNCRL_CONTROL_KEY")
     parser.add_argument("--on", default="", metavar="RESOURCE", help="of add: a custom resource of Ray nodes")
     parser.add_argument("--mode", choices=("keep", "abort", "drain"), default="keep", help="of pause (keep)")
+    parser.add_argument("--adapter", metavar="NAME", help="of swap: the model's name for an adapter (the folder's)")
     parser.add_argument("--version-number", type=int, metavar="V", help="of the weights to swap in (the next)")
     parser.add_argument("--every", type=_seconds, default=1.0, metavar="S", help="seconds between looks of top (1)")
     parser.add_argument("--json", action="store_true", help="print the server's answer as JSON")
@@ -106,7 +107,8 @@ def _request(namespace: argparse.Namespace) -> tuple[str, str, Any]:
             return "POST", "/replicas/drain", {"name": name}
         case _:
             folder = str(Path(name).expanduser().resolve())
-            return "POST", "/weights", {"action": "swap", "folder": folder, "version": namespace.version_number}
+            given = {"folder": folder, "version": namespace.version_number, "adapter": namespace.adapter}
+            return "POST", "/weights", {"action": "swap", **given}
 
 
 async def _top(client: ControlClient, *, every_s: float) -> None:

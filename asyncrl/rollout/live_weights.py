@@ -83,8 +83,7 @@ async def check_live_weights(engine: LiveWeightsEngine, manifest: WeightManifest
     """
     entries = sampled_entries(manifest)
     live = await engine.live_checksums([entry.name for entry in entries])
-    of = "" if manifest.adapter is None else "the adapter was trained beside other weights than it serves, or "
-    _compare(entries, live, version=manifest.version, explained=of)
+    _compare(entries, live, version=manifest.version)
 
 
 async def check_live_adapters(engine: AdapterEngine, manifest: WeightManifest) -> None:
@@ -106,16 +105,14 @@ async def check_live_adapters(engine: AdapterEngine, manifest: WeightManifest) -
         _compare(part.tensors, live, version=part.version)
 
 
-def _compare(
-    entries: Sequence[TensorEntry], live: Mapping[str, tuple[str, int]], *, version: int, explained: str = ""
-) -> None:
+def _compare(entries: Sequence[TensorEntry], live: Mapping[str, tuple[str, int]], *, version: int) -> None:
     for entry in entries:
         dtype, checksum = live[entry.name]
         if dtype == entry.dtype and checksum != entry.checksum:
             raise LiveWeightsError(
                 f"the engine says that it serves weight version {version}, but its tensor {entry.name} has "
-                f"checksum {checksum:016x}, and the trainer published {entry.checksum:016x}: {explained}a defect of "
-                "the engine, or memory that something else writes to"
+                f"checksum {checksum:016x}, and the trainer published {entry.checksum:016x}: a defect of the engine, "
+                "or memory that something else writes to"
             )
 
 

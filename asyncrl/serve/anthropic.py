@@ -227,7 +227,7 @@ MessageEvent: TypeAlias = MessageStart | BlockStart | BlockDelta | BlockStop | M
 async def count_tokens(call: Call) -> web.StreamResponse:
     """Count the tokens of the prompt of a conversation."""
     body = call.body_as(CountTokensRequest)
-    call.state.check_model(body.model)
+    call.choose_model(body.model)
     rendering = _rendering(call, body)
     prompt = await render_prompt(call, _conversation(body), _tools(body), call.session(create=False), rendering)
     return call.answer(TokenCount(len(prompt.token_ids)))
@@ -236,7 +236,7 @@ async def count_tokens(call: Call) -> web.StreamResponse:
 async def messages(call: Call) -> web.StreamResponse:
     """Sample a turn of a chat, whole or as a stream."""
     body = call.body_as(MessagesRequest)
-    call.state.check_model(body.model)
+    call.choose_model(body.model)
     tools = _tools(body)
     turn = await ChatTurn.begin(
         call,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -112,9 +112,20 @@ class ServerState:
             raise APIError(501, f"this model serves no chats: {error}") from error
         return text
 
-    def check_model(self, name: str) -> None:
-        if name not in self.names and not self.any_name:
-            raise APIError(404, f"the model {name[:100]!r} is not served here; this one is: {self.names[0]!r}")
+    @property
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters that are served, each a model for clients."""
+        return [name for name in self.weights.adapters if name] if self.weights is not None else ()
+
+    def adapter_of(self, model: str) -> str:
+        """Return the adapter that a client means by a model; an empty name for the model itself, an API error else."""
+        if model in self.names or self.any_name:
+            return ""
+        if model in self.adapters:
+            return model
+        served = ", ".join(map(repr, (self.names[0], *self.adapters)))
+        which = "these are" if self.adapters else "this one is"
+        raise APIError(404, f"the model {model[:100]!r} is not served here; {which}: {served}")
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -144,10 +155,22 @@ class Call:
         holder: of the key; empty where no key is needed.
         kept_bytes: of what the server has kept and the request refers to.
         body: of the route's request type; None if the route has none. Any: it differs by route.
+        adapter: that the request is for; an empty name for the model itself.
         open_events: the answer, if it is a stream.
     """
 
-    __slots__ = ("_session", "body", "holder", "id", "kept_bytes", "open_events", "plane", "request", "state")
+    __slots__ = (
+        "_session",
+        "adapter",
+        "body",
+        "holder",
+        "id",
+        "kept_bytes",
+        "open_events",
+        "plane",
+        "request",
+        "state",
+    )
 
     def __init__(
         self,
@@ -165,9 +188,14 @@ class Call:
         self.holder = holder
         self.plane: Plane = plane
         self.body = body
+        self.adapter = ""
         self.kept_bytes = 0
         self.open_events: EventStream | None = None
         self._session: Session | None = None
+
+    def choose_model(self, name: str | None) -> None:
+        """Have the request's generations made by a model; None for the one that is served first."""
+        self.adapter = self.state.adapter_of(name or self.state.names[0])
 
     def body_as(self, kind: type[_T]) -> _T:
         assert isinstance(self.body, kind)
@@ -219,7 +247,12 @@ class Call:
             if index and sampling.seed is not None:
                 own = replace(sampling, seed=derive_seed(sampling.seed, index))
             made.append(
-                GenerationRequest(request_id=f"{self.id}-{first + index}", prompt_token_ids=prompt, sampling=own)
+                GenerationRequest(
+                    request_id=f"{self.id}-{first + index}",
+                    prompt_token_ids=prompt,
+                    sampling=own,
+                    adapter=self.adapter,
+                )
             )
         return made
 

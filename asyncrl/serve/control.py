@@ -66,6 +66,9 @@ class WeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     action: Literal["prepare", "commit", "swap"]
     folder: str | None = None
+    adapter: Annotated[str, Meta(max_length=128)] | None = None
+    """Name under which the adapter in the folder is served, by default the folder's. With an empty one it answers
+    requests for the model itself."""
     manifest: str | None = None
     """base64 of :meth:`WeightManifest.encode`."""
     version: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -75,6 +78,8 @@ class WeightStatus(Struct, kw_only=True):
     version: int
     prepared: int | None
     replicas: dict[str, int | None]
+    adapters: dict[str, int] = {}
+    """Versions of the adapters that are served, by name."""
 
 
 class UpdateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +111,7 @@ class ParallelConfig(Struct, kw_only=True):
 
 
 class VLLMConfig(Struct, kw_only=True):
-    """The parts of vLLM's configuration that apply here; adapters are not served."""
+    """The parts of vLLM's configuration that apply here."""
 
     model_config: ServedConfig
     parallel_config: ParallelConfig
@@ -216,6 +221,7 @@ async def weight_status(call: Call) -> web.StreamResponse:
             version=state.replica_pool.weight_version,
             prepared=state.weights.prepared if state.weights is not None else None,
             replicas={replica.name: replica.weight_version for replica in state.replica_pool.replicas()},
+            adapters=dict(state.weights.adapters) if state.weights is not None else {},
         )
     )
 
@@ -228,13 +234,15 @@ async def weights(call: Call) -> web.StreamResponse:
     if body.action != "commit":
         if (body.folder is None) == (body.manifest is None):
             raise APIError(400, "give either a folder or a manifest")
+        if body.adapter is not None and body.folder is None:
+            raise APIError(400, "adapter is the name for that of a folder: a manifest has a name of its own")
         if body.manifest is not None:
             manifest = _manifest(body.manifest)
             updater.prepare(manifest)
             version = manifest.version
         else:
             change = updater.swap if body.action == "swap" else updater.prepare_folder
-            await change(Path(body.folder or ""), version=version)
+            await change(Path(body.folder or ""), version=version, adapter=body.adapter)
             return await weight_status(call)
     if body.action != "prepare":
         if version is None:

@@ -38,9 +38,13 @@ _log = logging.getLogger(__name__)
 
 
 class GenerateRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """POST /generate. Texts (``stop``, ``bad_words``, ``grammar`` in llguidance's Lark) need a model's tokenizer."""
+    """POST /generate. Texts (``stop``, ``bad_words``, ``grammar`` in llguidance's Lark) need a model's tokenizer.
+
+    Without a ``model`` the one that is served first answers.
+    """
 
     prompt_token_ids: Sequence[TokenId] = ()
+    model: str | None = None
     max_new_tokens: Count | None = None
     top_log_probs: TopLogProbCount = 0
     prompt_log_probs: TopLogProbCount | None = None
@@ -88,6 +92,7 @@ async def generate(call: Call) -> web.StreamResponse:
     body = call.body_as(GenerateRequest)
     if not body.prompt_token_ids:
         raise APIError(400, "prompt_token_ids are missing or empty")
+    call.choose_model(body.model)
     sampling = sampling_params(
         call.state.limits,
         body,

@@ -422,7 +422,8 @@ class ChatCompletionChunk(Struct, kw_only=True):
 class ModelCard(Struct, kw_only=True):
     """A served model, as OpenAI's, Anthropic's and vLLM's clients read it.
 
-    ``max_model_len`` is the longest prompt and answer together, in tokens.
+    ``max_model_len`` is the longest prompt and answer together, in tokens; ``parent``, of an adapter, the model that it
+    is served beside.
     """
 
     id: str
@@ -433,6 +434,7 @@ class ModelCard(Struct, kw_only=True):
     type: Literal["model"] = "model"
     owned_by: str = "asyncrl"
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 class ModelList(Struct, kw_only=True):
@@ -451,22 +453,29 @@ _CREATED = int(time.time())
 
 
 async def models(call: Call) -> web.StreamResponse:
-    """List the model under each of its names."""
-    cards = [_card(call, name) for name in call.state.names]
+    """List the model under each of its names, then the adapters that are served beside it."""
+    cards = [_card(call, name) for name in (*call.state.names, *call.state.adapters)]
     return call.answer(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
 async def model(call: Call) -> web.StreamResponse:
-    """Describe the model under one of its names."""
+    """Describe the model under one of its names, or an adapter."""
     name = call.request.match_info["model"]
-    call.state.check_model(name)
+    call.state.adapter_of(name)
     return call.answer(_card(call, name))
 
 
 def _card(call: Call, name: str) -> ModelCard:
     created_at = datetime.fromtimestamp(_CREATED, UTC).isoformat().replace("+00:00", "Z")
     context = call.state.context_tokens
-    return ModelCard(id=name, created=_CREATED, display_name=name, created_at=created_at, max_model_len=context)
+    return ModelCard(
+        id=name,
+        created=_CREATED,
+        display_name=name,
+        created_at=created_at,
+        max_model_len=context,
+        parent=call.state.names[0] if call.state.adapter_of(name) else None,
+    )
 
 
 # --------------------------------------------------------------------------------- what chats and completions share
@@ -564,7 +573,7 @@ async def chat_tokens(call: Call) -> web.StreamResponse:
 
 
 async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...] = ()) -> web.StreamResponse:
-    call.state.check_model(body.model)
+    call.choose_model(body.model)
     _check_neutral(body, top_logprobs=(None if body.logprobs else body.top_logprobs, 0), echo=(body.echo, False))
     check_verbosity(call, body.verbosity, field="verbosity")
     effort = reasoning_effort(call, body.reasoning_effort, field="reasoning_effort")
@@ -771,7 +780,7 @@ def token_log_probs(text: ModelText, choice: Choice, begin: int = 0) -> list[Tok
 async def tokenize(call: Call) -> web.StreamResponse:
     """Return the tokens of a prompt, or of the prompt of a chat."""
     body, state = call.body_as(TokenizeRequest), call.state
-    state.check_model(body.model or state.names[0])
+    call.choose_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "give a prompt or messages")
     text = state.model_text()
@@ -792,7 +801,7 @@ async def tokenize(call: Call) -> web.StreamResponse:
 async def detokenize(call: Call) -> web.StreamResponse:
     """Return the text of tokens, special ones included."""
     body, state = call.body_as(DetokenizeRequest), call.state
-    state.check_model(body.model or state.names[0])
+    call.choose_model(body.model)
     text = state.model_text()
     if wrong := [token for token in body.tokens if token >= text.vocabulary]:
         raise APIError(400, f"{wrong[0]} is no token; the vocabulary is 0..{text.vocabulary - 1}")
@@ -807,7 +816,7 @@ async def detokenize(call: Call) -> web.StreamResponse:
 async def completions(call: Call) -> web.StreamResponse:
     """Sample continuations of plain prompts, whole or as a stream."""
     body, state = call.body_as(CompletionRequest), call.state
-    state.check_model(body.model)
+    call.choose_model(body.model)
     _check_neutral(body, best_of=(body.best_of, body.n or 1), suffix=(body.suffix, ""))
     text, usage = state.model_text(), _usage_events(body)
     encoded = await call.off_loop(lambda: _prompts(text, body.prompt))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from asyncrl.errors import WeightError, WeightVersionError
 from asyncrl.interfaces import RolloutEngine
@@ -16,20 +18,27 @@ from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.runtime import shield_until_done
 from asyncrl.single_controller.liveness import Liveness
-from asyncrl.weights import WeightManifest, WeightTransport
+from asyncrl.weights import Adapter, WeightManifest, WeightTransport, entries_of
 
 if TYPE_CHECKING:
     import torch
 
 
 class WeightUpdater:
-    """Updates the weights of a pool in two phases, one version at a time, from the other end of ``transport``."""
+    """Updates the weights of a pool in two phases, one version at a time, from the other end of ``transport``.
 
-    def __init__(self, pool: ReplicaPool, transport: WeightTransport) -> None:
+    ``reserved`` are names that no adapter may have: the model's own.
+    """
+
+    def __init__(self, pool: ReplicaPool, transport: WeightTransport, *, reserved: Collection[str] = ()) -> None:
         self._pool = pool
         self._transport = transport
+        self._reserved = reserved
         self._prepared: WeightManifest | None = None
         self._published: set[int] = set()  # and not released yet
+        self._adapters: dict[str, WeightManifest] = {}
+        self._replaced: int | None = None
+        """The last version that replaced the weights themselves."""
         self._last = 0
         self._busy = asyncio.Lock()
 
@@ -37,21 +46,46 @@ class WeightUpdater:
     def prepared(self) -> int | None:
         return self._prepared.version if self._prepared is not None else None
 
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The versions of the adapters that are served, by name."""
+        return {name: manifest.version for name, manifest in self._adapters.items()}
+
     def prepare(self, manifest: WeightManifest) -> None:
         """Prepare weights that are published already, for :meth:`commit`. Replaces what was prepared before.
 
         Raises:
             WeightVersionError: the version is not newer than the one that is served.
+            WeightError: it would replace the weights that adapters are served beside, or is an adapter where weights
+                have been replaced: a replica that starts later would lack these.
         """
         if manifest.version <= self._pool.weight_version:
             raise WeightVersionError(
                 f"version {manifest.version} is not newer than {self._pool.weight_version}, which is served"
             )
+        if manifest.adapter is None and self._adapters:
+            raise WeightError(
+                f"adapters ({', '.join(map(repr, self._adapters))}) are served beside the present weights, which are "
+                "therefore not replaced: an adapter is for the weights that it was trained beside"
+            )
+        if manifest.adapter is not None and self._replaced is not None:
+            raise WeightError(
+                f"version {manifest.version} is an adapter, and version {self._replaced} has replaced the weights that "
+                "the server was started with: adapters are served beside those"
+            )
+        if manifest.adapter is not None:
+            if manifest.adapter.name in self._reserved:
+                raise WeightError(f"{manifest.adapter.name!r} is the model itself: give the adapter another name")
+            others = (each for name, each in self._adapters.items() if name != manifest.adapter.name)
+            manifest = msgspec.structs.replace(manifest, beside=tuple(others))
         self._prepared = manifest
 
-    async def prepare_folder(self, folder: Path, *, version: int | None = None) -> WeightManifest:
+    async def prepare_folder(
+        self, folder: Path, *, version: int | None = None, adapter: str | None = None
+    ) -> WeightManifest:
         """Publish the safetensors of a model folder, as the next version by default, and prepare it.
 
+        A folder of peft's is an adapter, which is served under the name ``adapter``, by default the folder's.
         What was prepared before is freed first: a transport need not have room for three versions. A cancelled call
         ends when the transport has finished; nothing is prepared then.
 
@@ -60,15 +94,18 @@ class WeightUpdater:
             WeightVersionError: the version is not newer than all that were served or published.
         """
         async with self._busy:  # before any await, so that versions follow the order of the calls
-            return await self._prepare_folder(folder, version)
+            return await self._prepare_folder(folder, version, adapter)
 
-    async def swap(self, folder: Path, *, version: int | None = None) -> Ended:
+    async def swap(self, folder: Path, *, version: int | None = None, adapter: str | None = None) -> Ended:
         """Prepare a folder and commit it, with no other call in between; raise as both."""
         async with self._busy:
-            manifest = await self._prepare_folder(folder, version)
+            manifest = await self._prepare_folder(folder, version, adapter)
             return await self._commit(manifest.version)
 
-    async def _prepare_folder(self, folder: Path, version: int | None) -> WeightManifest:
+    async def _prepare_folder(self, folder: Path, version: int | None, name: str | None) -> WeightManifest:
+        adapter = await asyncio.to_thread(_adapter, folder, folder.name if name is None else name)
+        if adapter is None and name is not None:
+            raise WeightError(f"{folder} is no adapter (it has no {_ADAPTER_CONFIG}): only an adapter has a name")
         files = await asyncio.to_thread(lambda: sorted(folder.glob("*.safetensors")))
         if not files:
             raise WeightError(f"{folder} holds no safetensors file")
@@ -80,6 +117,7 @@ class WeightUpdater:
         await self._release()
         try:
             manifest = await shield_until_done(self._publish(files, number))
+            manifest = msgspec.structs.replace(manifest, adapter=adapter)
         except asyncio.CancelledError:
             await self._release()
             raise
@@ -111,7 +149,12 @@ class WeightUpdater:
         manifest = self._check_prepared(version)  # an earlier call may have replaced it
         self._prepared = None
         try:
-            return await shield_until_done(self._pool.publish(manifest))
+            ended = await shield_until_done(self._pool.publish(manifest))
+            if manifest.adapter is None:
+                self._replaced = manifest.version
+            else:
+                self._adapters[manifest.adapter.name] = msgspec.structs.replace(manifest, beside=())
+            return ended
         finally:
             await self._release()
 
@@ -122,10 +165,51 @@ class WeightUpdater:
 
     async def _release(self) -> None:
         """Free the versions that were published here and that no replica needs any more."""
-        needed = self._pool.needed_versions | ({self._prepared.version} if self._prepared is not None else set())
+        needed = self._pool.needed_versions | {each.version for each in self._adapters.values()}
+        needed |= {self._prepared.version} if self._prepared is not None else set()
         for version in self._published - needed:
             await asyncio.to_thread(self._transport.release, version)
         self._published &= needed
+
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "lora_bias": False,
+}
+"""Settings of peft that change what is computed, and their values in an adapter that is a pair of matrices a module."""
+
+
+def _adapter(folder: Path, name: str) -> Adapter | None:
+    """Return the adapter of peft's folder; None of another folder. Blocks.
+
+    Its base is known where the configuration names a folder of this machine.
+
+    Raises:
+        WeightError: the configuration cannot be read, or is of another kind of adapter.
+    """
+    path = folder / _ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        raise WeightError(f"{path} is no configuration of an adapter: {type(error).__name__}: {error}") from error
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain) not in (plain, plain or None):
+            raise WeightError(f"{path}: {key} = {config[key]!r} is not served, only {plain!r}")
+    base = Path(str(config.get("base_model_name_or_path")))
+    files = sorted(base.glob("*.safetensors")) if base.is_dir() else []
+    scaled = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha  # rank-stabilised: alpha / sqrt(rank)
+    return Adapter(rank=rank, alpha=scaled, name=name, base=entries_of(_tensors(files)))
 
 
 def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:

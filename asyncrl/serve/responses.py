@@ -282,7 +282,7 @@ class ResponseEvent(Struct, kw_only=True):
 async def create(call: Call) -> web.StreamResponse:
     """Sample a turn of a conversation of items, whole or as a stream."""
     body, state = call.body_as(ResponsesRequest), call.state
-    state.check_model(body.model)
+    call.choose_model(body.model)
     check_neutral(
         background=(body.background, False), top_logprobs=(None if body.with_log_probs else body.top_logprobs, 0)
     )

@@ -33,7 +33,7 @@ from asyncrl.interfaces import (
 )
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.model_folder import check_model
-from asyncrl.plugins import is_model_source, load_part, make_part
+from asyncrl.plugins import is_model_source, load_part, make_part, offered_options
 from asyncrl.rollout.engine_worker import EngineSpec, resolve_model
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.serve.call import ServerState
@@ -47,6 +47,7 @@ from asyncrl.single_controller.liveness import Liveness
 from asyncrl.weights import TransportSpec, WeightTransport
 
 _ENGINES = "asyncrl.rollout_engines"
+_MOST_ADAPTERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +134,11 @@ class ServedModel:
         stack.callback(ports.close)
         folder = await self._model_folder(stack)
         namespace = f"serve-{os.getpid()}-{secrets.token_hex(4)}"
-        spec = None if options.transport is None else TransportSpec(name=options.transport, namespace=namespace)
-        transport = None
-        if spec is not None:
+        spec = transport = None
+        if options.transport is not None:
+            group, versions = "asyncrl.weight_transports", {"max_versions": _MOST_ADAPTERS}
+            held = offered_options(group, options.transport, versions, path="transport")
+            spec = TransportSpec(name=options.transport, namespace=namespace, options=held)
             transport = spec.make()
             stack.callback(transport.close)
         ray_replicas = await self._ray_replicas(stack, transport)
@@ -150,15 +153,16 @@ class ServedModel:
             await self._open(pool, stack)
         context = options.engine_options.get("max_model_tokens") or await asyncio.to_thread(context_tokens, folder)
         self.pool = pool
+        names = options.names or (_short_name(self._model),)
         self.state = ServerState(
             pool=pool,
-            names=options.names or (_short_name(self._model),),
+            names=names,
             text=text,
             context_tokens=context,
             dtype=self._dtype(),
             limits=options.limits,
             capture=_sink(options),
-            weights=WeightUpdater(pool, transport) if transport is not None else None,
+            weights=WeightUpdater(pool, transport, reserved=names) if transport is not None else None,
             new_replica=new_replica,
             ray_replicas=ray_replicas,
         )
@@ -285,8 +289,10 @@ class ServedModel:
                 choice.feed(chunk)
         return choice.parse(text.renderer, call_prefix=request.request_id).message
 
-    async def swap(self, folder: Path | str) -> int:
+    async def swap(self, folder: Path | str, *, adapter: str | None = None) -> int:
         """Serve the safetensors of ``folder``; return their version. Running requests go on under the new weights.
+
+        A folder of peft's is served beside the model, under the name ``adapter``, by default the folder's.
 
         Raises:
             WeightError: they are not the model's, or are not finite; the old ones stay.
@@ -295,7 +301,7 @@ class ServedModel:
         self._running()
         if self.state.weights is None:
             raise EngineError("this server takes no weights: it was made with transport=None")
-        await self.state.weights.swap(Path(folder))
+        await self.state.weights.swap(Path(folder), adapter=adapter)
         return self.pool.weight_version
 
     async def drain(self) -> None:

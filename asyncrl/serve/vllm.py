@@ -94,7 +94,7 @@ async def generate(call: Call) -> web.StreamResponse:
     """Sample a continuation of token ids, in vLLM's schema."""
     body, state = call.body_as(TokensRequest), call.state
     given, ids = body.sampling_params, tuple(body.token_ids)
-    state.check_model(body.model or state.names[0])
+    call.choose_model(body.model)
     check_neutral(stream=(body.stream, False))
     sampling = sampling_params(
         state.limits,

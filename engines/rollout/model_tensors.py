@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
-from asyncrl.weights import WeightManifest
+from asyncrl.weights import WeightManifest, dtype_and_checksum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -127,6 +129,10 @@ class ModelTensors:
             raise WeightMismatchError(f"{what} has other target modules than its last version: {_few(other)}")
         return adapted
 
+    def checksums(self, names: Collection[str]) -> dict[str, tuple[str, int]]:
+        """Return the dtype and the checksum of live tensors, by published name; in threads."""
+        return checksums({name: self.live[self.owners[name]] for name in names})
+
     def _check(
         self,
         entries: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]],
@@ -161,6 +167,12 @@ class ModelTensors:
                     f"{other} and {name} are one tensor in the model, but differ in version {version}"
                 )
         return {name: owner for owner, name in by_owner.items()}
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
+    """Return the dtype and the checksum of tensors, as in their entries; in threads."""
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1), thread_name_prefix="check-weights") as threads:
+        return dict(zip(tensors, threads.map(dtype_and_checksum, tensors.values()), strict=True))
 
 
 _ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")

@@ -8,19 +8,17 @@ The weights stay as they are, so rows of several adapters, and rows without one,
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from asyncrl.errors import WeightError
-from asyncrl.weights import WeightManifest, dtype_and_checksum
-from engines.rollout.model_tensors import ModelTensors, adapter_name, check_prepared
+from asyncrl.errors import WeightError, WeightMismatchError
+from asyncrl.weights import TensorEntry, WeightManifest
+from engines.rollout.model_tensors import ModelTensors, adapter_name, check_prepared, checksums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +44,7 @@ class Adapters:
         self._tensors = ModelTensors(model)
         self._modules = dict(model.named_modules())
         self._adapted: set[str] = set()
+        self._base: tuple[TensorEntry, ...] = ()
         self._shadow: dict[str, ServedAdapter] = {}
         self._places: list[tuple[ServedAdapter, torch.Tensor | None]] = []
 
@@ -74,6 +73,9 @@ class Adapters:
                 modules=last.pairs if last is not None else (),
                 max_rank=self._max_rank,
             )
+            if manifest.adapter.base != self._base:
+                self._check_base(manifest)
+                self._base = manifest.adapter.base
             copies: dict[str, torch.Tensor] = {}
             pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             for module in modules:
@@ -84,6 +86,17 @@ class Adapters:
             scale = manifest.adapter.alpha / manifest.adapter.rank
             shadow[name] = ServedAdapter(manifest.version, scale, pairs, copies)
         self.prepared, self._shadow = version, shadow
+
+    def _check_base(self, manifest: WeightManifest) -> None:
+        """Raise :class:`WeightMismatchError` unless an adapter was trained beside the model's weights."""
+        assert manifest.adapter is not None
+        base = {entry.name: entry for entry in manifest.adapter.base}
+        for name, (dtype, checksum) in self._tensors.checksums(base).items():
+            if dtype == base[name].dtype and checksum != base[name].checksum:
+                raise WeightMismatchError(
+                    f"adapter {manifest.adapter.name!r} of version {manifest.version} is for another base: its {name} "
+                    "is not what the engine serves"
+                )
 
     def swap(self, version: int) -> frozenset[str]:
         """Have the prepared adapters serve; return their names. Raises as :func:`check_prepared`."""
@@ -119,9 +132,7 @@ class Adapters:
         """Return the dtype and the checksum of the tensors of an adapter that serves, by published name; in threads."""
         if name not in self.serving:
             raise WeightError(f"no adapter {name!r} serves")
-        tensors = self.serving[name].tensors
-        with ThreadPoolExecutor(min(2, os.cpu_count() or 1), thread_name_prefix="check-weights") as threads:
-            return dict(zip(tensors, threads.map(dtype_and_checksum, tensors.values()), strict=True))
+        return checksums(self.serving[name].tensors)
 
     def _hook(self, module: str) -> Any:  # Any: torch's own type of hooks
         def add(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

@@ -7,16 +7,13 @@ an earlier version used.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from asyncrl.weights import dtype_and_checksum
 from engines.rollout.model_tensors import ModelTensors, check_prepared
 
 
@@ -93,10 +90,8 @@ class ShadowWeights:
         self.prepared = None
 
     def checksums(self, names: Collection[str]) -> dict[str, tuple[str, int]]:
-        """Return the dtype and the checksum of live tensors, by published name; in threads, none swapped meanwhile."""
-        live = [self._tensors.live[self._tensors.owners[name]] for name in names]
-        with ThreadPoolExecutor(min(2, os.cpu_count() or 1), thread_name_prefix="check-weights") as threads:
-            return dict(zip(names, threads.map(dtype_and_checksum, live), strict=True))
+        """Return the dtype and the checksum of live tensors, by published name; none is swapped meanwhile."""
+        return self._tensors.checksums(names)
 
     def sleep(self) -> None:
         """Move the weights to the host, and free what does not serve. Versions may be prepared meanwhile."""

@@ -247,8 +247,13 @@ async def test_the_weights_of_another_base_are_found_by_their_checksums(
     engine: TransformersEngine, model_of: Callable[..., Any], publish: Publish, transport: Any
 ) -> None:
     other = entries_of(model_of("llama", seed=5).named_parameters())
-    with pytest.raises(LiveWeightsError, match="the adapter was trained beside other weights than it serves"):
-        await take(engine, publish(1, base=other), transport)
+    with pytest.raises(WeightMismatchError, match=r"is for another base: its model\..* is not what the engine serves"):
+        await fetch_into(engine, publish(1, base=other), transport=transport)
+    await take(engine, proven := publish(2), transport)
+    with torch.no_grad():  # as something else that writes to the memory
+        engine._running().decoder.model.model.norm.weight[0] += 1e-3
+    with pytest.raises(LiveWeightsError, match=r"serves weight version 2, but its tensor model\.norm\.weight"):
+        await commit_into(engine, 2, kv_cache="keep", manifest=proven)
 
 
 def skip(self: Adapters, version: int) -> frozenset[str]:

@@ -6,6 +6,7 @@
     python benchmarks/trainer.py --attention                              # ways to attend within packed rows
     python benchmarks/trainer.py --shared                                 # rows that begin with the same prompt
     python benchmarks/trainer.py --loading                                # the memory of ranks that load a model
+    python benchmarks/trainer.py --held                                   # memory of frozen weights, and of sleep
     python benchmarks/trainer.py --mesh                                   # what meshes compute, against one rank
 
 All train the same rows with the same objective: lengths lognormal with mean 256 (sigma 1), at most 2048, a prompt of 16
@@ -21,6 +22,10 @@ vocabulary of 151,936, in processes of their own: the highest resident size minu
 
 ``load_peak_over_model`` is the sum of the highest resident sizes of four ranks that load a model of 135M parameters
 (0.5 GB in float32), minus what the same ranks need for one of 0.4M, over the bytes of the large one.
+
+``lora_frozen_bytes`` are those of the weights beside adapters in a model that computes in bfloat16, over float32's.
+``offload_equal`` is the share of weights that are bitwise the same after three updates with moments and weights on the
+host between them, and without.
 
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
@@ -44,6 +49,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -473,6 +479,41 @@ def measure_loading() -> Figure:
     return _at_most("load_peak_over_model", (peaks["135m"] - peaks["0.5m"]) / 2**20, "MiB", sizes["135m"] / 2**20, 1.3)
 
 
+# --------------------------------------------------------------------------------------------------------------- held
+
+
+def measure_held(arguments: argparse.Namespace) -> list[Figure]:
+    """Bytes of weights that are not trained, and whether weights and moments survive the host."""
+    config = MODELS[arguments.model]
+    batch, frozen, weights = group_of_rows(config.vocab_size), {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+        def engine(**options: Any) -> FSDPEngine:
+            return FSDPEngine(folder, objective=PolicyObjective(), lr=LR, device="cpu", **options)
+
+        for dtype in ("float32", "bfloat16"):
+            made = engine(dtype=dtype, lora={"rank": 16, "alpha": 32.0})
+            frozen[dtype] = sum(each.nbytes for each in made._model.parameters() if not each.requires_grad)
+            made.close()
+        for sleeps in (False, True):
+            made = engine()
+            for _ in range(3):
+                made.update(batch)
+                if sleeps:
+                    made.sleep()
+                    made.wake()
+            weights[sleeps] = {name: tensor.clone() for name, tensor in made.named_tensors()}
+            made.close()
+    equal = sum(torch.equal(tensor, weights[True][name]) for name, tensor in weights[False].items())
+    share = equal / len(weights[False])
+    return [
+        _at_most("lora_frozen_bytes", frozen["bfloat16"] / 2**20, "MiB", frozen["float32"] / 2**20, 0.5),
+        Figure("offload_equal", equal, "tensors", len(weights[False]), share, "ratio = 1", share == 1.0),
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------- meshes
 
 MESHES: dict[int, list[dict[str, int]]] = {
@@ -543,7 +584,7 @@ def measure_meshes() -> list[Figure]:
 def measure_attention(rounds: int) -> list[Figure]:
     """Forward and backward of one layer's attention over a stream; the value is ours, the floor another way."""
     from types import SimpleNamespace
-    from typing import Any, cast
+    from typing import cast
 
     from engines.training.packed_attention import RowLayout, packed_attention
 
@@ -615,6 +656,7 @@ def main() -> None:
     parser.add_argument("--attention", action="store_true", help="compare ways of attention, and nothing else")
     parser.add_argument("--shared", action="store_true", help="rows that begin with the same prompt, and nothing else")
     parser.add_argument("--loading", action="store_true", help="memory of ranks that load a model, and nothing else")
+    parser.add_argument("--held", action="store_true", help="memory of weights, and nothing else")
     parser.add_argument("--mesh", action="store_true", help="what meshes compute, and nothing else")
     parser.add_argument("--train", nargs=4, metavar=("FOLDER", "RANKS", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--load", nargs=3, metavar=("FOLDER", "RANK", "PORT"), help=argparse.SUPPRESS)
@@ -643,11 +685,13 @@ def main() -> None:
         figures = measure_shared(arguments)
     elif arguments.loading:
         figures = [measure_loading()]
+    elif arguments.held:
+        figures = measure_held(arguments)
     elif arguments.mesh:
         figures = measure_meshes()
     else:
         figures = [*measure(arguments, notes), measure_memory(), *measure_shared(arguments), measure_loading()]
-        figures += measure_meshes()
+        figures += [*measure_held(arguments), *measure_meshes()]
     machine = {
         "cpus": os.cpu_count(),
         "threads": arguments.threads,

@@ -39,8 +39,8 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     collectives.
 
     :meth:`update` minimises ``objective``. ``lora`` trains low-rank adapters instead of the weights
-    (:class:`~engines.training.lora.LoRA`). ``temperature`` is the one that tokens are sampled with: log-probs are of
-    softmax(logits / temperature). Other arguments are those of :class:`ShardedEngine`.
+    (:class:`~engines.training.lora.LoRA`), which are held in ``dtype`` then. ``temperature`` is the one that tokens are
+    sampled with: log-probs are of softmax(logits / temperature). Other arguments are those of :class:`ShardedEngine`.
     """
 
     objective: PolicyObjective
@@ -57,6 +57,7 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
                 lora=lora,
                 seed=self.seed,
                 sharded=self.world_size > 1,
+                dtype=self.dtype,
             ),
             temperature=self.temperature,
         )

@@ -154,7 +154,7 @@ def merged_tensors(tensors: Iterator[tuple[str, Tensor]], lora: LoRA) -> Iterato
         elif name.endswith(_A):
             waiting["a"] = tensor
         elif name.endswith(_B):
-            merged = torch.addmm(waiting["weight"], tensor, waiting["a"], alpha=lora.scale)
+            merged = torch.addmm(waiting["weight"].to(tensor.dtype), tensor, waiting["a"], alpha=lora.scale)
             yield name.removesuffix(_B) + ".weight", merged
             waiting.clear()
         else:

@@ -257,8 +257,9 @@ def load_policy_model(
     lora: LoRA | None = None,
     seed: int = 0,
     sharded: bool = False,
+    dtype: ComputeDtype = "float32",
 ) -> PolicyModel:
-    """Load a causal LM from a folder or the hub, in float32 on the CPU.
+    """Load a causal LM from a folder or the hub on the CPU: in float32, and frozen weights in ``dtype``.
 
     Layout ``auto`` packs rows if the model allows it, and logs a warning if not. With ``lora`` the model is frozen and
     gets adapters, drawn from ``seed``. Dropout is switched off: the trained policy must be the one that is sampled
@@ -280,6 +281,10 @@ def load_policy_model(
     model.train()
     _check_logits(model if loaded.files is None else PolicyModel(loaded.twin))
     choose_layout(model, layout, loaded)
+    if dtype == "bfloat16":  # as a pass would cast them; only what is trained needs more digits
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
 
@@ -370,7 +375,7 @@ def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
 def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype) -> None:
     """Divide products over tensor-parallel ranks; shard every decoder layer, then the rest, over the others.
 
-    Weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
+    Trained weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
 
     A model without memory gets its shards, and reads them, afterwards (:class:`~asyncrl.errors.ConfigError` if a file
     cannot be read).

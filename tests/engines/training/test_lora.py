@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.data import DataProto
 from asyncrl.errors import CheckpointError, ConfigError
+from engines.training import fsdp_engine
 from engines.training.fsdp_engine import FSDPEngine
 from engines.training.lora import LoRA, merged_tensors
 
@@ -52,6 +53,12 @@ def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def _stored(folder: str, dtype: str) -> dict[str, Tensor]:
+    """Return the weights of a float32 model as frozen ones are held."""
+    tensors = load_file(Path(folder) / "model.safetensors")
+    return {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in tensors.items()}
+
+
 def _log_probs(scored: DataProto) -> Tensor:
     assert scored.batch is not None
     log_probs: Tensor = scored.batch["log_probs"].values()
@@ -79,7 +86,7 @@ def test_only_adapters_are_trained_and_they_are_published_merged(
     dtype: str,
 ) -> None:
     trainer, batch = engine(dtype=dtype), trajectories(LENGTHS)
-    original = load_file(Path(model_folder("qwen2")) / "model.safetensors")
+    original = _stored(model_folder("qwen2"), dtype)
     assert _same(_published(trainer), original)  # B = 0: nothing is added yet
     for _ in range(2):
         trainer.update(batch)
@@ -100,7 +107,7 @@ def test_published_apart_adapters_and_base_give_what_is_published_merged(
     trainer, batch = engine(dtype=dtype), trajectories(LENGTHS)
     trainer.update(batch)
     base = {name: tensor.clone() for name, tensor in trainer.base_tensors()}
-    assert _same(base, load_file(Path(model_folder("qwen2")) / "model.safetensors"))
+    assert _same(base, _stored(model_folder("qwen2"), dtype))
     adapters = {name: tensor.clone() for name, tensor in trainer.adapter_tensors()}
     assert len(adapters) == 2 * MODULES
     for name in [name for name in adapters if "lora_A" in name]:
@@ -155,6 +162,25 @@ def test_the_frozen_model_is_the_reference(
     assert not torch.allclose(_log_probs(trainer.log_probs(batch)), reference, atol=1e-2)
     with pytest.raises(ConfigError, match="all weights are trained"):
         frozen.reference_log_probs(batch)
+
+
+def test_frozen_weights_are_held_in_the_dtype_of_the_computation(
+    engine: Callable[..., FSDPEngine], trajectories: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half the memory, and bit for bit the same: a pass casts them anyway."""
+    load, batch, found = fsdp_engine.load_policy_model, trajectories(LENGTHS), []
+    for loading in (load, lambda path, **options: load(path, **{**options, "dtype": "float32"})):
+        monkeypatch.setattr(fsdp_engine, "load_policy_model", loading)
+        made = engine(dtype="bfloat16")
+        updates = [made.update(batch) for _ in range(2)]
+        frozen = [each for each in made._model.parameters() if not each.requires_grad]
+        found.append((sum(each.nbytes for each in frozen), updates, dict(made.adapter_tensors()), made))
+    (half, updates, adapters, made), (whole, same_updates, same_adapters, other) = found
+    assert 2 * half == whole
+    assert updates == same_updates
+    assert _same(adapters, same_adapters)
+    scores = [_log_probs(each.reference_log_probs(batch)) for each in (made, other)]
+    assert torch.equal(*scores)
 
 
 @DTYPES

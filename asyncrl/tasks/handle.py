@@ -123,19 +123,20 @@ def evaluate(
     out: Path | str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Score held-out tasks, ``data`` among them; blocks, also in a notebook.
+    """Score held-out tasks (``tasks`` of them, by default ``eval.tasks``), or the rows of ``data`` (by default all).
 
         >>> evaluate(config, samples=3)["tasks"]
         2
 
-    ``checkpoint`` is the folder of a run (whose configuration is used unless another is given), of a checkpoint, or of
-    a model. Other arguments are those of :func:`train`, and of :func:`asyncrl.tasks.run.evaluate`, as is the result.
+    Blocks, also in a notebook. ``checkpoint`` is the folder of a run (whose configuration is used unless another is
+    given), of a checkpoint, or of a model. Other arguments are those of :func:`train`, and of
+    :func:`asyncrl.tasks.run.evaluate`, as is the result.
     """
     made = _answering(config, model, data, reward, env, tools, checkpoint, settings)
     return run.evaluate(
         made,
         checkpoint=Path(checkpoint) if checkpoint is not None else None,
-        tasks=tasks if tasks is not None or made.eval.tasks else _ALL,
+        tasks=tasks if tasks is not None or (data is None and made.eval.tasks) else _ALL,
         samples=samples,
         temperature=temperature,
         out=Path(out) if out is not None else None,
@@ -164,9 +165,14 @@ def generate(
 
     Arguments are those of :func:`evaluate`; the result is that of :func:`asyncrl.tasks.run.generate`.
     """
-    if prompt is not None and env is None:
+    if config is None and checkpoint is not None:
+        config = _own_config(checkpoint)
+    if prompt is not None and env is None and config is None:
         env = {"name": "asyncrl.envs.single_turn:SingleTurnFactory", "options": {"prompt": prompt}}
     made = _answering(config, model, data, "none" if data is not None else None, env, tools, checkpoint, settings)
+    if prompt is not None and made.env.name in run.DATASET_NAMES:  # without its reward: the function may be gone
+        options = {key: value for key, value in made.env.options.items() if key != "rewards"} | {"reward": "none"}
+        made = made.model_copy(update={"env": made.env.model_copy(update={"options": options})})
     return run.generate(
         made,
         prompt=prompt,
@@ -213,10 +219,8 @@ def _answering(
     settings: Mapping[str, Any],
 ) -> Config:
     if config is None and checkpoint is not None:
-        own = Path(checkpoint) / "config.toml"
-        if own.is_file():
-            config = own
-        elif model is None:
+        config = _own_config(checkpoint)
+        if config is None and model is None:
             model = str(checkpoint)
     made, rows = python_config(
         config,
@@ -231,6 +235,11 @@ def _answering(
         options = {key: value for key, value in made.env.options.items() if key not in ("files", "held_out_share")}
         made = made.model_copy(update={"env": made.env.model_copy(update={"options": options})})
     return with_stored_rows(made, rows)
+
+
+def _own_config(checkpoint: Path | str) -> Path | None:
+    own = Path(checkpoint) / "config.toml"
+    return own if own.is_file() else None
 
 
 def attach(path: Path | str) -> Run[RunSummary]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,12 +145,18 @@ def test_a_closure_rewards_rows_by_their_columns_and_the_handle_shows_the_run(tm
     assert run.summary == summary
     assert "training steps" in run.report()
     assert len(run.trajectories(last=1)) == 1
-    assert len(run.metrics) >= 2
+    described = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert {name for name in [*run][-1] if name.startswith("train/") and "_staleness_" not in name} <= set(
+        re.findall(r"`(train/\w+)`", described)
+    )
     with run.recording() as recording:
         assert recording.last_step == 2
     # The rows that it was trained on, some or all of them, are asked without being held out of anything.
     scored = evaluate(checkpoint=run.path, data=ROWS, reward=right)
     assert (scored["tasks"], scored["weight_version"]) == (len(ROWS), 2)
+    assert evaluate(checkpoint=run.path, data=ROWS, reward=right, eval={"tasks": 3})["tasks"] == len(ROWS)
+    (answer,) = generate(checkpoint=run.path, prompt="say 3")
+    assert "say 3" in answer["text"]
 
 
 async def test_a_run_is_awaited_and_its_steps_arrive_in_order(tmp_path: Path):

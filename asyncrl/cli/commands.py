@@ -222,8 +222,10 @@ def _summary_of(run: Path) -> dict[str, Any]:
 
 
 def _liveness(status: RunStatus) -> list[str]:
-    """Return a line if the driver has ended or does not respond."""
+    """Return what to say first if the run has failed, or its driver has ended or does not respond."""
     silent_s = time.time() - status.at
+    if status.failed:
+        return [f"the run failed: {status.failed}", f"its last status, {silent_s:.0f} s ago:"]
     if not _is_alive(status.pid):
         ended = f"the driver (process {status.pid}) has ended and left no summary.json: it was stopped or killed"
         return [f"{ended}; its last status, {silent_s:.0f} s ago:"]

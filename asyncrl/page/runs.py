@@ -69,6 +69,7 @@ class _Status(msgspec.Struct):
     causes: list[str] = []
     idle: dict[str, dict[str, float]] = {}
     advice: _Advice | None = None
+    failed: str = ""
 
 
 class _Failure(msgspec.Struct):

@@ -11,8 +11,8 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +216,7 @@ class RunStatus:
 
     ``waits`` and ``work`` (at most 20) have the longest first; ``causes`` are sentences about what the admission law,
     the buffer and the pool wait for. ``idle`` and ``advice`` are those of :class:`RunSummary` until now, ``score`` is
-    the last of its ``scores``.
+    the last of its ``scores``. ``failed`` is the error that has ended the run, if one has.
     """
 
     pid: int
@@ -229,6 +229,7 @@ class RunStatus:
     idle: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     advice: Mapping[str, Any] | None = None
     score: Mapping[str, Any] | None = None
+    failed: str = ""
 
     def sentences(self) -> list[str]:
         lines = [f"step {self.step} of {self.steps} is done"]
@@ -278,13 +279,25 @@ class Watch:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch while the block runs; a stall ends the block with :class:`DeadlineError` (in an exception group)."""
-        async with asyncio.TaskGroup() as tasks:
-            looking = tasks.create_task(self._watch(), name="watch")
-            try:
-                yield
-            finally:
-                looking.cancel()
+        """Watch while the block runs; a stall ends the block with :class:`DeadlineError` (in an exception group).
+
+        An error that ends the block is in the log and in the status that it leaves.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                looking = tasks.create_task(self._watch(), name="watch")
+                try:
+                    yield
+                finally:
+                    looking.cancel()
+        except Exception as error:
+            failed = _first_line(error)
+            _log.error("the run failed: %s", failed)
+            with suppress(OSError):  # a full disk may be the reason
+                await shield_until_done(
+                    asyncio.to_thread(write_status, self._path, replace(self.look(), failed=failed))
+                )
+            raise
 
     async def _watch(self) -> None:
         while True:
@@ -367,6 +380,13 @@ def read_status(path: Path) -> RunStatus:
         return msgspec.json.decode(path.read_bytes(), type=RunStatus)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not the status of a run: {error!r}", path="run") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Return class and first line of an error, or of the first one of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _time(time_s: float) -> str:

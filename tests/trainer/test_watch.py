@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.cli.main import main
 from asyncrl.cli.output import print_failure
-from asyncrl.errors import ConfigError, DeadlineError
+from asyncrl.errors import ConfigError, DeadlineError, EnvironmentFailure
 from asyncrl.simulation import run_virtually
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.trainer.report import Watch, read_status
@@ -49,8 +49,10 @@ def test_a_stall_is_named_in_the_log_and_then_ended(tmp_path: Path, caplog: pyte
 
     with caplog.at_level(logging.WARNING):
         assert run_virtually(story()) == pytest.approx(100.0, abs=2.0)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
-    assert all("rollout: group 41, for" in record.message for record in caplog.records)
+    *waits, end = caplog.records
+    assert [record.levelname for record in waits] == ["WARNING", "ERROR"]
+    assert all("rollout: group 41, for" in record.message for record in waits)
+    assert end.message.startswith("the run failed: DeadlineError: train waited 100 s for rollouts")
 
 
 def test_the_causes_of_a_stall_are_printed_before_the_work_under_way(
@@ -124,6 +126,19 @@ def test_why_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.splitlines()[1].startswith("train has waited 6.0 s for rollouts")
     assert main(["why", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["waits"][0]["reason"] == "rollouts"
+
+
+def test_the_error_that_ended_a_run_is_in_its_last_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    async def story() -> None:
+        watch, _ = make_watch(tmp_path / "status.json")
+        async with watch.watching():
+            raise EnvironmentFailure("the environment's step failed\nand more")
+
+    with pytest.raises(ExceptionGroup):
+        run_virtually(story())
+    assert main(["why", str(tmp_path)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "the run failed: EnvironmentFailure: the environment's step failed"
 
 
 def test_why_tells_a_run_that_is_over_or_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

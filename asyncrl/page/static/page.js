@@ -137,6 +137,9 @@ async function overview(name) {
   const run = await get(runPath(name, "overview"));
   const of = run.steps ? ` of ${short(run.steps)}` : "";
   const parts = [heading(name, run.state), make("p", {}, `step ${short(run.step)}${of}`), damageOf(run.damaged)];
+  if (run.state === "ended" && run.status && run.status.failed) {
+    parts.push(make("p", { class: "advice" }, `The run failed: ${run.status.failed}`));
+  }
   if (run.advice) parts.push(make("p", { class: "advice" }, `${run.advice.sentence[0].toUpperCase()}${run.advice.sentence.slice(1)}.`));
   const drawn = [];
   if (run.scores.step) drawn.push(chart("Held-out success", run.scores.step, [{ label: "success", values: run.scores["eval/success"] }]));

@@ -16,7 +16,8 @@ A reply repeats the random bytes of its request as ``to``: what the function wri
 
 The function runs in a child of this process, in its main thread (libraries that set alarms need that). This process
 only waits: when the child ends, the parent closes the socket or dies, or SIGTERM comes, it kills everything that the
-function started, whatever its sessions and groups (it adopts their orphans), and ends as the child did.
+function started, whatever its sessions and groups (it adopts their orphans), and ends as the child did. Where it was
+stopped (SIGSTOP), the parent's death continues it.
 
 As ``python scoring_program.py FD COMMAND ...`` the child becomes that command instead, in a session of its own.
 """
@@ -53,6 +54,8 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux only the group is killed
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Stopped, it would not see that the parent has died.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -699,7 +699,9 @@ async def test_closing_leaves_no_process_that_was_just_being_started(
     assert not alive(started[0])
 
 
-async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_path: Path) -> None:
+@linux
+@pytest.mark.parametrize("stopped", ["nothing", "the process", "its keeper"])
+async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_path: Path, stopped: str) -> None:
     fifo = tmp_path / "started"
     os.mkfifo(fifo)
     name = module(
@@ -707,7 +709,7 @@ async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_pat
         import os, time
         def reward(task):
             with open({str(fifo)!r}, "w") as file:
-                file.write(str(os.getpid()))
+                file.write(f"{{os.getpid()}} {{os.getppid()}}")
             time.sleep(600)
         """
     )
@@ -721,12 +723,15 @@ async def test_a_parent_that_is_killed_leaves_no_process(module: Module, tmp_pat
     )
     parent = await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", program])
     try:
-        pid = int(await asyncio.to_thread(fifo.read_text))
-        assert alive(pid)
+        process, keeper = map(int, (await asyncio.to_thread(fifo.read_text)).split())
+        assert alive(process)
+        if stopped != "nothing":
+            os.kill(process if stopped == "the process" else keeper, signal.SIGSTOP)
     finally:
         parent.send_signal(signal.SIGKILL)
         await asyncio.to_thread(parent.wait)
-    assert await gone(pid)
+    assert await gone(process)
+    assert await gone(keeper)
 
 
 async def test_an_async_function_runs_on_the_loop_so_many_at_a_time(module: Module) -> None:

@@ -477,6 +477,11 @@ class AdapterEngine(RolloutEngine, Protocol):
                 or a module is adapted, or left out, that the adapter's last version did not adapt, or did.
         """
 
+
+@runtime_checkable
+class LiveAdapterEngine(AdapterEngine, Protocol):
+    """Optional capability: read the adapters that it serves, to compare them with the published ones."""
+
     async def adapter_checksums(self, name: str) -> Mapping[str, tuple[str, int]]:
         """Return the dtype and the checksum of each tensor of an adapter as it serves."""
         ...

@@ -29,6 +29,7 @@ from asyncrl.interfaces import (
     GenerationChunk,
     GenerationRequest,
     KVCachePolicy,
+    LiveAdapterEngine,
     LiveWeightsEngine,
     RolloutEngine,
     SamplingParams,
@@ -87,7 +88,7 @@ async def check_live_weights(engine: LiveWeightsEngine, manifest: WeightManifest
 
 
 async def check_live_adapters(engine: AdapterEngine, manifest: WeightManifest) -> None:
-    """Check the adapters that serve under a manifest: their versions, and all tensors of each.
+    """Check the adapters that serve under a manifest: their versions, and all tensors of each if they can be read.
 
     Raises:
         LiveWeightsError: one is not served, is of another version, or has a tensor that is not the published one.
@@ -99,6 +100,8 @@ async def check_live_adapters(engine: AdapterEngine, manifest: WeightManifest) -
         if (held := engine.adapters.get(name)) != part.version:
             served = "none of that name" if held is None else f"its version {held}"
             raise _unproven(manifest.version, f"of adapter {name!r} it serves {served}, not version {part.version}")
+        if not isinstance(engine, LiveAdapterEngine):
+            continue
         live = await engine.adapter_checksums(name)
         if other := sorted(live.keys() ^ {entry.name for entry in part.tensors}):
             raise _unproven(manifest.version, f"adapter {name!r} has other tensors than were published: {other[0]}")

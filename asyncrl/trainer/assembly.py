@@ -610,6 +610,8 @@ def adapters_apart(config: Config) -> bool:
     able = hasattr(load_part("asyncrl.training_engines", trainer.engine, path="trainer.engine"), "adapter_tensors")
     try:
         able = able and bool(offered_options("asyncrl.rollout_engines", engine, {"max_adapter_rank": 0}))
+        if "rollout" in config.cluster.colocate and _sleep_options(engine):
+            able = False  # one that has to be started for its sleep does not keep adapters
     except ConfigError:  # it can be loaded in another environment only
         able = wanted == "apart"
     if wanted == "apart" and not able:

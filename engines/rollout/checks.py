@@ -46,6 +46,17 @@ async def check_health(
     return EngineHealth(healthy=not error, latency_s=loop.time() - begin, weight_version=version(), error=error)
 
 
+def check_adapters_awake(max_adapter_rank: int | None, *, sleep_mode: bool) -> None:
+    """Raise :class:`ConfigError` for an engine that would have to keep adapters while it sleeps."""
+    if max_adapter_rank is not None and sleep_mode:
+        raise ConfigError(
+            "an engine that sleeps (sleep_mode) does not keep adapters (max_adapter_rank): publish them merged into the "
+            'weights (weights.adapters = "merged")',
+            path="max_adapter_rank",
+            remedy="merged",
+        )
+
+
 def check_sleep_mode(sleep_mode: bool) -> None:
     """Raise EngineError where the engine's memory was not allocated so that it can be freed for a while."""
     if not sleep_mode:

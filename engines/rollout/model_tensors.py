@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from asyncrl.errors import WeightError, WeightMismatchError, WeightVersionError
-from asyncrl.weights import WeightManifest, dtype_and_checksum
+from asyncrl.weights import TensorEntry, WeightManifest, dtype_and_checksum, lacking
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,6 +43,12 @@ class ModelTensors:
         self.required = {self.owners[name] for name, _ in parameters}
         self.linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         """Names of the weights that adapters may lie beside."""
+
+    @property
+    def adaptable(self) -> list[str]:
+        """Return the ends of the names of linear modules, without the output head."""
+        names = {name.removesuffix(".weight") for name in self.linear}
+        return sorted({name.rpartition(".")[2] for name in names if "." in name})
 
     @classmethod
     def of_config(cls, model_path: str, *, dtype: torch.dtype = torch.float32) -> ModelTensors:
@@ -175,6 +183,99 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]
         return dict(zip(tensors, threads.map(dtype_and_checksum, tensors.values()), strict=True))
 
 
+def check_base(manifest: WeightManifest, served: Mapping[str, tuple[str, int]]) -> None:
+    """Check that an adapter was trained beside the weights that are ``served``: dtype and checksum by published name.
+
+    Tensors of another dtype, and those that are served alone, are left out.
+
+    Raises:
+        WeightMismatchError: it was trained beside others.
+    """
+    assert manifest.adapter is not None
+    for entry in manifest.adapter.base:
+        dtype, checksum = served.get(entry.name, ("", 0))
+        if dtype == entry.dtype and checksum != entry.checksum:
+            raise WeightMismatchError(
+                f"adapter {manifest.adapter.name!r} of version {manifest.version} is for another base: its "
+                f"{entry.name} is not what the engine serves"
+            )
+
+
+def folder_checksums(model_path: str, names: Collection[str]) -> dict[str, tuple[str, int]]:
+    """Return the dtype and the checksum of tensors in a model's folder; none where it has no safetensors. Blocks."""
+    found: dict[str, tuple[str, int]] = {}
+    for path in sorted(Path(model_path).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(set(names) & set(file.keys())):
+                found[name] = dtype_and_checksum(file.get_tensor(name))
+    return found
+
+
+class AdapterVersions:
+    """The adapters of an engine that serves them from elsewhere: their numbers, versions and modules, by name.
+
+    ``tensors`` are the model's, and ``model_path`` the folder that it was loaded from, as version ``weights``.
+    """
+
+    def __init__(self, tensors: ModelTensors, model_path: str, *, weights: int, max_rank: int, most: int) -> None:
+        self.numbers: dict[str, int] = {}
+        """From 1; those that are fetched and do not serve yet have one, too."""
+        self.tensors = tensors
+        self._model_path = model_path
+        self._weights = weights
+        self._max_rank = max_rank
+        self._most = most
+        self._versions: dict[str, list[int]] = {}
+        self._modules: dict[str, list[str]] = {}
+        self._base: tuple[TensorEntry, ...] = ()
+
+    @property
+    def serving(self) -> dict[str, int]:
+        return {name: versions[-1] for name, versions in self._versions.items()}
+
+    def version_of(self, name: str, *, at: int) -> int:
+        """Return the version that was sampled under for an adapter while the engine's version was ``at``."""
+        return max((each for each in self._versions.get(name, ()) if each <= at), default=self._weights)
+
+    def check(self, manifest: WeightManifest) -> list[WeightManifest]:
+        """Check what the engine lacks of the adapters of a version, and return it. Blocks.
+
+        Raises:
+            WeightMismatchError, WeightVersionError: as :meth:`ModelTensors.check_adapter`; or there are too many.
+        """
+        parts = lacking(manifest, self.serving)
+        self.numbers = {name: number for name, number in self.numbers.items() if name in self._versions}
+        for part in parts:
+            assert part.adapter is not None
+            name = part.adapter.name
+            self._modules[name] = self.tensors.check_adapter(
+                part,
+                held=self.serving.get(name, self._weights),
+                modules=self._modules.get(name, ()) if name in self._versions else (),
+                max_rank=self._max_rank,
+            )
+            if part.adapter.base != self._base:
+                check_base(part, folder_checksums(self._model_path, {entry.name for entry in part.adapter.base}))
+                self._base = part.adapter.base
+            if name not in self.numbers:
+                free = set(range(1, self._most + 1)) - set(self.numbers.values())
+                if not free:
+                    raise WeightMismatchError(
+                        f"adapter {name!r} is one more than the engine takes: {self._most} (max_adapters)"
+                    )
+                self.numbers[name] = min(free)
+        return parts
+
+    def committed(self, parts: Sequence[WeightManifest]) -> frozenset[str]:
+        """Note that the adapters of ``parts`` serve; return their names."""
+        for part in parts:
+            assert part.adapter is not None
+            self._versions.setdefault(part.adapter.name, []).append(part.version)
+            del self._versions[part.adapter.name][:-_KEPT_VERSIONS]
+        return frozenset(part.adapter.name for part in parts if part.adapter is not None)
+
+
+_KEPT_VERSIONS = 64  # of an adapter: what was sampled so long ago was delivered
 _ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 

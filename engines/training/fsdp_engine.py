@@ -155,9 +155,8 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters alone, whole, under peft's names; as :meth:`named_tensors`, which has them merged in."""
         self._check_open()
-        return self._published(
-            (name, full_tensor(each)) for name, each in adapter_tensors(self._model.tensors_by_name())
-        )
+        adapters = adapter_tensors(self._model.parameters_by_name())
+        return self._published((name, full_tensor(tensor)) for name, tensor in adapters)
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights beside the adapters, which training leaves as they are; as :meth:`named_tensors`."""

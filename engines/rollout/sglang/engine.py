@@ -26,7 +26,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from asyncrl.errors import AsyncRLError, EngineClosedError, EngineError, InvalidDataError, WeightError
+from asyncrl.errors import (
+    AsyncRLError,
+    EngineClosedError,
+    EngineError,
+    InvalidDataError,
+    WeightError,
+    WeightMismatchError,
+)
 from asyncrl.interfaces import (
     EngineHealth,
     GenerationChunk,
@@ -36,11 +43,13 @@ from asyncrl.interfaces import (
 )
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.runtime import shield_until_done
-from engines.rollout.checks import check_health, check_sleep_mode
+from asyncrl.weights import Adapter, WeightManifest
+from engines.rollout.checks import check_adapters_awake, check_health, check_sleep_mode
+from engines.rollout.model_tensors import AdapterVersions, ModelTensors, adapted_module, check_prepared
 from engines.rollout.request import ModelTokens, load_tokenizer
 from engines.rollout.sglang.launch import SGLangOptions, launch
 from engines.rollout.sglang.request import SGLangRequest
-from engines.rollout.sglang.weights import StagedWeights
+from engines.rollout.sglang.weights import StagedWeights, completed
 
 # SGLang lives in an environment of its own, where the type checkers do not look.
 # pyright: reportMissingImports=false
@@ -54,10 +63,10 @@ class SGLangControl:
     ``manager`` is SGLang's TokenizerManager, which takes requests. Any: it has no typed interface.
     """
 
-    def __init__(self, options: SGLangOptions) -> None:
+    def __init__(self, options: SGLangOptions, *, adaptable: Sequence[str] = ()) -> None:
         self._ranks = options.tensor_parallel
         self._folder = LockedTemporaryDirectory("sglang")
-        self._engine = launch(options, self._folder.path)
+        self._engine = launch(options, self._folder.path, adaptable=adaptable)
         self.manager: Any = self._engine.tokenizer_manager
         loads = self.manager.load_snapshot_reader
         if loads.read_all():  # both sides have mapped the file, and SGLang would leave it behind
@@ -129,6 +138,34 @@ class SGLangControl:
                 raise WeightError(f"SGLang did not take version {version}: {message}")
         self._half_loaded = False
 
+    async def load_adapter(self, name: str, adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have it load an adapter, whose tensors are in shared memory, under a name that is new to it.
+
+        Raises:
+            WeightError: it does not take the adapter.
+        """
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        modules = sorted({adapted_module(each).rpartition(".")[2] for each in tensors})
+        config = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": modules}
+        order = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=name,
+            config_dict=config,
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(dict(tensors)) for _ in range(self._ranks)],
+        )
+        done = await self.manager.load_lora_adapter_from_tensors(order, None)
+        if not done.success:
+            raise WeightError(f"SGLang did not take adapter {name}: {done.error_message}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Free an adapter, once its last request has ended."""
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        done = await self.manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)
+        if not done.success:
+            raise WeightError(f"SGLang did not free adapter {name}: {done.error_message}")
+
     async def probe(self, number: int) -> None:
         async with aclosing(self.manager.generate_request(SGLangRequest.probe(number), None)) as pieces:
             async for piece in pieces:
@@ -149,6 +186,10 @@ class SGLangControl:
         return list(self.manager.load_snapshot_reader.read_all())
 
 
+def _sglang_name(adapter: str, version: int) -> str:
+    return f"{adapter}@{version}"
+
+
 class SGLangEngine:
     """A :class:`~asyncrl.interfaces.RolloutEngine` over SGLang (0.5.23 is what it was tested with).
 
@@ -161,6 +202,8 @@ class SGLangEngine:
         kv_cache_tokens: size of the KV cache; by default what memory allows, on CPU 16,384.
         tensor_parallel: devices that the model is spread over.
         deterministic: SGLang's deterministic inference, which not every device has. Without it seeds are not followed.
+        max_adapter_rank: largest rank of adapters that are taken, and then no full weights; None: no adapters.
+        max_adapters: number of adapters that can be served; each takes memory from the start.
         truncation_tokens: most tokens that top-p leaves: it chooses among so many of the likeliest.
         threads: compute threads on CPU.
         sleep_mode: allocate memory so that :meth:`sleep` can free it (not on a CPU).
@@ -185,6 +228,8 @@ class SGLangEngine:
         kv_cache_tokens: int | None = None,
         tensor_parallel: int = 1,
         deterministic: bool = False,
+        max_adapter_rank: int | None = None,
+        max_adapters: int = 4,
         truncation_tokens: int = 4096,
         weight_version: int = 0,
         threads: int | None = None,
@@ -192,6 +237,7 @@ class SGLangEngine:
         sleep_mode: bool = False,
         sglang: Mapping[str, Any] | None = None,
     ) -> None:
+        check_adapters_awake(max_adapter_rank, sleep_mode=sleep_mode)
         self._options = SGLangOptions(
             model_path=model_path,
             dtype=dtype,
@@ -202,6 +248,8 @@ class SGLangEngine:
             kv_cache_tokens=kv_cache_tokens,
             tensor_parallel=tensor_parallel,
             deterministic=deterministic,
+            max_adapter_rank=max_adapter_rank,
+            max_adapters=max_adapters,
             truncation_tokens=truncation_tokens,
             threads=threads,
             seed=seed,
@@ -212,6 +260,8 @@ class SGLangEngine:
         self._sglang: SGLangControl | None = None
         self._model_tokens: ModelTokens | None = None
         self._staged: StagedWeights | None = None
+        self._adapters: AdapterVersions | None = None
+        self._prepared: tuple[int, list[tuple[WeightManifest, dict[str, torch.Tensor]]]] | None = None
         self._held: dict[str, SGLangRequest] = {}
         self._begun: set[SGLangRequest] = set()
         self._numbers = count()
@@ -242,7 +292,18 @@ class SGLangEngine:
             if self._sglang is not None:
                 return
             # Not in a thread: see launch(). Nothing else runs in this process yet.
-            self._sglang = SGLangControl(self._options)
+            options, adaptable = self._options, list[str]()
+            if options.max_adapter_rank is not None:
+                tensors = ModelTensors.of_config(options.model_path, dtype=options.torch_dtype)
+                adaptable = tensors.adaptable
+                self._adapters = AdapterVersions(
+                    tensors,
+                    options.model_path,
+                    weights=self._version,
+                    max_rank=options.max_adapter_rank,
+                    most=options.max_adapters,
+                )
+            self._sglang = SGLangControl(options, adaptable=adaptable)
             self._model_tokens = self._read_tokens(self._sglang.manager.model_config)
             await self._sglang.probe(next(self._numbers))
 
@@ -295,6 +356,8 @@ class SGLangEngine:
         tokens = self._model_tokens
         assert tokens is not None, "it serves"
         self._check(request, tokens)
+        if request.adapter and request.adapter not in self.adapters:
+            raise InvalidDataError(f"request {request.request_id!r} is for adapter {request.adapter!r}: none is served")
         await tokens.guide(request, held=self._held)  # within limits, which SGLang does not set
         row = tokens.row(request, seed=request.sampling.seed or 0)
         held = self._held[row.request_id] = SGLangRequest(row, vocabulary=tokens.vocabulary)
@@ -341,10 +404,15 @@ class SGLangEngine:
             await self._wait_until_admitted(held)
             if not row.probe:
                 self._begun.add(held)
-            order = held.order(next(self._numbers), salt=str(self._version), options=self._options)
+            version = self.adapters.get(row.adapter)  # kept until the request begins again under another
+            adapter = None if version is None else _sglang_name(row.adapter, version)
+            if self._adapters is not None and version is None:
+                version = self._adapters.version_of(row.adapter, at=self._version)
+            salt = str(self._version if version is None else version)
+            order = held.order(next(self._numbers), salt=salt, options=self._options, adapter=adapter)
             async with aclosing(self._serving().manager.generate_request(order, None)) as pieces:
                 async for piece in pieces:
-                    self._tokens += held.take(piece)
+                    self._tokens += held.take(piece, version=version)
                     if row.ended:
                         break  # leaving the stream makes SGLang drop the request, if it would go on
             if not row.ended:
@@ -441,8 +509,61 @@ class SGLangEngine:
 
     # ---------------------------------------------------------------------------------------------------- weights
 
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        return {} if self._adapters is None else self._adapters.serving
+
+    async def prepare_adapters(
+        self, parts: Sequence[tuple[WeightManifest, Mapping[str, torch.Tensor]]], *, version: int
+    ) -> None:
+        self._serving()
+        adapters = self._adapters
+        if adapters is None:
+            raise WeightMismatchError(
+                f"version {version} is an adapter, and SGLang was started without adapters (max_adapter_rank)"
+            )
+        async with self._updating:
+            self._prepared = None
+            await asyncio.to_thread(adapters.check, parts[-1][0])  # it has those before beside it
+            self._prepared = (
+                version,
+                [
+                    (manifest, completed(tensors, adapters.tensors.live, rank=manifest.adapter.rank))
+                    for manifest, tensors in parts
+                    if manifest.adapter is not None
+                ],
+            )
+
+    async def _commit_adapters(self, adapters: AdapterVersions, version: int) -> None:
+        """Load the prepared adapters beside those that serve, while decoding goes on, then move requests to them.
+
+        SGLang does not exchange an adapter that has requests: these begin again under the new one, after their tokens.
+        """
+        sglang, before = self._serving(), adapters.serving
+        check_prepared(version, None if self._prepared is None else self._prepared[0])
+        assert self._prepared is not None
+        parts = self._prepared[1]
+        for manifest, tensors in parts:
+            assert manifest.adapter is not None
+            await sglang.load_adapter(_sglang_name(manifest.adapter.name, manifest.version), manifest.adapter, tensors)
+        changed = adapters.committed([manifest for manifest, _ in parts])
+        self._version, self._prepared = version, None
+        for held in self._held.values():
+            if held.row.adapter in changed and held.sglang_id is not None and not held.row.ended:
+                if held.aborted:
+                    held.end_here()
+                else:
+                    held.begin(self._read(held))
+        self._notify()
+        for name in changed & before.keys():
+            await sglang.unload_adapter(_sglang_name(name, before[name]))
+
     async def prepare_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
         self._serving()
+        if self._adapters is not None:
+            raise WeightMismatchError(
+                f"version {version} is full weights, and SGLang was started for adapters, which it takes alone"
+            )
         stop = threading.Event()
 
         def write() -> None:
@@ -462,6 +583,10 @@ class SGLangEngine:
         unknown weights: the engine is fenced then, and serves again after a commit that succeeds.
         """
         sglang = self._serving()
+        if self._adapters is not None:
+            async with self._updating, self._ordering:
+                await shield_until_done(self._commit_adapters(self._adapters, version))
+            return
         async with self._updating, self._ordering:
             staged = self._staged
             if staged is None:

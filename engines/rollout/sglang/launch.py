@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class SGLangOptions:
     threads: int | None
     seed: int
     sleep_mode: bool
+    max_adapter_rank: int | None = None
+    max_adapters: int = 4
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class SGLangOptions:
             tensor_parallel=self.tensor_parallel,
             truncation_tokens=self.truncation_tokens,
             threads=self.threads,
+            max_adapter_rank=self.max_adapter_rank,
+            max_adapters=self.max_adapters,
         )
         for name in self.more:
             if name in _OURS:
@@ -81,7 +85,8 @@ class SGLangOptions:
     def computes_on(self) -> str:
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, adaptable: Sequence[str] = ()) -> dict[str, Any]:
+        """Return SGLang's arguments; adapters may lie beside modules whose names end with ``adaptable``."""
         given: dict[str, Any] = {
             "model_path": self.model_path,
             "dtype": self.dtype,
@@ -109,6 +114,15 @@ class SGLangOptions:
             given["context_length"] = self.max_model_tokens
         if self.kv_cache_tokens is not None:
             given["max_total_tokens"] = self.kv_cache_tokens
+        if self.max_adapter_rank is not None:
+            given |= {
+                "enable_lora": True,
+                "max_lora_rank": self.max_adapter_rank,
+                "max_loras_per_batch": self.max_adapters + 1,  # requests without an adapter count as one
+                "lora_target_modules": list(adaptable),
+            }
+            if self.computes_on == "cpu":
+                given["lora_backend"] = "torch_native"
         if self.computes_on == "cpu":
             given |= {
                 "attention_backend": "torch_native",
@@ -136,7 +150,7 @@ class SGLangOptions:
         return given
 
 
-def launch(options: SGLangOptions, folder: Path) -> Any:
+def launch(options: SGLangOptions, folder: Path, *, adaptable: Sequence[str] = ()) -> Any:
     """Start an ``sglang.Engine``, which uses ``folder``. Any: SGLang has no typed interface.
 
     Blocks until the model is loaded, and has to be called in the main thread of a process of its own: SGLang replaces
@@ -170,7 +184,7 @@ def launch(options: SGLangOptions, folder: Path) -> Any:
     elsewhere = tempfile.gettempdir()
     tempfile.tempdir = str(folder)  # SGLang makes its sockets here, and leaves them behind
     try:
-        return RolloutEngine(**options.arguments())
+        return RolloutEngine(**options.arguments(adaptable))
     except Exception as error:
         raise EngineError(f"SGLang does not start: {type(error).__name__}: {error}") from error
     finally:

@@ -33,6 +33,8 @@ class SGLangRequest:
         self.reader = Reader(row)
         self.sglang_id: str | None = None
         self.aborted = False
+        self._before = 0
+        """Tokens that the row had when SGLang got the request."""
         self._truncated = sampling.temperature > 0 and cut
         self._filling: asyncio.Task[None] | None = None
 
@@ -62,13 +64,17 @@ class SGLangRequest:
             self.row.error = error
         self.reader.wake()
 
-    def order(self, number: int, *, salt: str, options: SGLangOptions) -> Any:
-        """Return SGLang's request. Any: its class is known only where SGLang is."""
+    def order(self, number: int, *, salt: str, options: SGLangOptions, adapter: str | None = None) -> Any:
+        """Return SGLang's request, for an adapter under SGLang's name. Any: its class is known only where SGLang is.
+
+        Tokens that the row has are part of its prompt: it goes on after them.
+        """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         row, sampling = self.row, self.row.sampling
         # SGLang aborts by prefix: no id may begin with another one.
         self.sglang_id = f"{number}."
+        self._before = len(row.versions)
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -97,10 +103,11 @@ class SGLangRequest:
             custom_logit_processor=processor,
             stream=True,
             return_logprob=True,
-            logprob_start_len=-1 if sampling.prompt_log_probs is None else 0,
+            logprob_start_len=-1 if sampling.prompt_log_probs is None or row.versions else 0,
             top_logprobs_num=max(sampling.top_log_probs, sampling.prompt_log_probs or 0),
             return_sampling_mask=self._truncated,
             cache_salt=salt,
+            lora_path=adapter,
         )
 
     @staticmethod
@@ -115,8 +122,10 @@ class SGLangRequest:
             cache_salt=f"probe {number}",
         )
 
-    def take(self, piece: dict[str, Any]) -> int:
+    def take(self, piece: dict[str, Any], *, version: int | None = None) -> int:
         """Append the tokens of a piece of the stream to the row; return how many.
+
+        They are of ``version``, or of those that SGLang stamped.
 
         Raises:
             EngineError: the piece leaves tokens out, has no versions, or SGLang failed.
@@ -125,7 +134,8 @@ class SGLangRequest:
         row, info = self.row, piece["meta_info"]
         if (info["finish_reason"] or {}).get("err_type") == NOTHING_LEFT:
             raise row.no_token_error()
-        seen = len(row.versions)
+        held = len(row.versions)
+        seen = held - self._before
         new = info["completion_tokens"] - seen
         if new:
             # The last piece of an aborted request repeats the last token: only the number of all tokens counts.
@@ -141,7 +151,7 @@ class SGLangRequest:
                     f"after {seen} tokens SGLang reported {info['completion_tokens']}, with {len(tokens)} ids, "
                     f"{len(log_probs)} log-probs and {len(versions)} versions"
                 )
-            if not seen and row.sampling.prompt_log_probs is not None:
+            if not held and row.sampling.prompt_log_probs is not None:
                 count, prompt = row.sampling.prompt_log_probs, slice(1, row.prompt_length)
                 row.prompt_log_probs[:] = [log_prob for log_prob, *_ in info["input_token_logprobs"][prompt]]
                 tops_of_prompt = info.get("input_top_logprobs") or [()] * row.prompt_length
@@ -149,14 +159,14 @@ class SGLangRequest:
             tops: Iterable[TopLogProbs | None] = repeat(None)
             if count := row.sampling.top_log_probs:
                 tops = [_top(top, count) for top in info["output_top_logprobs"][-new:]]
-            for token, log_prob, version, top in zip(tokens, log_probs, versions, tops, strict=False):
-                row.append(token, log_prob, version, top)
+            for token, log_prob, stamped, top in zip(tokens, log_probs, versions, tops, strict=False):
+                row.append(token, log_prob, stamped if version is None else version, top)
                 if row.ended:
                     break
         if info["finish_reason"] is not None and not row.ended:
             self._end(info["finish_reason"])
         self.reader.wake()
-        return len(row.versions) - seen
+        return len(row.versions) - held
 
     def _log_probs(self, info: dict[str, Any]) -> list[float]:
         if self._truncated:

@@ -5,6 +5,8 @@ sampled reaches its reader at once, and the reader's process cannot know whether
 change of the weights, because tokens and answers to commands come through different sockets. SGLang's hooks are its
 own interface for plugins; ours adds to each piece the versions that the scheduler knows at that moment.
 
+Without an accelerator SGLang's adapters need memory that torch cannot lock there; they get ordinary memory.
+
 SGLang follows a grammar from a request's first token. A request that was begun elsewhere has tokens behind it: its
 order names them beside the grammar, and the grammar backend takes them before SGLang samples.
 """
@@ -14,6 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import torch
+from torch.overrides import TorchFunctionMode
 
 # SGLang lives in an environment of its own, where the type checkers do not look.
 # pyright: reportMissingImports=false
@@ -25,6 +29,14 @@ NOTHING_LEFT = "nothing_left"
 _GRAMMARS = "sglang.srt.constrained.grammar_manager.GrammarManager.__init__"
 
 
+_PINNING = (
+    "sglang.srt.lora.lora_manager.LoRAManager.__init__",
+    "sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter_from_tensors",
+    "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+)
+"""What SGLang does for adapters in memory that is locked for an accelerator; without one torch cannot lock any."""
+
+
 def run_scheduler(*arguments: Any, **named: Any) -> None:
     """SGLang's ``run_scheduler_process``, with our hooks. Any: SGLang's own arguments, passed on."""
     from sglang.srt.managers.scheduler import run_scheduler_process
@@ -32,6 +44,9 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
 
     HookRegistry.register(_PIECES, _add_versions, HookType.AFTER)
     HookRegistry.register(_GRAMMARS, _install_grammars, HookType.AFTER)
+    if not torch.accelerator.is_available():
+        for name in _PINNING:
+            HookRegistry.register(name, _without_pinning, HookType.AROUND)
     run_scheduler_process(*arguments, **named)
 
 
@@ -44,6 +59,18 @@ def _add_versions(_result: None, pieces: Any, *, req: Any) -> None:
             current_version=pieces.current_weight_version,
             num_output_tokens=len(req.output_ids_through_stop),
         )
+
+
+class _Unpinned(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def _without_pinning(original: Any, *arguments: Any, **named: Any) -> Any:
+    with _Unpinned():
+        return original(*arguments, **named)
 
 
 class GrammarOrder(msgspec.Struct, array_like=True, frozen=True):

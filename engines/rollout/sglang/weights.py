@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import WeightError
-from engines.rollout.model_tensors import ModelTensors, check_prepared
+from engines.rollout.model_tensors import ModelTensors, adapted_module, adapter_name, check_prepared
 
 _ALIGNMENT = 64
 
@@ -84,6 +84,30 @@ class StagedWeights:
                 for name, live in self._tensors.live.items()
             }
         return self._views
+
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Modules that are one in SGLang, which fails at an adapter of some of them without the others."""
+
+
+def completed(
+    adapter: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor], *, rank: int
+) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors in shared memory, with zeros for modules that SGLang needs beside those adapted.
+
+    ``like`` has the shapes of the model's weights.
+    """
+    found = {name: tensor.clone() for name, tensor in adapter.items()}
+    for name in adapter:
+        prefix, _, last = adapted_module(name).rpartition(".")
+        for other in next((group for group in _FUSED if last in group), ()):
+            weight = like.get(f"{prefix}.{other}.weight")
+            if weight is not None:
+                outputs, inputs = weight.shape
+                for matrix, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                    zeros = torch.zeros(shape, dtype=adapter[name].dtype)
+                    found.setdefault(adapter_name(f"{prefix}.{other}", matrix), zeros)
+    return {name: tensor.share_memory_() for name, tensor in found.items()}
 
 
 def _checkpoint_names(folder: Path) -> frozenset[str]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from asyncrl.errors import WeightError, WeightMismatchError
+from asyncrl.errors import WeightError
 from asyncrl.weights import TensorEntry, WeightManifest
-from engines.rollout.model_tensors import ModelTensors, adapter_name, check_prepared, checksums
+from engines.rollout.model_tensors import ModelTensors, adapter_name, check_base, check_prepared, checksums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,8 @@ class Adapters:
                 max_rank=self._max_rank,
             )
             if manifest.adapter.base != self._base:
-                self._check_base(manifest)
+                base = [entry.name for entry in manifest.adapter.base]
+                check_base(manifest, self._tensors.checksums(base))
                 self._base = manifest.adapter.base
             copies: dict[str, torch.Tensor] = {}
             pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -86,17 +87,6 @@ class Adapters:
             scale = manifest.adapter.alpha / manifest.adapter.rank
             shadow[name] = ServedAdapter(manifest.version, scale, pairs, copies)
         self.prepared, self._shadow = version, shadow
-
-    def _check_base(self, manifest: WeightManifest) -> None:
-        """Raise :class:`WeightMismatchError` unless an adapter was trained beside the model's weights."""
-        assert manifest.adapter is not None
-        base = {entry.name: entry for entry in manifest.adapter.base}
-        for name, (dtype, checksum) in self._tensors.checksums(base).items():
-            if dtype == base[name].dtype and checksum != base[name].checksum:
-                raise WeightMismatchError(
-                    f"adapter {manifest.adapter.name!r} of version {manifest.version} is for another base: its {name} "
-                    "is not what the engine serves"
-                )
 
     def swap(self, version: int) -> frozenset[str]:
         """Have the prepared adapters serve; return their names. Raises as :func:`check_prepared`."""

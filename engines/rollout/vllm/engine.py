@@ -35,7 +35,8 @@ from asyncrl.interfaces import (
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.runtime import shield_until_done
 from asyncrl.weights import TransportSpec, WeightManifest
-from engines.rollout.checks import check_heads, check_health, check_options, check_sleep_mode
+from engines.rollout.checks import check_adapters_awake, check_heads, check_health, check_options, check_sleep_mode
+from engines.rollout.model_tensors import AdapterVersions
 from engines.rollout.remote.engine import publish_into
 from engines.rollout.request import Row
 from engines.rollout.vllm.launch import GONE, StartedLLM, VLLMSettings, start
@@ -111,6 +112,8 @@ class VLLMEngine:
         max_model_tokens: context length, prompt included; the model's own by default.
         kv_cache_bytes: size of the paged KV cache; by default vLLM's choice on GPUs, 1 GiB on a CPU.
         prefix_caching: share keys and values of equal beginnings, among requests of one weight version.
+        max_adapter_rank: largest rank of adapters that are taken, and then no full weights; None: no adapters.
+        max_adapters: number of adapters that can be served; each takes memory from the start.
         compile: torch.compile and CUDA graphs; by default on GPUs and not on a CPU, where it costs a minute per start.
         sleep_mode: allocate memory so that :meth:`sleep` can free it, where vLLM can (not on a CPU).
         arguments: further arguments of vLLM's ``AsyncEngineArgs`` (``tensor_parallel_size``).
@@ -137,13 +140,18 @@ class VLLMEngine:
         prefix_caching: bool = True,
         compile: bool | None = None,  # noqa: A002 - vLLM's and torch's word
         sleep_mode: bool = False,
+        max_adapter_rank: int | None = None,
+        max_adapters: int = 4,
         arguments: Mapping[str, Any] | None = None,
         weight_version: int = 0,
         threads: int = 1,
         seed: int = 0,
         transport: TransportSpec | None = None,
     ) -> None:
-        check_options(dtype, _DTYPES, max_running_requests=max_running_requests, threads=threads)
+        check_options(
+            dtype, _DTYPES, max_running_requests=max_running_requests, max_adapters=max_adapters, threads=threads
+        )
+        check_adapters_awake(max_adapter_rank, sleep_mode=sleep_mode)
         self._settings = VLLMSettings(
             model_path=model_path,
             dtype=dtype,
@@ -155,6 +163,8 @@ class VLLMEngine:
             prefix_caching=prefix_caching,
             compile=compile,
             sleep_mode=sleep_mode,
+            max_adapter_rank=max_adapter_rank,
+            max_adapters=max_adapters,
             arguments=dict(arguments or {}),
         )
         self._transport = transport
@@ -162,6 +172,7 @@ class VLLMEngine:
         self._folder: LockedTemporaryDirectory | None = None
         self._started: StartedLLM | None = None
         self._updates: WeightUpdates | None = None
+        self._adapters: AdapterVersions | None = None
         self._queue: AdmissionQueue[VLLMRequest] = AdmissionQueue(max_running_requests)
         self._held: dict[str, VLLMRequest] = {}
         self._submitted = 0
@@ -199,8 +210,17 @@ class VLLMEngine:
         started = self._started = await asyncio.to_thread(start, self._settings, folder.path)
         llm = started.llm
         try:
+            settings = self._settings
+            if settings.max_adapter_rank is not None:
+                self._adapters = AdapterVersions(
+                    started.tensors,
+                    settings.model_path,
+                    weights=self._version,
+                    max_rank=settings.max_adapter_rank,
+                    most=settings.max_adapters,
+                )
             if self._transport is not None:
-                self._updates = WeightUpdates(started, folder.path)
+                self._updates = WeightUpdates(started, folder.path, adapters=self._adapters)
                 await self._updates.open(self._transport)
             await llm.update_weight_version(str(self._version))
             await self._probe_vllm(started)
@@ -259,7 +279,11 @@ class VLLMEngine:
             )
         # In a thread and within limits: vLLM would compile any grammar, on its event loop.
         await started.tokens.guide(request, held=self._held)
-        held = VLLMRequest(started.tokens.row(request))
+        if request.adapter and request.adapter not in self._served_adapters():
+            raise InvalidDataError(f"request {request.request_id!r} is for adapter {request.adapter!r}: none is served")
+        held = VLLMRequest(
+            started.tokens.row(request), version_at=lambda version: self._version_at(request.adapter, version)
+        )
         held.row.end_if_complete()
         if held.row.finish_reason is not None:
             self._finished += 1
@@ -289,6 +313,12 @@ class VLLMEngine:
             self._release(held)
             if not ended and held.collector is not None and not self._closed:
                 await started.llm.abort([held.collector.request_id], internal=True)
+
+    def _served_adapters(self) -> Mapping[str, int]:
+        return {} if self._adapters is None else self._adapters.serving
+
+    def _version_at(self, adapter: str, version: int) -> int:
+        return version if self._adapters is None else self._adapters.version_of(adapter, at=version)
 
     def _admit(self) -> None:
         for held in self._queue.admit():
@@ -325,6 +355,7 @@ class VLLMEngine:
     async def _submit(self, held: VLLMRequest, started: StartedLLM) -> None:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
+        from vllm.lora.request import LoRARequest
 
         async with self._submitting:  # an update of the weights meets each request either submitted or not
             self._running()
@@ -332,10 +363,17 @@ class VLLMEngine:
                 return
             self._submitted += 1
             name = f"{self._submitted}-{held.row.request_id}"
-            prompt = tokens_input(list(held.row.tokens), cache_salt=f"v{self._version}")
+            adapter, lora = held.row.adapter, None
+            if self._adapters is not None and adapter in self._adapters.serving:
+                # vLLM reads the path of an adapter that is not loaded: there is none.
+                lora = LoRARequest(adapter or "policy", self._adapters.numbers[adapter], lora_path="loaded")
+            salt = f"v{self._version_at(adapter, self._version)}"
+            prompt = tokens_input(list(held.row.tokens), cache_salt=salt)
             try:
                 priority = -1 if held.row.probe else 0
-                held.collector = await started.llm.add_request(name, prompt, held.sampling_params(), priority=priority)
+                held.collector = await started.llm.add_request(
+                    name, prompt, held.sampling_params(), lora_request=lora, priority=priority
+                )
             except (ValueError, VLLMClientError) as error:
                 raise InvalidDataError(f"vLLM does not take request {held.row.request_id!r}: {error}") from error
             except asyncio.CancelledError:
@@ -452,9 +490,9 @@ class VLLMEngine:
                 async with self._submitting:
                     begin = clock()
                     await llm.pause_generation(mode="keep", clear_cache=recompute)
-                    await updates.load(version)
+                    changed = await updates.load(version)
                     self._version = version
-                    await self._restart_early(started)
+                    await self._restart_early(started, changed)
                     if not self._queue.paused:
                         await llm.resume_generation()
                     self.commit_pause_s = clock() - begin
@@ -466,9 +504,13 @@ class VLLMEngine:
                 self._queue.held = False
                 self._admit()
 
-    async def _restart_early(self, started: StartedLLM) -> None:
-        """Have requests without a token begin again: they read the prefix cache of the weights before."""
+    async def _restart_early(self, started: StartedLLM, adapters: frozenset[str] | None) -> None:
+        """Have requests without a token begin again: they read the prefix cache of the weights before.
+
+        Those of ``adapters`` only, where only these have changed.
+        """
         early = [each for each in self._held.values() if each.collector is not None and not each.began]
+        early = [each for each in early if adapters is None or each.row.adapter in adapters]
         for held in early:
             held.restart = True
         await started.llm.abort([held.collector.request_id for held in early], internal=True)

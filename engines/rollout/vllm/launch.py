@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl.errors import ConfigError, EngineError, WeightError
 from engines.rollout.model_tensors import ModelTensors
@@ -36,6 +36,8 @@ class VLLMSettings:
     prefix_caching: bool
     compile: bool | None
     sleep_mode: bool
+    max_adapter_rank: int | None
+    max_adapters: int
     arguments: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -110,11 +112,22 @@ def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": _WORKER_EXTENSION,
     }
+    if settings.max_adapter_rank is not None:
+        from vllm.config.lora import MaxLoRARanks
+
+        # vLLM allows some ranks only, and pads smaller ones.
+        ranks = [each for each in get_args(MaxLoRARanks) if each >= settings.max_adapter_rank]
+        if not ranks:
+            raise EngineError(f"vLLM serves no adapters of rank {settings.max_adapter_rank}")
+        given |= {"enable_lora": True, "max_lora_rank": ranks[0], "max_loras": settings.max_adapters}
     if settings.kv_cache_bytes is not None or cpu:  # on a CPU vLLM's own choice is nearly all memory
         given["kv_cache_memory_bytes"] = settings.kv_cache_bytes or _CPU_KV_CACHE_BYTES
     meter = SchedulerMeter()
     try:
         tensors = ModelTensors.of_config(settings.model_path)
+        if settings.max_adapter_rank is not None:
+            # Not the head, which vLLM would adapt too: on a CPU it could compute no log-probs of prompts then.
+            given["lora_target_modules"] = tensors.adaptable
         arguments = AsyncEngineArgs(**{**given, **settings.arguments})
         hook = BootstrapHook(str(folder) if _holds_sockets(folder) else None)
         arguments.additional_config = {**(arguments.additional_config or {}), "asyncrl": hook}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 from asyncrl.errors import EngineError
@@ -20,6 +21,8 @@ _SEED_BITS = 63
 class VLLMRequest:
     """A row and vLLM's records of it.
 
+    ``version_at`` gives the version of what the row is sampled with (an adapter) while vLLM's own is another.
+
     Log-probs are vLLM's ``processed_logprobs``: of the distribution sampled from, and untempered for greedy requests,
     whatever else is in the batch.
 
@@ -33,8 +36,9 @@ class VLLMRequest:
         restart: whether it is to be submitted again, since the weights changed before its first token.
     """
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, *, version_at: Callable[[int], int] = int) -> None:
         self.row = row
+        self._version_at = version_at
         self.admission: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.collector: Any = None  # Any: vLLM's RequestOutputCollector
         self.state: Any = None  # Any: vLLM's RequestState
@@ -124,7 +128,7 @@ class VLLMRequest:
             version = next((version for version, start in reversed(starts) if start <= index), None)
             if version is None:
                 raise EngineError(f"vLLM gave token {index} of {self.row.request_id!r} no weight version")
-            versions.append(int(version))
+            versions.append(self._version_at(int(version)))
         return versions
 
 

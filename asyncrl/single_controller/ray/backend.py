@@ -530,7 +530,8 @@ class RayWorkerGroup(WorkerGroup):
         location = self._locations_of[rank]
         return (
             f"{self.name}[{rank}] (process {location.pid} on {location.address}) has not answered for {for_s:.0f} s: "
-            "it is stopped, swapped out, or in a call that keeps the interpreter lock"
+            "it is stopped, swapped out, or in a call that keeps the interpreter lock or its event loop (code of an "
+            "environment or a tool that computes or waits without await)"
         )
 
     def _ping(self, silence: Silence, named: set[int]) -> None:

@@ -414,7 +414,7 @@ async def working(
         progress = make_progress(config.telemetry.progress, waits=timeline.current_waits)
         progress.note(f"run {run.path}")
         try:
-            with open_log(run.logs / "driver.log"):
+            with open_log(run.logs / "driver.log", show=progress.note):
                 training = TrainingRun(
                     config, run, progress, timeline=timeline, checkpoint=checkpoint, environments=environments
                 )

@@ -230,8 +230,10 @@ OWN = ("asyncrl", "engines", "buffers")
 
 
 @contextlib.contextmanager
-def open_log(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
-    """Append log records to ``path`` inside the ``with`` block.
+def open_log(
+    path: Path, *, level: int = logging.INFO, show: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Append log records to ``path`` inside the ``with`` block; ``show`` gets the first line of each own warning.
 
     Records are queued and written by a thread, so logging never blocks an event loop. Handlers that the program has
     installed itself keep working; levels are put back at the end.
@@ -241,7 +243,7 @@ def open_log(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler = logging.handlers.QueueHandler(records)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] in OWN)
-    listener = logging.handlers.QueueListener(records, file)
+    listener = logging.handlers.QueueListener(records, file, *([_Shown(show)] if show is not None else []))
     before = {name: logging.getLogger(name).level for name in OWN}
     for name in OWN:
         logging.getLogger(name).setLevel(level)
@@ -255,6 +257,16 @@ def open_log(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
         file.close()
         for name, old in before.items():
             logging.getLogger(name).setLevel(old)
+
+
+class _Shown(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING and record.name.partition(".")[0] in OWN:
+            self._show(record.getMessage().partition("\n")[0])
 
 
 _OWN_KEYS = ("step", "time_s", "version", "not_finite")

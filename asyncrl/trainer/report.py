@@ -292,7 +292,7 @@ class Watch:
                     looking.cancel()
         except Exception as error:
             failed = _first_line(error)
-            _log.error("the run failed: %s", failed)
+            _log.info("the run failed: %s", failed)
             with suppress(OSError):  # a full disk may be the reason
                 await shield_until_done(
                     asyncio.to_thread(write_status, self._path, replace(self.look(), failed=failed))

@@ -42,3 +42,12 @@ async def test_logging_does_not_block_the_event_loop(tmp_path):
     with open_log(tmp_path / "driver.log"), blockbuster_ctx():
         logging.getLogger("asyncrl").info("hello")
     assert "hello" in (tmp_path / "driver.log").read_text()
+
+
+def test_the_first_lines_of_own_warnings_are_shown_too(tmp_path):
+    shown = []
+    with open_log(tmp_path / "a.log", show=shown.append):
+        logging.getLogger("asyncrl.x").warning("an environment failed: KeyError in %s\nTraceback", "my.py:3 step")
+        logging.getLogger("asyncrl.x").info("a step")
+        logging.getLogger("ray").warning("a stranger's")
+    assert shown == ["an environment failed: KeyError in my.py:3 step"]

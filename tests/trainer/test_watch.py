@@ -49,10 +49,8 @@ def test_a_stall_is_named_in_the_log_and_then_ended(tmp_path: Path, caplog: pyte
 
     with caplog.at_level(logging.WARNING):
         assert run_virtually(story()) == pytest.approx(100.0, abs=2.0)
-    *waits, end = caplog.records
-    assert [record.levelname for record in waits] == ["WARNING", "ERROR"]
-    assert all("rollout: group 41, for" in record.message for record in waits)
-    assert end.message.startswith("the run failed: DeadlineError: train waited 100 s for rollouts")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+    assert all("rollout: group 41, for" in record.message for record in caplog.records)
 
 
 def test_the_causes_of_a_stall_are_printed_before_the_work_under_way(

@@ -166,6 +166,8 @@ class TrainingRun:
         if config.sft.steps:
             resumed = self._checkpoint is not None
             origin = str(self._warm_start_folder) if resumed else await self._warm_start(origin)
+        elif config.model.source == "scratch" and config.steps and self._resumed is None:
+            self._progress.note("the model has random weights: sft.steps = 0, so it does not learn its demonstrations")
         if self._resumed is not None and Path(origin).is_relative_to(self._run.path):
             await asyncio.to_thread(check_model, origin, key="model")
         driver = await self._serve(origin)

@@ -230,9 +230,7 @@ OWN = ("asyncrl", "engines", "buffers")
 
 
 @contextlib.contextmanager
-def open_log(
-    path: Path, *, level: int = logging.INFO, show: Callable[[str], None] | None = None
-) -> Iterator[None]:
+def open_log(path: Path, *, level: int = logging.INFO, show: Callable[[str], None] | None = None) -> Iterator[None]:
     """Append log records to ``path`` inside the ``with`` block; ``show`` gets the first line of each own warning.
 
     Records are queued and written by a thread, so logging never blocks an event loop. Handlers that the program has

@@ -50,8 +50,8 @@ def check_adapters_awake(max_adapter_rank: int | None, *, sleep_mode: bool) -> N
     """Raise :class:`ConfigError` for an engine that would have to keep adapters while it sleeps."""
     if max_adapter_rank is not None and sleep_mode:
         raise ConfigError(
-            "an engine that sleeps (sleep_mode) does not keep adapters (max_adapter_rank): publish them merged into the "
-            'weights (weights.adapters = "merged")',
+            "an engine that sleeps (sleep_mode) does not keep adapters (max_adapter_rank): publish them merged into "
+            'the weights (weights.adapters = "merged")',
             path="max_adapter_rank",
             remedy="merged",
         )

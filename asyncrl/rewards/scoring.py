@@ -309,7 +309,8 @@ def _has_ended(pid: int) -> bool:
 def checked_value(reply: dict[str, Any]) -> float | dict[str, float]:
     """Return the value in a reply of :mod:`~asyncrl.rewards.scoring_program`; raise RewardError without one."""
     if "not_a_number" in reply:
-        raise RewardError(f"returned {reply['not_a_number']}", how="value")
+        rule = "a reward is a finite number, or a table with one as 'score'"
+        raise RewardError(f"returned {reply['not_a_number']}; {rule}", how="value")
     value: float | dict[str, float] = reply["value"]
     return value
 

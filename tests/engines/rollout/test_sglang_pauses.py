@@ -70,7 +70,7 @@ class FakeStaged:
 
 @pytest.fixture
 def plain_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    def order(held: SGLangRequest, number: int, *, salt: str, options: Any) -> tuple[str, int]:
+    def order(held: SGLangRequest, number: int, **_: Any) -> tuple[str, int]:
         held.sglang_id = f"{number}."
         return held.sglang_id, held.row.length_limit - len(held.row.tokens)
 

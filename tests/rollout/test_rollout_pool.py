@@ -219,16 +219,33 @@ async def test_a_replica_that_dies_while_the_pool_sleeps_starts_again_when_it_wa
     assert (await slow)["by"] == "a"
 
 
-async def test_sleep_waits_for_a_replica_that_starts(pair: Pair):
-    pool, groups = pair
+async def test_sleep_waits_for_a_replica_that_starts():
+    may_start = asyncio.Event()
+
+    async def revive(name: str) -> LocalWorkerGroup:
+        await may_start.wait()
+        made.append(group(name))
+        return made[-1]
+
+    made = [group("a"), group("b")]
+    pool = RolloutPool({"a": made[0], "b": made[1]}, revive=revive, restart_s=0.0)
+    await pool.start("model", weight_version=0)
     kill(pool, "b")
-    while replica(pool, "b").instance is not None or not pool._starts:
+    while not pool._starts:
         await asyncio.sleep(0)
-    await pool.sleep()
+    sleeping = asyncio.ensure_future(pool.sleep())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not sleeping.done()
+    may_start.set()
+    await sleeping
     await serving(pool, "b")
-    assert await groups["b"].slept() == ["sleep"]
+    assert await made[2].slept() == ["sleep"]
     await pool.wake()
-    assert await groups["b"].slept() == ["sleep", "wake"]
+    assert await made[2].slept() == ["sleep", "wake"]
+    await pool.aclose()
+    for one in made:
+        await one.aclose()
 
 
 async def test_a_replica_that_cannot_sleep_is_lost():

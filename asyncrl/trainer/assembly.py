@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -651,13 +652,18 @@ def quiet_vendors(model: ModelConfig) -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
+_IMPORTING = threading.Lock()
+
+
 def import_model_library(config: Config) -> None:
     """Import transformers before the workers of the local backend do, each in a thread of its own.
 
-    It resolves its names lazily, through circular imports, which fails in two threads at once. Workers that are
-    processes import it for themselves.
+    It resolves its names lazily, through circular imports, which fails in two threads at once: those of two runs of one
+    program take turns. Workers that are processes import it for themselves.
     """
-    if config.cluster.backend == "local":
+    if config.cluster.backend != "local":
+        return
+    with _IMPORTING:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 

@@ -328,6 +328,19 @@ def test_a_program_that_ends_waits_for_its_run(tmp_path: Path):
     assert attach(path).state == "finished", done.stderr
 
 
+@pytest.mark.slow
+def test_two_runs_of_one_program_begin_at_the_same_time(tmp_path: Path):
+    program = (
+        "from asyncrl import train\n"
+        "def long(completion): return float(len(completion))\n"
+        f"given = dict({settings(tmp_path, runs=str(tmp_path / 'runs'))!r}, reward=long)\n"
+        "first, second = train(**given), train(**given)\n"
+        "print(first.wait().steps + second.wait().steps)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
+
+
 # ------------------------------------------------------------------------------------------- without training
 
 

@@ -146,7 +146,7 @@ def manifest_fingerprint(manifest: WeightManifest) -> str:
 
 def lacking(manifest: WeightManifest, held: Mapping[str, int]) -> list[WeightManifest]:
     """Return the adapters that serve under a version and are newer than those ``held`` (versions by name)."""
-    parts = [part for part in (*manifest.beside, manifest) if part.adapter is not None]
+    parts = (*manifest.beside, manifest)
     return [part for part in parts if part.adapter and held.get(part.adapter.name, -1) < part.version]
 
 

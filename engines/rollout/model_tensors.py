@@ -86,11 +86,17 @@ class ModelTensors:
         return self._check(entries, lambda a, b: checksums[a] == checksums[b], version=manifest.version, held=held)
 
     def check_adapter(
-        self, manifest: WeightManifest, *, held: int, modules: Collection[str] = (), max_rank: int | None = None
+        self,
+        manifest: WeightManifest,
+        *,
+        held: int,
+        modules: Collection[str] = (),
+        base: tuple[TensorEntry, ...] = (),
+        max_rank: int | None = None,
     ) -> list[str]:
         """Check the manifest of an adapter, before any byte is pulled. Return the modules that it adapts.
 
-        ``modules`` are those that its last version adapted, if there was one.
+        ``modules`` are those that its last version adapted, if there was one; ``base`` was checked before.
 
         Raises:
             WeightMismatchError: it does not fit the model, its base, its own rank or its last version.
@@ -99,14 +105,13 @@ class ModelTensors:
         adapter, version = manifest.adapter, manifest.version
         assert adapter is not None
         what = f"adapter {adapter.name!r} of version {version}"
-        if adapter.base:
-            base = msgspec.structs.replace(manifest, tensors=adapter.base, adapter=None)
+        if version <= held:
+            raise WeightVersionError(f"weight version {version} does not follow version {held}: versions grow")
+        if adapter.base and adapter.base != base:
             try:
-                self.check_manifest(base, held=held)
+                self.check_manifest(msgspec.structs.replace(manifest, tensors=adapter.base, adapter=None), held=held)
             except WeightMismatchError as error:
                 raise WeightMismatchError(f"{what} is for another base: {error}") from error
-        elif version <= held:
-            raise WeightVersionError(f"weight version {version} does not follow version {held}: versions grow")
         if max_rank is not None and adapter.rank > max_rank:
             raise WeightMismatchError(f"{what} has rank {adapter.rank}; the engine takes {max_rank} (max_adapter_rank)")
         if not adapter.rank > 0 or not 0 < adapter.alpha < math.inf:
@@ -252,6 +257,7 @@ class AdapterVersions:
                 part,
                 held=self.serving.get(name, self._weights),
                 modules=self._modules.get(name, ()) if name in self._versions else (),
+                base=self._base,
                 max_rank=self._max_rank,
             )
             if part.adapter.base != self._base:

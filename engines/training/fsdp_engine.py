@@ -15,7 +15,7 @@ from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
 from engines.training.checkpoint import full_tensor
 from engines.training.log_probs import TokenScores
-from engines.training.lora import adapter_tensors, base_tensors, lora_of, without_adapters
+from engines.training.lora import base_tensors, lora_of, without_adapters
 from engines.training.model import PolicyModel, load_policy_model
 from engines.training.packing import PackedRows
 from engines.training.rank_group import RankGroup
@@ -155,8 +155,9 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters alone, whole, under peft's names; as :meth:`named_tensors`, which has them merged in."""
         self._check_open()
-        adapters = adapter_tensors(self._model.parameters_by_name())
-        return self._published((name, full_tensor(tensor)) for name, tensor in adapters)
+        self._model.free_gathered()
+        modules = self._model.adapter_modules.items()
+        return self._published((name, full_tensor(module.weight)) for name, module in modules)
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights beside the adapters, which training leaves as they are; as :meth:`named_tensors`."""

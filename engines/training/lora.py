@@ -173,3 +173,12 @@ def adapter_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str
     for name, tensor in tensors:
         if name.endswith((_A, _B)):
             yield f"base_model.model.{name.replace('.default.', '.')}", tensor
+
+
+def adapter_modules(causal_lm: nn.Module) -> dict[str, nn.Linear]:
+    """Return the modules that have an adapter's matrix for their weight, by its name in peft's files."""
+    return {
+        f"base_model.model.{name.removesuffix('.default')}.weight": module
+        for name, module in causal_lm.named_modules()
+        if f"{name}.weight".endswith((_A, _B)) and isinstance(module, nn.Linear)
+    }

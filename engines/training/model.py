@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -19,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.mesh import MeshShape
 from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors
 from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
-from engines.training.lora import LoRA, add_adapters, merged_tensors
+from engines.training.lora import LoRA, adapter_modules, add_adapters, merged_tensors
 from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowLayout, register_packed_attention
 from engines.training.packing import Layout
 from engines.training.parallel import divide_products, sum_of_ranks
@@ -238,6 +239,11 @@ class PolicyModel(nn.Module):
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in transient:
                     yield f"{prefix}.{name}" if prefix else name, buffer
+
+    @cached_property
+    def adapter_modules(self) -> dict[str, nn.Linear]:
+        """The modules that have the matrices of adapters, found once: a model has thousands of modules with them."""
+        return adapter_modules(self.causal_lm)
 
     def merged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return tensors if self.lora is None else merged_tensors(tensors, self.lora)

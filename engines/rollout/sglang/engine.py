@@ -261,6 +261,8 @@ class SGLangEngine:
         self._model_tokens: ModelTokens | None = None
         self._staged: StagedWeights | None = None
         self._adapters: AdapterVersions | None = None
+        self._replaced: list[str] = []
+        """SGLang's names of adapters that are not needed any more."""
         self._prepared: tuple[int, list[tuple[WeightManifest, dict[str, torch.Tensor]]]] | None = None
         self._held: dict[str, SGLangRequest] = {}
         self._begun: set[SGLangRequest] = set()
@@ -516,14 +518,15 @@ class SGLangEngine:
     async def prepare_adapters(
         self, parts: Sequence[tuple[WeightManifest, Mapping[str, torch.Tensor]]], *, version: int
     ) -> None:
-        self._serving()
-        adapters = self._adapters
+        sglang, adapters = self._serving(), self._adapters
         if adapters is None:
             raise WeightMismatchError(
                 f"version {version} is an adapter, and SGLang was started without adapters (max_adapter_rank)"
             )
         async with self._updating:
             self._prepared = None
+            while self._replaced and not self._paused:  # SGLang frees an adapter when its last request has ended
+                await sglang.unload_adapter(self._replaced.pop())
             await asyncio.to_thread(adapters.check, parts[-1][0])  # it has those before beside it
             self._prepared = (
                 version,
@@ -554,9 +557,8 @@ class SGLangEngine:
                     held.end_here()
                 else:
                     held.begin(self._read(held))
+        self._replaced += [_sglang_name(name, before[name]) for name in changed & before.keys()]
         self._notify()
-        for name in changed & before.keys():
-            await sglang.unload_adapter(_sglang_name(name, before[name]))
 
     async def prepare_weights(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> None:
         self._serving()

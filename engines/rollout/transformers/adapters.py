@@ -71,6 +71,7 @@ class Adapters:
                 manifest,
                 held=weights if last is None else last.version,
                 modules=last.pairs if last is not None else (),
+                base=self._base,
                 max_rank=self._max_rank,
             )
             if manifest.adapter.base != self._base:

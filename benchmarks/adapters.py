@@ -35,6 +35,7 @@ from typing import Any
 import msgspec
 import torch
 
+from asyncrl.errors import WeightError
 from asyncrl.interfaces import GenerationRequest, SamplingParams
 from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
@@ -113,12 +114,15 @@ class Storm:
         adapter = Adapter(rank=1, alpha=1.0, name=name, base=self._base)
         beside = tuple(part for each, part in self._parts.items() if each != name)
         manifest = msgspec.structs.replace(manifest, adapter=adapter)
-        await self._pool.publish(msgspec.structs.replace(manifest, beside=beside))
-        self._parts[name] = manifest
+        try:
+            await self._pool.publish(msgspec.structs.replace(manifest, beside=beside))
+            self._parts[name] = manifest
+            self.counts["swaps"] += 1
+        except WeightError:  # the replica that served has just been killed: the version is withdrawn
+            self.counts["withdrawn"] += 1
         needed = {part.version for part in self._parts.values()} | self._pool.needed_versions
         for old in set(self._transport.versions) - needed:
             self._transport.release(old)
-        self.counts["swaps"] += 1
 
     async def stream(self, name: str) -> None:
         """Send one request after the other, and look at every token."""
@@ -151,7 +155,7 @@ class Storm:
 
         async def kill() -> None:
             alive = [engine for engine in engines if engine.pid is not None and Path(f"/proc/{engine.pid}").exists()]
-            if len(alive) > 1:
+            if len(alive) > 1 and all(replica.state == "healthy" for replica in self._pool.replicas()):
                 os.kill(alive[dice.randrange(len(alive))].pid or 0, signal.SIGKILL)
                 self.counts["kills"] += 1
 
@@ -168,7 +172,7 @@ class Storm:
                 tasks.create_task(self.every(kill_every, kill)),
                 tasks.create_task(self.every(pause_every, pause)),
             ]
-            for _ in range(swaps - len(TENANTS)):
+            while self.counts["swaps"] < swaps:
                 await self.swap(dice.choice(TENANTS))
             for task in fire:
                 task.cancel()

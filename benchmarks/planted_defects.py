@@ -99,15 +99,15 @@ DEFECTS = (
     Defect(
         "law: the driver says a version is served before the engines hold it",
         DRIVER,
-        "            await self.stages.pool.publish(weights)\n",
+        "            ended = await self.stages.pool.publish(weights)\n",
         "            self.law.published(version)\n            self._admission_changed.set()\n"
-        "            await self.stages.pool.publish(weights)\n",
+        "            ended = await self.stages.pool.publish(weights)\n",
     ),
     # publication
     Defect(
         "publication: every fourth is skipped",
         DRIVER,
-        "            await self.stages.pool.publish(weights)\n",
+        "            ended = await self.stages.pool.publish(weights)\n            self._rebase = bool(ended.fenced)\n",
         "            if version % 4:\n                await self.stages.pool.publish(weights)\n",
     ),
     Defect(
@@ -121,10 +121,11 @@ DEFECTS = (
     Defect(
         "publication: the weights of the step before",
         WORKERS,
-        "        tensors = self._held().named_tensors()\n        if self._transport is not None:\n",
-        "        now = [(name, tensor.clone()) for name, tensor in self._held().named_tensors()]\n"
+        "        tensors, adapter = self._published()\n        manifest = None\n",
+        "        tensors, adapter = self._published()\n"
+        "        now = [(name, tensor.clone()) for name, tensor in tensors]\n"
         '        tensors, self._before = getattr(self, "_before", now), now\n'
-        "        if self._transport is not None:\n",
+        "        manifest = None\n",
     ),
     Defect(
         "publication: an engine takes the number without the weights",
@@ -279,8 +280,8 @@ DEFECTS = (
     Defect(
         "worker: tokens past the bound are trained on",
         WORKERS,
-        "young = batch if oldest_version is None else mask_stale_tokens(batch, oldest_version)\n        metrics",
-        "young = batch\n        metrics",
+        "young = batch if oldest_version is None else mask_stale_tokens(batch, oldest_version)\n        if",
+        "young = batch\n        if",
     ),
     Defect(
         "episode: the log-probs of a later turn are those of the turn before",

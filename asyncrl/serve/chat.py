@@ -265,8 +265,11 @@ async def render_prompt(
     if rendering.last_tokens is not None and session is not None:
         raise APIError(400, "truncate_prompt_tokens would cut a session's turns: leave out one of them")
 
+    conversation = messages[:-1] if rendering.continues else messages
+    if not conversation:
+        raise APIError(400, "the last message is continued, and there is none before it: send that, too")
+
     def render() -> TurnPrompt:
-        conversation = messages[:-1] if rendering.continues else messages
         begun = (session or Session("", "")).chat_prompt(
             conversation, tools, text, generation_prompt=rendering.generation_prompt
         )

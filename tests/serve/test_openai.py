@@ -388,6 +388,18 @@ async def test_schemas_of_vllm(serve):
         assert '{"type": "string"' in grammars.pop()
 
 
+async def test_an_answer_to_nothing_is_not_continued(serve):
+    alone = [{"role": "assistant", "content": ""}]
+    async with serve() as served:
+        for path, fields in (
+            ("/v1/chat/completions", {"continue_final_message": True}),
+            ("/v1/messages", {"max_tokens": 1}),
+        ):
+            answer = await served.post(path, {"model": "tiny", "messages": alone, **fields}, status=400)
+            assert "none before it" in answer["error"]["message"]
+        assert served.engines[0].requests == []
+
+
 async def test_an_answer_that_was_begun_is_continued(serve, text):
     begun = [*CHAT["messages"], {"role": "assistant", "content": "it ag"}]
     async with serve(lambda _: [*text.encode("ain"), text.renderer.end_of_turn_id]) as served:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from asyncrl.data.future import DataProtoFuture
 from asyncrl.data.plan import Block, Plan
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import AsyncRLError, DispatchError, GroupClosedError, RankErrors, WorkerError
+from asyncrl.errors import AsyncRLError, DispatchError, GroupClosedError, RankErrors, WorkerDiedError, WorkerError
 from asyncrl.single_controller.call import (
     NO_VALUE,
     Arguments,
@@ -165,7 +165,7 @@ class Invocation:
     declared: Declared | None = None
     _mesh: Mesh | None = None
     _sent_to: Sequence[int] = ()
-    """By rank, the number of the process that it was sent to."""
+    """By rank, the number of the process that it was sent to, where such are replaced."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _finished: bool = False
     _is_pending: bool = False
@@ -277,8 +277,9 @@ class Invocation:
             ends = accumulate(len(share.index) - share.padding for share in self._shares)
             rows = [range(start, end) for start, end in pairwise([0, *ends])]
         self.progress.sent(ranks, rows)
-        if self._restarts is not None:
-            self._sent_to = tuple(self._restarts.incarnations)
+        restarts = group._worker_owner._restarts
+        if restarts.policy is not None:
+            self._sent_to = tuple(restarts.incarnations)
         self._values = [None] * ranks
         self._waiting = (1 << ranks) - 1
         replies: list[PendingReply] = []
@@ -440,6 +441,10 @@ class Invocation:
         self._cancel_ranks()
         errors = [self._error(rank, reply) for rank, reply in sorted(self._failures, key=operator.itemgetter(0))]
         failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
+        for error in errors:
+            # The group may hear of the death later than this call: the next one is for the worker that replaces it.
+            if isinstance(error, WorkerDiedError) and self._sent_to:
+                self._group._worker_owner._restarts.died(error.rank, self._sent_to[error.rank], error)
         if self._restarts is None or not await self._restarts.allow_again(failure, self._sent_to):
             raise failure
         await all_replied.wait()

@@ -115,6 +115,25 @@ def test_a_process_that_never_starts_is_named_and_given_up(
     assert "the process of late[0] has not started for 0.2 s: it is stopped, or its machine is busy" in caplog.text
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_after_a_call_has_failed_by_a_death_the_next_one_goes_to_the_new_process(monkeypatch: pytest.MonkeyPatch):
+    """Though the group has not heard of the death from Ray."""
+    from asyncrl.single_controller import ClassWithInitArgs
+    from asyncrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+
+    monkeypatch.setattr(RayWorkerGroup, "_watch_actor", lambda group, rank, handle: None)
+    restart = Restart(max_restarts=2, scope="worker", backoff_s=0.0)
+    with RayWorkerGroup(RayResourcePool([2]), ClassWithInitArgs(Sleeper), restart=restart) as group:
+        first, second = group.process().result(60)
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.work(0.1).result(60)
+        again = group.process().result(60)
+        assert again[0] == first
+        assert again[1] != second
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")

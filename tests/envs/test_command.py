@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import sys
@@ -56,7 +57,9 @@ def play(scratch: ChatRenderer) -> Callable[..., Any]:
 
         engine = RecordingEngine(reply)
         await engine.start()
-        before = (set(asyncio.all_tasks()), psutil.Process().num_fds(), psutil.Process().children(recursive=True))
+        gc.collect()  # what tests before this one have left
+        here = psutil.Process()
+        tasks_before, open_before, children_before = asyncio.all_tasks(), here.num_fds(), here.children(recursive=True)
         policy = {
             "engine": engine,
             "renderer": scratch,
@@ -80,8 +83,9 @@ def play(scratch: ChatRenderer) -> Callable[..., Any]:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            after = (set(asyncio.all_tasks()), psutil.Process().num_fds(), psutil.Process().children(recursive=True))
-            assert after == before
+            assert asyncio.all_tasks() == tasks_before
+            assert here.num_fds() <= open_before
+            assert here.children(recursive=True) == children_before
         return [each.result() for each in running], engine
 
     return play

@@ -439,12 +439,13 @@ class Invocation:
             async with asyncio.timeout(SIBLING_GRACE_S):
                 await all_replied.wait()
         self._cancel_ranks()
-        errors = [self._error(rank, reply) for rank, reply in sorted(self._failures, key=operator.itemgetter(0))]
+        failures = sorted(self._failures, key=operator.itemgetter(0))
+        errors = [self._error(rank, reply) for rank, reply in failures]
         failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
-        for error in errors:
+        for (rank, reply), error in zip(failures, errors, strict=True):
             # The group may hear of the death later than this call: the next one is for the worker that replaces it.
-            if isinstance(error, WorkerDiedError) and self._sent_to:
-                self._group._worker_owner._restarts.died(error.rank, self._sent_to[error.rank], error)
+            if isinstance(reply, AttemptLost) and isinstance(error, WorkerDiedError) and self._sent_to:
+                self._group._worker_owner._restarts.died(rank, self._sent_to[rank], error)
         if self._restarts is None or not await self._restarts.allow_again(failure, self._sent_to):
             raise failure
         await all_replied.wait()

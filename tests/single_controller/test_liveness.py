@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl.single_controller.liveness
-from asyncrl.errors import WorkerDiedError
+from asyncrl.errors import RankErrors, WorkerDiedError
 from asyncrl.single_controller import Dispatch, Restart, Worker, register
 from asyncrl.single_controller.liveness import Liveness, Silence
 
@@ -48,6 +48,10 @@ def test_the_time_at_which_a_process_is_named_follows_from_that_at_which_it_is_e
 
 
 class Sleeper(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def report_another(self) -> None:
+        raise WorkerDiedError("a worker of another group died", group="others", rank=1)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def process(self) -> int:
         return os.getpid()
@@ -132,6 +136,9 @@ def test_after_a_call_has_failed_by_a_death_the_next_one_goes_to_the_new_process
         again = group.process().result(60)
         assert again[0] == first
         assert again[1] != second
+        with pytest.raises((WorkerDiedError, RankErrors)):
+            group.report_another().result(60)
+        assert group.process().result(60) == again, "what a worker raises is no death of its own"
 
 
 @pytest.mark.slow

@@ -422,6 +422,7 @@ class VLLMEngine:
 
     async def sleep(self) -> None:
         """Have vLLM move the weights to the host and drop its KV cache; on a CPU it only stops."""
+        check_sleep_mode(self._settings.sleep_mode)
         await self._set_asleep(True)
 
     async def wake(self) -> None:
@@ -430,7 +431,6 @@ class VLLMEngine:
 
     async def _set_asleep(self, asleep: bool) -> None:
         started = self._running()
-        check_sleep_mode(self._settings.sleep_mode)
         llm, queue = started.llm, self._queue
 
         async def follow() -> None:

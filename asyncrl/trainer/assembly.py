@@ -617,8 +617,8 @@ def adapters_apart(config: Config) -> bool:
         able = wanted == "apart"
     if wanted == "apart" and not able:
         raise ConfigError(
-            f"weights.adapters = 'apart', and rollout engine {engine!r} serves no adapters, or keeps none in its "
-            f"sleep (cluster.colocate), or training engine {trainer.engine!r} publishes none; merged: all are published",
+            f"weights.adapters = 'apart', and rollout engine {engine!r} serves no adapters, or keeps none while "
+            f"asleep (cluster.colocate), or training engine {trainer.engine!r} publishes none",
             path="weights.adapters",
             remedy="merged",
         )

@@ -28,6 +28,8 @@ from asyncrl.runtime import in_thread
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _MOST_MOVES = 10_000
+_MOST_BEGINS = 8
+"""Of one game, with other draws of the opponent: a random one may lose it before the policy has moved."""
 _drawing = threading.Lock()
 
 
@@ -55,7 +57,6 @@ class TextArenaEnvironment:
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._player = int(task["player"])
-        self._draw = random.Random(f"opponent/{task['seed']}")  # noqa: S311 (reproducible, not secret)
 
         def begin() -> None:
             random.seed(task["seed"])
@@ -63,11 +64,16 @@ class TextArenaEnvironment:
             self._game = self._make()
             self._game.reset(num_players=self._players, seed=task["seed"])
 
-        await self._call(begin)
-        text = await self._until_its_turn()
-        if text is None:
-            raise EnvironmentFailure(f"the game is over before player {self._player} has moved")
-        return question_messages(text, instructions=self._instructions)
+        for attempt in range(_MOST_BEGINS):
+            self._draw = random.Random(f"opponent/{task['seed']}/{attempt}")  # noqa: S311 (reproducible, not secret)
+            await self._call(begin)
+            text = await self._until_its_turn()
+            if text is not None:
+                return question_messages(text, instructions=self._instructions)
+        raise EnvironmentFailure(
+            f"the game was over before player {self._player} had moved, {_MOST_BEGINS} times: give an opponent that "
+            "makes legal moves (env.options.opponent)"
+        )
 
     async def step(self, reply: Message) -> Step:
         over = await self._move(str(reply.get("content") or ""))
@@ -121,6 +127,11 @@ def _set_states(states: tuple[Any, Any]) -> None:
     np.random.set_state(states[1])
 
 
+def _first_line(error: Exception) -> str:
+    lines = (line.strip(" *") for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next(filter(None, lines), '')}"
+
+
 class TextArenaFactory:
     """Games by seed: task n of a split is a seed of its own.
 
@@ -156,7 +167,8 @@ class TextArenaFactory:
         self._make: Callable[[], Any] = lambda: textarena.make(game, **config)
         accepted = [each for each in ([players] if players else range(1, 16)) if self._accepts(each)]
         if not accepted or (player is not None and not 0 <= player < accepted[0]):
-            text = f"{game} cannot be begun with {players or 'any number of'} players, one of them {player or 0}"
+            cause = "" if self._refusal is None else f": {_first_line(self._refusal)}"
+            text = f"{game} cannot be begun with {players or 'any number of'} players, one of them {player or 0}{cause}"
             raise ConfigError(text, path="env.options.game", remedy="another game, or number") from self._refusal
         self._options: dict[str, Any] = {"players": accepted[0], "instructions": instructions}
         self._options["opponent"] = load_function(opponent) if isinstance(opponent, str) else opponent

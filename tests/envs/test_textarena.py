@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("textarena", reason="needs textarena, which is not in the exact set: on PYTHONPATH in .ci/run")
 
 from asyncrl.envs.textarena import TextArenaFactory, choose_bracketed
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.rollout.episode import replay_episode
 
 pytestmark = pytest.mark.slow
@@ -49,8 +49,20 @@ async def test_the_users_function_is_the_opponent():
     await environment.close()
 
 
+async def test_a_game_that_the_opponent_loses_first_is_begun_again():
+    task, moves = {"game": "TicTacToe-v0", "seed": 1, "player": 1}, ["[99]", "[99]", "[4]"]
+    environment = TextArenaFactory(game="TicTacToe-v0", opponent=lambda observation, *, draw: moves.pop(0)).make()
+    await environment.reset(task)
+    assert not moves
+    await environment.close()
+    environment = TextArenaFactory(game="TicTacToe-v0", opponent=lambda observation, *, draw: "[99]").make()
+    with pytest.raises(EnvironmentFailure, match="before player 1 had moved, 8 times"):
+        await environment.reset(task)
+    await environment.close()
+
+
 def test_what_cannot_be_begun_is_refused():
-    with pytest.raises(ConfigError, match="cannot be begun"):
+    with pytest.raises(ConfigError, match=r"cannot be begun with any number of players, one of them 0: \w+: .*Nothing-v0"):
         TextArenaFactory(game="Nothing-v0")
     with pytest.raises(ConfigError, match="one of them 2"):
         TextArenaFactory(game="TicTacToe-v0", player=2)

@@ -51,6 +51,13 @@ CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "is_slippery": False}
 
 
+SILENT = (
+    *("Briscola-v0", "Chopsticks-v0", "ColonelBlotto-v0", "GermanWhist-v0", "Golf-v0", "IteratedTwoThirdsAverage-v0"),
+    *("NewRecruit-v0", "Tak-v0", "TwoDollar-v0"),
+)
+"""Games that show no legal move in brackets at first: the policy moves first."""
+
+
 def rows(folder: Path) -> str:
     row = {"data_source": "x", "prompt": [{"role": "user", "content": "go"}], "reward_model": {"ground_truth": "1"}}
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({**row, "extra_info": {}}) for _ in range(10)))
@@ -87,7 +94,8 @@ def adapters(folder: Path) -> Iterator[tuple[str, Callable[[], Any], Callable[[s
     yield "sandbox", lambda: SandboxFactory(**options), lambda text: "1" if "tool" in text[-200:] else once
     if find_spec("textarena"):
         for game in games():
-            yield f"textarena {game}", lambda game=game: TextArenaFactory(game=game), bracketed
+            options = {"game": game, "player": 0} if game in SILENT else {"game": game}
+            yield f"textarena {game}", lambda options=options: TextArenaFactory(**options), bracketed
     if OPENENV:
         yield "openenv", lambda: OpenEnvFactory(url=SERVED[0], observation="text"), lambda text: "abc"
 

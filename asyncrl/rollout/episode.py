@@ -71,7 +71,8 @@ class EpisodePolicy:
 class AgentEnvironment(Protocol):
     """An environment with an agent of its own, which asks the policy when it likes, instead of ``reset`` and ``step``.
 
-    The episode is what it has asked, a tree of turns (:mod:`asyncrl.rollout.branches`). It is not replayed.
+    The episode is what it has asked, a tree of turns (:mod:`asyncrl.rollout.branches`). It is not replayed. Where its
+    branches are of several players, an attribute ``credit`` names the ``algorithm.credit`` that tells them apart.
     """
 
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
@@ -136,18 +137,9 @@ async def run_episode(
         with _using(messages, what="reset"):
             prompt = renderer.prompt(messages, tools)
         episode.add_context(prompt)
-        if episode.length >= max_seq_len:
-            raise InvalidDataError(
-                f"the prompt has {episode.length} tokens and a trajectory may have {max_seq_len}: raise max_seq_len"
-            )
+        _check_prompt(prompt, max_seq_len)
         for number in range(max_turns):
-            room = min(sampling.max_new_tokens, max_seq_len - episode.length)
-            limited = dataclasses.replace(
-                sampling.ending_at(renderer.end_of_turn_id),
-                max_new_tokens=room,
-                min_tokens=min(sampling.min_tokens, room),
-                seed=derive_seed(seed, "turn", number),
-            )
+            limited = _of_turn(sampling, renderer, number=number, room=max_seq_len - episode.length, seed=seed)
             request = GenerationRequest(
                 request_id=f"{request_prefix}-{number}",
                 prompt_token_ids=tuple(episode.token_ids),
@@ -213,6 +205,76 @@ async def run_agent_episode(
     if not abs(trajectory.reward) <= _LARGEST_FLOAT32:
         raise EnvironmentFailure(f"the reward must be, as float32, a finite number; it is {trajectory.reward}")
     return trajectory
+
+
+class Players:
+    """Conversations of several players with one policy, in one episode: each is a branch of its trajectory.
+
+    A player's first messages begin its branch, and later ones continue it; they see nothing of the others'. Limits and
+    seeds are those of :func:`run_episode`, but turns of all players count for ``max_turns``.
+    """
+
+    def __init__(self, task: Task, policy: EpisodePolicy) -> None:
+        self._policy = policy
+        self._episode = _Episode(task)
+        self._conversations: dict[int, _Conversation] = {}
+        self._reason: EpisodeEnd = "done"
+
+    async def ask(self, player: int, messages: Sequence[Message]) -> Message | None:
+        """Return the policy's reply to a player's new messages; None where a limit ends the episode.
+
+        Raises:
+            EnvironmentFailure: the chat template cannot render the messages.
+            InvalidDataError: a player's first messages alone fill ``max_seq_len``.
+            RequestAbortedError: the engine aborted the turn.
+        """
+        policy, number = self._policy, self._episode.turns
+        conversation = self._conversations.setdefault(player, _Conversation())
+        with _using(messages, what="agent"):
+            if conversation.messages:
+                context = policy.renderer.extend(conversation.messages[:-1], conversation.sampled, messages)
+            else:
+                context = policy.renderer.prompt(messages)
+        room = policy.max_seq_len - len(conversation.token_ids) - len(context)
+        if not conversation.messages:
+            _check_prompt(context, policy.max_seq_len)
+        if number == policy.max_turns or room <= 0:
+            self._reason = "max_turns" if number == policy.max_turns else "max_seq_len"
+            return None
+        request = GenerationRequest(
+            request_id=f"{policy.request_prefix}-{number}",
+            prompt_token_ids=(*conversation.token_ids, *context),
+            sampling=_of_turn(policy.sampling, policy.renderer, number=number, room=room, seed=policy.seed),
+        )
+        generation = await _generate(policy.engine, request, tokens_before=self._episode.sampled_tokens)
+        reply = policy.renderer.parse(generation.token_ids)
+        self._episode.add_context(context)
+        self._episode.add_turn(generation, reply, parent=conversation.turn)
+        conversation.turn = number
+        conversation.sampled = generation.token_ids
+        conversation.token_ids += [*context, *generation.token_ids]
+        conversation.messages += [*messages, reply]
+        if generation.finish_reason == "length" and len(conversation.token_ids) >= policy.max_seq_len:
+            self._reason = "max_seq_len"
+            return None
+        return reply
+
+    def trajectory(self, rewards: Mapping[int, float], info: Mapping[str, Any]) -> Trajectory:
+        """Return the episode as a tree. The last turn of each player earns the player's reward; without turns, none."""
+        for player, conversation in self._conversations.items():
+            if conversation.turn >= 0:
+                self._episode.reward_turn(conversation.turn, rewards.get(player, 0.0))
+        return dataclasses.replace(self._episode.trajectory(self._reason), info=info)
+
+
+@dataclasses.dataclass(slots=True)
+class _Conversation:
+    turn: int = -1
+    """The last of it, by its number in the episode."""
+    sampled: tuple[int, ...] = ()
+    """Tokens of that turn."""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    messages: list[Message] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,25 +367,32 @@ class _Episode:
         self._log_probs += [0.0] * len(token_ids)
         self._versions += [-1] * len(token_ids)
 
-    def add_turn(self, generation: Generation, message: Message) -> None:
+    @property
+    def turns(self) -> int:
+        return len(self._turns)
+
+    def add_turn(self, generation: Generation, message: Message, *, parent: int | None = None) -> None:
         start = self.length
         self.token_ids += generation.token_ids
         self._mask += [True] * len(generation.token_ids)
         self._log_probs += generation.log_probs
         self._versions += generation.weight_versions
         self.sampled_tokens += len(generation.token_ids)
-        turn = Turn(start=start, end=self.length, finish_reason=generation.finish_reason, message=message)
-        self._turns.append(turn)
+        reason = generation.finish_reason
+        self._turns.append(Turn(start=start, end=self.length, finish_reason=reason, message=message, parent=parent))
 
     def add_step(self, step: Step) -> None:
-        self._reward += step.reward
-        if abs(self._reward) > _LARGEST_FLOAT32:
+        self.reward_turn(-1, step.reward)
+        self._info = step.info
+
+    def reward_turn(self, number: int, reward: float) -> None:
+        self._reward += reward
+        if not abs(self._reward) <= _LARGEST_FLOAT32:
             raise EnvironmentFailure(
                 "the environment's step must keep the sum of the rewards a finite float32; "
-                f"it returned {step.reward:g}, and the sum is {self._reward:g}"
+                f"it returned {reward:g}, and the sum is {self._reward:g}"
             )
-        self._turns[-1] = dataclasses.replace(self._turns[-1], reward=step.reward)
-        self._info = step.info
+        self._turns[number] = dataclasses.replace(self._turns[number], reward=reward)
 
     def trajectory(self, reason: EpisodeEnd) -> Trajectory:
         return Trajectory(
@@ -337,6 +406,24 @@ class _Episode:
             finish_reason=reason,
             info=self._info,
         )
+
+
+def _check_prompt(token_ids: Sequence[int], max_seq_len: int) -> None:
+    if len(token_ids) >= max_seq_len:
+        raise InvalidDataError(
+            f"the prompt has {len(token_ids)} tokens and a trajectory may have {max_seq_len}: raise max_seq_len"
+        )
+
+
+def _of_turn(sampling: SamplingParams, renderer: ChatRenderer, *, number: int, room: int, seed: int) -> SamplingParams:
+    """Return the parameters of turn ``number`` of an episode, for at most ``room`` tokens."""
+    most = min(sampling.max_new_tokens, room)
+    return dataclasses.replace(
+        sampling.ending_at(renderer.end_of_turn_id),
+        max_new_tokens=most,
+        min_tokens=min(sampling.min_tokens, most),
+        seed=derive_seed(seed, "turn", number),
+    )
 
 
 def _recorded(turn: TurnRecord, *, context: tuple[int, ...], limit: int) -> Generation:

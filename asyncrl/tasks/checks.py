@@ -261,6 +261,10 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
             if not isinstance(environments, FiniteHeldOutTasks):
                 environments.task(0, split="held_out")
         made = environments.make()
+    credit = getattr(made, "credit", config.algorithm.credit)
+    if config.steps and config.algorithm.credit != credit:
+        remedy = "add this line, or train one player only"
+        _refuse("algorithm.credit", f' must be "{credit}": each player of an episode has its own reward', remedy)
     methods = ("close",) if hasattr(made, "run_agent") else ("reset", "step", "close")
     if lacks := [name for name in methods if not callable(getattr(made, name, None))]:
         remedy = "see asyncrl.interfaces.Environment"

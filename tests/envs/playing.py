@@ -15,7 +15,7 @@ import psutil
 from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.interfaces import ClosableFactory, GenerationChunk, GenerationRequest, SamplingParams
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.rollout.episode import run_episode
+from asyncrl.rollout.episode import AgentEnvironment, EpisodePolicy, run_agent_episode, run_episode
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.testing import ScriptedEngine
 from engines.training.scratch import make_scratch_tokenizer
@@ -70,9 +70,22 @@ async def play(
     async def one(index: int) -> Trajectory | Exception:
         async with places:
             try:
+                environment = environments.make()
+                if isinstance(environment, AgentEnvironment):
+                    policy = EpisodePolicy(
+                        engine=engine,
+                        renderer=renderer,
+                        sampling=SamplingParams(max_new_tokens=400),
+                        max_turns=max_turns,
+                        max_seq_len=8000,
+                        request_prefix=f"{index}",
+                        seed=index,
+                    )
+                    task = environments.task(index, split="train")
+                    return await run_agent_episode(environment, task, policy, deadline_s=deadline_s)
                 return await run_episode(
                     engine,
-                    environments.make(),
+                    environment,
                     renderer,
                     environments.task(index, split="train"),
                     sampling=SamplingParams(max_new_tokens=400),
@@ -107,9 +120,22 @@ def _drift(trajectory: Trajectory, name: str, engine: RecordingEngine) -> int:
     for number, turn in enumerate(trajectory.turns):
         sampled = engine.sampled[f"{name}-{number}"]
         same = list(trajectory.token_ids[turn.start : turn.end]) == sampled
-        if not same or prompts[f"{name}-{number}"] != trajectory.token_ids[: turn.start]:
+        if not same or prompts[f"{name}-{number}"] != _before(trajectory, number):
             drift += len(sampled)
     return drift
+
+
+def _before(trajectory: Trajectory, number: int) -> tuple[int, ...]:
+    """Return what the policy saw before a turn: all tokens of a line, and those of its branch in a tree."""
+    turn = trajectory.turns[number]
+    if turn.parent is None:
+        return trajectory.token_ids[: turn.start]
+    begin = trajectory.turns[number - 1].end if number else 0
+    seen: tuple[int, ...] = ()
+    if turn.parent >= 0:
+        above = trajectory.turns[turn.parent]
+        seen = (*_before(trajectory, turn.parent), *trajectory.token_ids[above.start : above.end])
+    return (*seen, *trajectory.token_ids[begin : turn.start])
 
 
 def resources() -> list[str]:

@@ -36,6 +36,33 @@ async def test_a_game_of_two_is_played_as_either_player_and_again(play_many: Pla
         assert sum(step.reward for step in again.steps) == each.reward
 
 
+async def test_the_policy_plays_itself_and_each_player_is_a_branch(play_many: Play):
+    factory = TextArenaFactory(game="TicTacToe-v0", self_play=True, instructions="Win.")
+    assert "player" not in factory.task(0, split="train")
+    assert factory.task(1, split="held_out")["player"] == 1
+    games = await play_many(factory, said, episodes=20)
+    for game in games:
+        parents = [turn.parent for turn in game.turns]
+        continued = [parent for parent in parents if parent != -1]
+        assert parents.count(-1) == 2
+        assert len(set(continued)) == len(continued)
+        last = [turn.reward for number, turn in enumerate(game.turns) if number not in continued]
+        assert game.reward == 0.0
+        assert sorted(last) == sorted(game.info["rewards"])
+        assert sum(turn.reward != 0 for turn in game.turns) == sum(reward != 0 for reward in last)
+    assert {tuple(sorted(game.info["rewards"])) for game in games} >= {(-1, 1)}
+
+
+async def test_held_out_games_are_against_the_opponent(play_many: Play):
+    factory = TextArenaFactory(game="TicTacToe-v0", self_play=True)
+    held_out = type(
+        "HeldOut", (), {"make": factory.make, "task": lambda self, index, split: factory.task(index, split="held_out")}
+    )
+    games = await play_many(held_out(), said, episodes=12)
+    assert {game.reward for game in games} <= {-1.0, 0.0, 1.0}
+    assert len({game.reward for game in games}) > 1
+
+
 async def test_the_users_function_is_the_opponent():
     async def first_free(observation: str, *, draw: random.Random) -> str:
         return re.findall(r"\[\d\]", observation)[0]

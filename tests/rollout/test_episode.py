@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from asyncrl.data.ragged import rows_of, values_of
 from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.errors import (
     EngineClosedError,
@@ -20,9 +23,10 @@ from asyncrl.errors import (
     RequestAbortedError,
 )
 from asyncrl.interfaces import Environment, Message, SamplingParams, Step, Task, Tool
+from asyncrl.rollout.branches import unfold
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.rollout.episode import Diverged, run_episode
-from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.rollout.episode import Diverged, EpisodePolicy, Players, run_episode
+from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
 from asyncrl.rollout.turns import TurnFeed, TurnRecorder, decode_turns
 from asyncrl.testing import EchoEnvironment, ScriptedEngine
 
@@ -464,3 +468,64 @@ async def test_an_episode_goes_on_from_its_recorded_turns(scratch: ChatRenderer,
     short = SamplingParams(max_new_tokens=3)
     with pytest.raises(Diverged, match="longer than it may be"):
         await play(engine_saying(scratch, FIRST_CALL), factory.make(), scratch, recorded=recorded[:1], sampling=short)
+
+
+# ------------------------------------------------------------------------------------------------------------- players
+
+
+def players_of(engine: ScriptedEngine, renderer: ChatRenderer, **changes: Any) -> Players:
+    given: dict[str, Any] = {
+        "engine": engine,
+        "renderer": renderer,
+        "sampling": SamplingParams(max_new_tokens=50),
+        "max_turns": 9,
+        "max_seq_len": 200,
+        "request_prefix": "row",
+        "seed": 7,
+    }
+    return Players(TASK, EpisodePolicy(**given | changes))
+
+
+@settings(deadline=None, max_examples=30)
+@given(asked=st.lists(st.integers(0, 2), min_size=1, max_size=9))
+async def test_each_player_is_a_branch_with_what_it_has_seen_and_its_own_reward(
+    scratch: ChatRenderer, asked: list[int]
+) -> None:
+    engine = engine_answering(scratch)
+    await engine.start()
+    players = players_of(engine, scratch)
+    for number, player in enumerate(asked):
+        assert await players.ask(player, [{"role": "user", "content": f"{player}/{number}"}])
+    trajectory = players.trajectory({0: 1.0, 1: -1.5, 2: 0.25}, {"moves": len(asked)})
+    batch = unfold(trajectories_to_batch([trajectory], group_id=0)).rows
+    assert batch.batch is not None
+    branches = [tuple(row.tolist()) for row in rows_of(batch.batch["input_ids"])]
+    last = {player: number for number, player in enumerate(asked)}
+    by_last_turn = sorted(last, key=lambda player: last[player])
+    for player, branch, reward in zip(by_last_turn, branches, batch.batch["rewards"].tolist(), strict=True):
+        prompt = engine.requests[last[player]].prompt_token_ids
+        assert branch[: len(prompt)] == prompt
+        assert scratch.decode(branch).count("<|user|>") == asked.count(player)
+        assert reward == {0: 1.0, 1: -1.5, 2: 0.25}[player]
+    assert trajectory.sampled_tokens == sum(values_of(batch.batch["loss_mask"]).tolist())
+    assert [request.request_id for request in engine.requests] == [f"row-{number}" for number in range(len(asked))]
+
+
+async def test_limits_end_a_game_of_players(scratch: ChatRenderer) -> None:
+    engine = engine_answering(scratch)
+    await engine.start()
+    message = {"role": "user", "content": "go"}
+    players = players_of(engine, scratch, max_turns=3)
+    assert [await players.ask(player, [message]) is not None for player in (0, 1, 0, 1)] == [True, True, True, False]
+    assert players.trajectory({}, {}).finish_reason == "max_turns"
+
+    first = len(scratch.prompt([message]))
+    players = players_of(engine, scratch, max_seq_len=first + 3 + 2)  # no room for a second message to one player
+    assert [await players.ask(player, [message]) is not None for player in (0, 1, 0)] == [True, True, False]
+    ended = players.trajectory({}, {})
+    assert (ended.finish_reason, len(ended.turns), ended.reward) == ("max_seq_len", 2, 0.0)
+
+    with pytest.raises(InvalidDataError, match="raise max_seq_len"):
+        await players_of(engine, scratch, max_seq_len=first).ask(0, [message])
+    with pytest.raises(EnvironmentFailure, match="cannot be used"):
+        await players_of(engine, scratch).ask(0, [{"role": "user", "content": "\ud800"}])

@@ -163,11 +163,6 @@ class CommandEnvironment:
         self._factory = factory
         self._judge = judge
 
-    @property
-    def tools(self) -> tuple[()]:
-        """None: the program declares its own."""
-        return ()
-
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
         messages = await self._judge.reset(task)
         made = await asyncio.to_thread(LockedTemporaryDirectory, "agent")

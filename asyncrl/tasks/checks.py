@@ -263,7 +263,7 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
         made = environments.make()
     credit = getattr(made, "credit", config.algorithm.credit)
     if config.steps and config.algorithm.credit != credit:
-        remedy = "add this line, or train one player only"
+        remedy = f'set algorithm.credit = "{credit}", or train one player only'
         _refuse("algorithm.credit", f' must be "{credit}": each player of an episode has its own reward', remedy)
     methods = ("close",) if hasattr(made, "run_agent") else ("reset", "step", "close")
     if lacks := [name for name in methods if not callable(getattr(made, name, None))]:

@@ -28,8 +28,8 @@ _AHEAD = 2
 
 
 def demonstrations(environments: EnvironmentFactory) -> tuple[Conversations, Sequence[Tool]]:
-    """Return the environment's own demonstrations, and the tools its prompts declare."""
-    return environments.demonstration, environments.make().tools
+    """Return the environment's own demonstrations, and the tools its prompts declare; an agent declares its own."""
+    return environments.demonstration, getattr(environments.make(), "tools", ())
 
 
 def file_conversations(data: Path | Sequence[str], *, seed: int) -> Conversations:

@@ -643,9 +643,7 @@ class RolloutPool:
         """Return by replica where the time of its episodes went (:class:`asyncrl.rollout.work.EpisodeTimes`)."""
         found: dict[str, dict[str, float]] = {}
         for each in self._instances:
-            before = found.get(each.name, {})
-            most = max(before.get("rows_most", 0.0), each.times.get("rows_most", 0.0))  # one followed the other
-            found[each.name] = sum_totals((before, each.times)) | {"rows_most": most}
+            found[each.name] = sum_totals((found.get(each.name, {}), each.times))
         return found
 
     async def statistics(self) -> dict[str, dict[str, Any]]:

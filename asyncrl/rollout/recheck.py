@@ -169,7 +169,7 @@ class ReplayedRewards:
         if cut and len(trajectory.token_ids) >= self._max_seq_len:
             del replies[-1]  # the environment did not see it
         try:
-            with self._times.episode(trained=False):
+            with self._times.episode():
                 replayed = await replay_episode(
                     self._environments.make(),
                     trajectory.task,

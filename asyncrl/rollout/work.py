@@ -24,7 +24,8 @@ class EpisodeTimes:
     - ``generate_s``, ``environment_s``, ``episodes_s``: seconds in which at least one episode was there, and none was
       in one named before it.
     - ``rows_generate_s``, ``rows_environment_s``, ``rows_episodes_s``: the same summed over episodes.
-    - ``rows_most``: most episodes at a time, of those that are trained on.
+    - ``rows``, ``rows_load``: number of episodes that ended; sum of the logarithm of the mean number at a time while
+      each of them lasted.
     - ``requests``, ``load``, ``pace``, ``load_load``, ``load_pace``: number of requests; sums, for each, of the
       logarithm of the mean number of requests beside it and of its seconds per token, and of their products.
     """
@@ -33,8 +34,8 @@ class EpisodeTimes:
         self.totals: dict[str, float] = {}
         self._open = dict.fromkeys(_WHERE, 0)
         self._as_of_s = 0.0
+        self._rows_s = 0.0
         self._requests_s = 0.0
-        self._trained = 0
 
     @property
     def busy_s(self) -> float:
@@ -42,15 +43,15 @@ class EpisodeTimes:
         return sum(self.totals.get(f"{where}_s", 0.0) for where in _WHERE)
 
     @contextmanager
-    def episode(self, *, trained: bool = True) -> Iterator[None]:
+    def episode(self) -> Iterator[None]:
         self._move(None, "episodes")
-        self._trained += trained
-        self.totals["rows_most"] = max(self.totals.get("rows_most", 0), self._trained)
+        begun_s, rows_s = self._as_of_s, self._rows_s
         try:
             yield
         finally:
-            self._trained -= trained
             self._move("episodes", None)
+            if (took_s := self._as_of_s - begun_s) > 0:
+                self._add(rows=1, rows_load=math.log((self._rows_s - rows_s) / took_s))
 
     @contextmanager
     def at(self, where: Where) -> Iterator[None]:
@@ -73,8 +74,10 @@ class EpisodeTimes:
             return
         load = math.log((self._requests_s - requests_s) / took_s)
         pace = math.log(took_s / sum(tokens))
-        added = {"requests": 1, "load": load, "pace": pace, "load_load": load * load, "load_pace": load * pace}
-        for name, value in added.items():
+        self._add(requests=1, load=load, pace=pace, load_load=load * load, load_pace=load * pace)
+
+    def _add(self, **values: float) -> None:
+        for name, value in values.items():
             self.totals[name] = self.totals.get(name, 0.0) + value
 
     def _move(self, left: Where | None, entered: Where | None) -> None:
@@ -82,6 +85,8 @@ class EpisodeTimes:
         took_s, self._as_of_s = now_s - self._as_of_s, now_s
         self._requests_s += took_s * self._open["generate"]
         busiest = next((where for where in _WHERE if self._open[where]), None)
+        if took_s and (rows := sum(self._open.values())):
+            self._rows_s += took_s * rows
         for where in _WHERE:
             if took_s and (rows := self._open[where]):
                 name = f"rows_{where}_s"
@@ -95,7 +100,7 @@ class EpisodeTimes:
 
 
 def sum_totals(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up totals, of workers side by side: ``rows_most`` too."""
+    """Add up totals, of workers side by side or one after another."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

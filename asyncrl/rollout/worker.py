@@ -169,7 +169,7 @@ class AgentEngine:
         self.tokens = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        with self._times.episode(trained=False):
+        with self._times.episode():
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     self.tokens += len(chunk.token_ids)
@@ -421,7 +421,7 @@ class RolloutWorker(Worker):
                     return await self._agent_episode(
                         environment, engine, account, task, sampling, f"{name}-{trial}", derive_seed(seed, trial)
                     )
-                with self._times.episode(trained=account.purpose == "train"):
+                with self._times.episode():
                     trajectory = await run_episode(
                         engine,
                         environment,
@@ -477,7 +477,7 @@ class RolloutWorker(Worker):
             seed=seed,
         )
         try:
-            with self._times.episode(trained=account.purpose == "train"):
+            with self._times.episode():
                 trajectory = await run_agent_episode(
                     environment, task, policy, deadline_s=limits.deadline_s, times=self._times
                 )

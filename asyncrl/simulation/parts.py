@@ -271,7 +271,7 @@ class ModelledReplica:
         tokens = scenario.length(dice)
         turns = min(scenario.turns, tokens)
         versions: Counter[int] = Counter()
-        with self._times.episode(trained=purpose == "train"):
+        with self._times.episode():
             for turn in range(turns):
                 with self._times.request() as delivered:
                     sampled = await self.decoder.generate(tokens // turns + (turn < tokens % turns))

@@ -12,14 +12,16 @@ A run is healthy while every candidate is below a quarter; else the largest is i
 
 ``rollouts`` has the first cause that holds of: replicas restart or are fenced (15 % of their time); the buffer is full
 (20 %); groups are longer with reward, reference or critic than in rollouts; rows are mostly in the environment;
-replicas wait longer for publications than they work; the mean number of rows in flight is below 0.4 of the most
-(``long tail``); replicas of a synchronous run wait a quarter of the time for the bound, or requests hardly slow down
-when there are more (exponent below 0.5), so that more groups at a time would help (``staleness bound``). Else
-the engines are saturated (``rollout``).
+replicas wait longer for publications than they work; the number of rows in flight is over the time below 0.4 of what it
+is over the rows (the mean of a row's lifetime, geometric over rows: where it never changes, both are the same), since
+few last far longer than the others (``long tail``); replicas of a synchronous run wait a quarter of the time for the
+bound, or requests hardly slow down when there are more (exponent below 0.5), so that more groups at a time would help
+(``staleness bound``). Else the engines are saturated (``rollout``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +131,8 @@ def _rollout_cause(summary: Mapping[str, Any], replicas: list[Mapping[str, float
     if _mean(replicas, "publication") > works:
         return "publication"
     present_s = sum(times.get(f"{where}_s", 0.0) for where in by_place)
-    most = times.get("rows_most", 0.0) / max(len(replicas), 1)
-    if rows_s < 0.4 * most * present_s:
+    ended = times.get("rows", 0.0)
+    if ended and rows_s < 0.4 * math.exp(times["rows_load"] / ended) * present_s:
         return "long tail"
     bound = _mean(replicas, "staleness bound", "publication")
     if config.get("max_staleness") == 0 and bound > LEAST_PERCENT:

@@ -1,19 +1,25 @@
 """The bottleneck of a run, from shares worked by hand, of simulated runs, and of a real one."""
 
+import asyncio
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
+from asyncrl.rollout.work import EpisodeTimes
 from asyncrl.simulation import Distribution, Scenario, simulate
 from asyncrl.tasks.run import train
 from asyncrl.telemetry import report_text
 from asyncrl.telemetry.adviser import LEAST_PERCENT, advise, slowdown
+from asyncrl.testing.clock import run_virtually
 
-EVEN = {"rows_generate_s": 80.0, "generate_s": 10.0, "rows_most": 8.0}
+EVEN = {"rows_generate_s": 80.0, "generate_s": 10.0, "rows": 100.0, "rows_load": 100 * math.log(8)}
 """Rows of one replica: eight at a time, all the time."""
 SHARED = {"requests": 2.0, "load": 3.0, "pace": 3.0, "load_load": 5.0, "load_pace": 5.0}
 """Two requests, at loads of e and e^2; the second was slower by e."""
+TAIL = SHARED | {"rows_generate_s": 17.0, "generate_s": 10.0, "rows": 8.0, "rows_load": 7 * math.log(8) + math.log(1.7)}
+"""A tail: eight rows for a second and one of them for nine, 1.7 at a time; 6.6 over the rows."""
 
 
 def summary(trainer, replica=None, *, episodes=EVEN | SHARED, work_s=None, tokens=None, **processes):
@@ -43,9 +49,9 @@ CONFIG = {"max_staleness": 1, "rollout": {"replicas": 2}, "staleness": {"policy"
             "max_staleness",
             "up",
         ),
-        (summary(WAITS, episodes=EVEN | {"rows_most": 40.0}), {}, "long tail", "rollout.max_new_tokens", "down"),
+        (summary(WAITS, episodes=TAIL), {}, "long tail", "rollout.max_new_tokens", "down"),
         (
-            summary(WAITS, episodes=EVEN | {"rows_most": 40.0}),
+            summary(WAITS, episodes=TAIL),
             {"staleness": {"policy": "wait"}},
             "long tail",
             "staleness.policy",
@@ -129,6 +135,38 @@ def test_how_much_requests_slow_one_another_down():
     assert slowdown(SHARED) == 1.0
     assert slowdown({**SHARED, "pace": 2.0, "load_pace": 3.0}) == 0.0  # the same pace for both
     assert slowdown({}) == slowdown({"requests": 5.0, "load": 10.0, "load_load": 20.0, "pace": 1.0}) == 1.0
+
+
+async def batches(*batches_of_turns):
+    """Run batches one after another, each of episodes of so many turns of a second; return where their time went."""
+    times = EpisodeTimes()
+
+    async def episode(turns):
+        with times.episode():
+            for _ in range(turns):
+                with times.request() as tokens:
+                    await asyncio.sleep(1)
+                    tokens.append(8)
+
+    for batch in batches_of_turns:
+        async with asyncio.TaskGroup() as tasks:
+            for turns in batch:
+                tasks.create_task(episode(turns))
+    return times.totals
+
+
+def rollout_cause(totals):
+    busy = {"generate": 94.0, "publication": 5.0, "staleness bound": 1.0}
+    advice = advise(summary(WAITS, busy, episodes=totals), CONFIG)
+    assert advice is not None
+    return advice.cause
+
+
+def test_a_burst_at_the_start_of_a_run_is_no_long_tail():
+    # 16 at once, then 4 at a time for 40 s: 4.3 over the time, 4.5 over the rows
+    assert rollout_cause(run_virtually(batches([1] * 16, *[[1] * 4] * 40), seed=0)) == "staleness bound"
+    # always 16 and then one of them alone, for 16 turns: 1.9 over the time, 14 over the rows
+    assert rollout_cause(run_virtually(batches(*[[1] * 15 + [17]] * 3), seed=0)) == "long tail"
 
 
 BALANCED = Scenario(

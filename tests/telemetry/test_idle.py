@@ -1,6 +1,7 @@
 """What every process did or waited for: hand-worked times, and simulated runs whose shares sum to 100 %."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -112,7 +113,8 @@ def test_where_the_time_of_episodes_goes():
         "rows_environment_s": 5,
         "rows_episodes_s": 2,
     }
-    assert (totals["rows_most"], totals["requests"]) == (2, 2)
+    assert (totals["requests"], totals["rows"]) == (2, 2)
+    assert totals["rows_load"] == pytest.approx(math.log(13 / 7) + math.log(2))  # two of 0..6, one of 6..7
     assert sum_totals([totals, totals])["generate_s"] == 8
 
 

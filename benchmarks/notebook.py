@@ -82,6 +82,8 @@ class Kernel:
                 self.manager.interrupt_kernel()
             elif message["msg_type"] == "error":
                 error = content["ename"]
+                if error not in ("KeyboardInterrupt", "CancelledError"):
+                    print("\n".join(content["traceback"]), file=sys.stderr)
             elif message["msg_type"] == "status" and content["execution_state"] == "idle":
                 return printed, error
 

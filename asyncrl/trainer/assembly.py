@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from asyncrl.algorithms import PolicyObjective, ValueObjective
 from asyncrl.config import ClusterConfig, Config, ModelConfig, Section
-from asyncrl.errors import ConfigError, InfrastructureError
+from asyncrl.errors import ConfigError, DeadlineError, InfrastructureError
 from asyncrl.interfaces import (
     EnvironmentFactory,
     FiniteHeldOutTasks,
@@ -51,6 +51,8 @@ from asyncrl.trainer.workers import (
     TrainerWorker,
 )
 from asyncrl.weights import ROUNDOFF, TransportSpec
+
+_log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=ClassWithInitArgs)
 
@@ -196,6 +198,14 @@ def _local_group(request: WorkerGroupRequest) -> WorkerGroup:
     )
 
 
+async def _close(group: WorkerGroup) -> None:
+    """Close a group; that its workers were killed is no reason for which the run ends."""
+    try:
+        await group.aclose()
+    except DeadlineError as error:
+        _log.warning("%s", error)
+
+
 class Assembly:
     """The worker groups of a run, its buffer and its ledger.
 
@@ -261,7 +271,7 @@ class Assembly:
     async def _make_started_group(self, request: WorkerGroupRequest, groups_stack: AsyncExitStack) -> WorkerGroup:
         def make() -> WorkerGroup:
             group = self._groups[request.name] = self._make_group(request)
-            groups_stack.push_async_callback(group.aclose)
+            groups_stack.push_async_callback(_close, group)
             return group
 
         if self.config.cluster.backend == "local":
@@ -279,7 +289,7 @@ class Assembly:
             with contextlib.suppress(InfrastructureError):  # its workers are dead: closing frees their reservations
                 await replicas[name].aclose()
             group = replicas[name] = self._groups[name] = self._make_group(requests[name])
-            groups_stack.push_async_callback(group.aclose)
+            groups_stack.push_async_callback(_close, group)
             await group.ready()
             return group
 
@@ -337,7 +347,7 @@ class Assembly:
             return
         worker, options = buffer.worker()
         group = self._make_group(WorkerGroupRequest(role="buffer", name="buffer", worker=worker, spec=options))
-        self._stack.push_async_callback(group.aclose)
+        self._stack.push_async_callback(_close, group)
         await group.ready()
         await buffer.attach(group)
         self._stack.push_async_callback(buffer.aclose)

@@ -17,6 +17,7 @@ import pytest
 from asyncrl import attach, evaluate, generate, sft, train
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, InfrastructureError, RunStoppedError
+from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
 from asyncrl.telemetry.run_directory import read_json_lines
 from asyncrl.trainer.assembly import make_environments
@@ -226,8 +227,17 @@ def test_a_run_is_stopped_and_resumed_with_its_function_given_again(tmp_path: Pa
     assert again.wait().steps == done + 1
 
 
-def test_an_interrupt_while_it_is_awaited_stops_the_run(tmp_path: Path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_interrupt_while_it_is_awaited_stops_the_run(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     interrupts: list[int] = []
+
+    async def never_close(group: LocalWorkerGroup) -> None:
+        raise TimeoutError  # as after the seconds that workers have to close
+
+    if killed:
+        monkeypatch.setattr(LocalWorkerGroup, "_close_workers", never_close)
 
     def reward(completion: str) -> float:
         if not interrupts:
@@ -240,6 +250,7 @@ def test_an_interrupt_while_it_is_awaited_stops_the_run(tmp_path: Path):
         run.wait()
     assert run.ended
     assert not [each for each in threading.enumerate() if each.name == "asyncrl-run"]
+    assert ("the workers were killed" in caplog.text) == killed
 
 
 def test_a_run_of_another_process_is_attached_to(tmp_path: Path):

@@ -146,6 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.exit(BAD_USAGE, f"asyncrl {name}: {error}\n")
         words, settings = words[:at] + split.own, split.settings
+    elif name:
+        known = [option for action in parsers[name].options for option in action.option_strings]
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if option not in known and (found := get_close_matches(option, known, n=1, cutoff=0.75)):
+                parser.exit(BAD_USAGE, f"asyncrl {name}: unknown option {option}; did you mean {found[0]}?\n")
     try:
         namespace = parser.parse_args(words)
     except SystemExit:
@@ -258,8 +263,9 @@ def split_arguments(arguments: Sequence[str], options: Iterable[argparse.Action]
                 own.append(words.pop(0))
         elif word.startswith("--") and len(word) > 2:
             has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
+            before_file = not equals and has_value and words[0].endswith(".toml")  # so the word may be a flag
             near = get_close_matches(name, takes_value, n=1, cutoff=0.75)
-            if near and "." not in name and (not has_value or takes_value[near[0]]):
+            if near and "." not in name and (not has_value or before_file or takes_value[near[0]]):
                 raise ValueError(f"unknown option {name}; did you mean {near[0]}?")
             settings.append(word)
             if not equals and has_value:

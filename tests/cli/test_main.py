@@ -123,6 +123,8 @@ def test_a_dry_run_starts_nothing_and_prints_a_usable_file(command, file, pipeli
         (["train", "FILE", "--seed"], "--seed needs a value"),
         (["train", "FILE", "--sede", "3"], "sede: no such key; did you mean seed?"),
         (["train", "FILE", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        (["train", "--dry-rum", "FILE"], "unknown option --dry-rum; did you mean --dry-run?"),
+        (["plot", "--ot", "x.png", "FILE"], "unknown option --ot; did you mean --out?"),
         (["train", "FILE", "--steps", "-1"], "steps = -1"),
         (["train", "FILE", "again"], "unrecognized arguments: again"),
         (

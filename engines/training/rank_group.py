@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -246,7 +247,9 @@ def _join(
         else:
             store = _meeting_point(master_addr, master_port, rank, world_size, timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        uncaught = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        sys.excepthook = uncaught  # torch's puts [rank0]: before each line of it, once more for every process group
         _users = 1
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ from engines.training.lora import LoRA
 from engines.training.model import PolicyModel, load_policy_model, local_shard, shard
 from engines.training.rank_group import RankGroup
 from engines.training.value_engine import SCORE, load_value_model
+
+
+def test_a_process_group_leaves_the_traceback_of_a_program_as_it_is() -> None:
+    before = sys.excepthook
+    RankGroup(device="cpu").close()
+    assert sys.excepthook is before
 
 
 @pytest.fixture

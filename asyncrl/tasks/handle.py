@@ -392,7 +392,8 @@ class Run(Generic[_Result]):
         A checkpoint is saved before that step, and the change is part of the run's record: it resumes and replays.
 
         Raises:
-            ConfigError: the value is not allowed, or the key is one that only a resume can change.
+            ConfigError: the value is not allowed, the key is one that only a resume can change, or the last step has
+                begun.
             InfrastructureError: it does not train yet, or no more.
         """
         give_order(self.path, "set", key=key, value=value)

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -110,6 +110,8 @@ class TrainingRun:
         self._ledger: Ledger | None = None
         self._recorder: Recorder  # made when a resumed run has removed the lines of steps that it trains again
         self._wanted: Config | None = None
+        self._last_step_begun = False
+        self._driver: Driver | None = None
         self._devices: Devices = SeparateDevices()
         self._stopped = False
         self._generated_before = 0
@@ -302,6 +304,11 @@ class TrainingRun:
             again = step if evaluate_first or step == config.steps else None
             for lost in lost_scores(resumed, scored=self._evaluated, again=again):
                 self._recorder.unscored(lost, "the run stopped while it was evaluated")
+
+        def before_step(driver: Driver, step: int) -> Awaitable[None] | None:
+            self._last_step_begun = step == config.steps
+            return self._reconfigure(driver, step - 1, origin) if self._wanted else None
+
         return Driver(
             plan=TrainingPlan(
                 steps=config.steps,
@@ -337,7 +344,7 @@ class TrainingRun:
             learner=self._learner(advantages),
             observer=self._recorder,
             save_checkpoint=self._save,
-            before_step=lambda driver, step: self._reconfigure(driver, step - 1, origin) if self._wanted else None,
+            before_step=before_step,
             evaluate_first=evaluate_first,
             devices=self._devices,
             tasks=self._tasks(start.tasks),
@@ -404,8 +411,11 @@ class TrainingRun:
         """Train from the next step on with another value of a key.
 
         Raises:
-            ConfigError: the value is not allowed, or only a new process can use it.
+            ConfigError: the value is not allowed, only a new process can use it, or no step is left to use it.
         """
+        if self._last_step_begun:
+            text, remedy = f"{key}: the last step has begun, so no step is left", f"resume the run with --{key}"
+            raise ConfigError(f"{text}; {remedy}", path=key, remedy=remedy)
         now = self._wanted or self._config
         tables = tables_of(now)
         set_key(tables, key, value)

@@ -320,6 +320,24 @@ def test_a_key_that_is_set_while_another_one_is_taken_over_keeps_that(tmp_path: 
     assert (config.trainer.lr, config.trainer.max_grad_norm) == (5e-3, 2.0)
 
 
+def test_a_key_that_is_set_in_the_last_step_is_refused(tmp_path: Path):
+    handle: list[Any] = []
+    begun, refused = threading.Event(), []
+
+    def reward(completion: str) -> float:
+        begun.wait(60)
+        try:
+            handle[0].set("trainer.lr", 5e-3)
+        except ConfigError as error:
+            refused.append(str(error))
+        return 1.0
+
+    handle.append(train(**settings(tmp_path, steps=1, reward=reward)))
+    begun.set()
+    handle[0].wait()
+    assert refused[0].startswith("trainer.lr: the last step has begun")
+
+
 PROGRAM = """
 import sys
 from pathlib import Path

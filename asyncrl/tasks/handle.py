@@ -490,7 +490,7 @@ class Run(Generic[_Result]):
         return row_texts(self.path, self.config, rows)
 
     def plot(self, out: Path | str | None = None) -> Path:
-        """Draw the run (``asyncrl plot``); return the picture's path."""
+        """Draw the run (``asyncrl plot``); return the picture's path, which a notebook shows as the picture."""
         from asyncrl.telemetry.plot import plot_run
 
         return plot_run(self.path, Path(out) if out is not None else self.path / "plot.png")

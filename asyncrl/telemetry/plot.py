@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.errors import ConfigError
@@ -57,7 +58,19 @@ class Slice:
     waiting: bool
 
 
-def plot_run(run: Path, out: Path) -> Path:
+class Picture(PosixPath):
+    """The path of a picture, which a notebook shows as the picture."""
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        shown = {"text/plain": str(self)}
+        if self.suffix.lower() == ".png":
+            shown["image/png"] = b64encode(self.read_bytes()).decode()
+        elif self.suffix.lower() == ".svg":
+            shown["image/svg+xml"] = self.read_text(encoding="utf-8")
+        return shown
+
+
+def plot_run(run: Path, out: Path) -> Picture:
     """Draw the files of a run's folder; a panel without data has a note instead. Return ``out``.
 
     The suffix of ``out`` chooses the format.
@@ -101,7 +114,7 @@ def plot_run(run: Path, out: Path) -> Path:
             raise ConfigError(
                 f"{out}: cannot be written: {error.strerror}", path=str(out), remedy="choose another --out"
             ) from error
-    return out
+    return Picture(out)
 
 
 def _title(run: Path, summary: Mapping[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """The picture of a run is drawn from its files alone."""
 
+from base64 import b64decode
+
 import pytest
 
 from asyncrl.errors import ConfigError
@@ -58,6 +60,9 @@ def test_a_run_that_has_not_ended_is_drawn_as_far_as_it_goes(run, tmp_path):
     (run / "summary.json").unlink()
     picture = plot_run(run, tmp_path / "pictures" / "picture.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = picture._repr_mimebundle_()
+    assert shown["text/plain"] == str(picture)
+    assert b64decode(shown["image/png"]) == picture.read_bytes()
 
 
 def test_a_run_without_a_single_number(tmp_path):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from asyncrl.config import Config, RewardTrainingConfig
-from asyncrl.config.reference import Key, keys_of
+from asyncrl.config.reference import OTHER_NAMES, Key, keys_of
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -26,6 +26,15 @@ HEAD = """<!-- Written by `python docs/generate.py`. -->
 Every key of a configuration file, with its type, default and range. A key is written in its table of the TOML file
 (`[trainer]`, `lr = 1e-4`) or on the command line (`--trainer.lr 1e-4`). `none` stands for an absent value.
 
+"""
+
+ELSEWHERE = """## Names in other systems
+
+`asyncrl config num_generations` and the message about an unknown key find these. Values may differ: the pages on
+migrating [from verl](../migrating-from-verl.md) and [from TRL](../migrating-from-trl.md) say how.
+
+| here | verl | TRL | prime-rl |
+|---|---|---|---|
 """
 
 PUBLIC = {
@@ -61,6 +70,7 @@ def configuration() -> str:
     """Return the page of all configuration keys."""
     parts = [HEAD, "## `asyncrl train`, `sft`, `eval`, `generate`\n\n", *_tables(Config)]
     parts += ["## `asyncrl train-reward-model`\n\n", *_tables(RewardTrainingConfig)]
+    parts += [ELSEWHERE, *(_names(key, systems) for key, systems in OTHER_NAMES.items())]
     return "".join(parts).rstrip() + "\n"
 
 
@@ -75,6 +85,11 @@ def _row(key: Key) -> str:
     default = key.default if key.default == "required" else f"`{key.default}`"
     cells = (f"`{key.name}`", key.type, default, key.range, key.text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _names(key: str, systems: Iterable[str]) -> str:
+    cells = (", ".join(f"`{name}`" for name in names.split(", ") if name) for names in systems)
+    return f"| `{key}` | {' | '.join(cells)} |\n"
 
 
 def api() -> str:
@@ -103,8 +118,8 @@ def main() -> int:
             stale.append(str(path))
         elif not check:
             path.write_text(text, encoding="utf-8")
-    for path in stale:
-        print(f"{path} is not what the code says: run python docs/generate.py", file=sys.stderr)
+    for missing in stale:
+        print(f"{missing} is not what the code says: run python docs/generate.py", file=sys.stderr)
     return 1 if stale else 0
 
 

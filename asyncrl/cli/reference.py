@@ -21,14 +21,19 @@ if TYPE_CHECKING:
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("word", nargs="?", default="", metavar="WORD", help="part of a key, or a word of its text")
+    about = "part of a key, its name in verl, TRL or prime-rl, or a word of its text"
+    parser.add_argument("word", nargs="?", default="", metavar="WORD", help=about)
 
 
 def config_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    """List the keys of a configuration; those that contain ``word`` if one is given."""
+    """List the keys of a configuration; those that contain ``word``, or are called so elsewhere, if one is given."""
+    from asyncrl.config.reference import keys_named
+
     word = namespace.word.strip("[]").removeprefix("--").replace("-", "_").lower()
     keys = _keys()
-    found = [key for key in keys if word in key.name.lower()] or [key for key in keys if word in key.text.lower()]
+    elsewhere = keys_named(word)
+    found = [key for key in keys if word in key.name.lower() or any(_within(name, key) for name in elsewhere)]
+    found = found or [key for key in keys if word in key.text.lower()]
     if not found:
         from difflib import get_close_matches
 
@@ -44,8 +49,14 @@ def config_command(namespace: argparse.Namespace, settings: Sequence[str]) -> in
             facts = ", ".join(filter(None, (key.type.replace("`", ""), key.range)))
             lines.append(f"{key.name} = {key.default}   ({facts})")
             lines += textwrap.wrap(key.text, width, initial_indent="    ", subsequent_indent="    ")
+            lines += [f"    {word} of another system is {name}" for name in elsewhere if _within(name, key)]
     show("\n".join(lines).strip("\n"))
     return 0
+
+
+def _within(name: str, key: Key) -> bool:
+    """Return whether the key has this name, or is the table of options that it is in."""
+    return name == key.name or (key.name.endswith("options") and name.startswith(f"{key.name}."))
 
 
 def _keys(command: str = "train") -> list[Key]:

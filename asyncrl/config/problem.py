@@ -13,6 +13,7 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from asyncrl.config.reference import keys_named
 from asyncrl.config.toml import key_to_toml, value_to_toml
 from asyncrl.errors import ConfigError
 
@@ -118,6 +119,8 @@ def _unknown_key(model: type[BaseModel], keys: Sequence[str]) -> Problem:
         leaves = {candidate: candidate.rpartition(".")[2] for candidate in _paths(model)}
         close = get_close_matches(wrong, leaves.values(), n=1, cutoff=0.8)
         near = [candidate for candidate, leaf in leaves.items() if leaf in close] or _described(wrong, owner, home)
+    elsewhere = [key for key in keys_named(path) or keys_named(wrong) if field_at(model, key.split(".")[:2])]
+    near = list(dict.fromkeys([*elsewhere, *near]))
     if near:
         return Problem(path, "no such key", remedy=f"did you mean {' or '.join(near[:3])}?")
     where = f"[{home[:-1]}]" if home else "the top level"

@@ -12,6 +12,8 @@ import pytest
 from asyncrl.cli.main import main
 from asyncrl.cli.reference import TASKS, commented_file
 from asyncrl.config import Config
+from asyncrl.config.reference import OTHER_NAMES, keys_of
+from asyncrl.errors import ConfigError
 
 
 def test_a_key_is_listed_with_type_default_range_and_text(capsys: pytest.CaptureFixture[str]):
@@ -35,6 +37,29 @@ def test_all_keys_are_listed_and_a_word_of_the_text_finds_them(capsys: pytest.Ca
 def test_a_misspelt_word_gets_the_nearest_key(capsys: pytest.CaptureFixture[str]):
     assert main(["config", "group_sise"]) == 2
     assert "did you mean trainer.group_size or" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("num_generations", "trainer.group_size"),
+        ("actor_rollout_ref.rollout.n", "trainer.group_size"),
+        ("data.train_batch_size", "trainer.groups_per_step"),
+        ("rollouts_per_example", "trainer.group_size"),
+        ("beta", "algorithm.kl_coef"),
+        ("reward_funcs", "env.options.reward"),
+    ],
+)
+def test_a_name_of_another_system_finds_the_key(word: str, key: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["config", word]) == 0
+    assert f"{word} of another system is {key}\n" in capsys.readouterr().out
+
+
+def test_names_of_other_systems_belong_to_keys_that_exist():
+    known = {key.name for key in keys_of(Config)}
+    assert {key if not key.startswith("env.options.") else "env.options" for key in OTHER_NAMES} <= known
+    with pytest.raises(ConfigError, match=r"num_generations: no such key; did you mean trainer\.group_size"):
+        Config.from_mapping({"trainer": {"num_generations": 8}})
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))

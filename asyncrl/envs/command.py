@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import math
 import os
@@ -17,19 +18,23 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import tarfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure
-from asyncrl.interfaces import Environment, EnvironmentFactory, Message, Task
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, SandboxError
+from asyncrl.interfaces import ClosableFactory, Environment, EnvironmentFactory, Message, Task
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.plugins import make_part, offered_options
 from asyncrl.rewards import scoring_program
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.runtime import shield_until_done
+from asyncrl.sandboxes.contract import How, ProgramEnd, SandboxLimits
+from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox, visible_paths
+from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.agents import MODEL_NAME, AgentSession
 from asyncrl.single_controller.children import children
 
@@ -40,19 +45,12 @@ _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
 _LAST_WORDS = 500
+_MOST_SANDBOXES = 4096
+_SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
+"""Limits of a sandbox for an agent, where they are not given; time and output are the agent's."""
 
 
 # ----------------------------------------------------------------------------------------------------- one program
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramEnd:
-    """How a program ended: with ``code`` if it was not at a limit, and was not ``stopped`` for another reason."""
-
-    how: Literal["exited", "killed", "deadline", "output", "stopped"]
-    code: int
-    stdout: str
-    stderr: str
 
 
 class _Outputs(asyncio.SubprocessProtocol):
@@ -124,11 +122,11 @@ async def run_program(
             await shield_until_done(_ended(pid, outputs))
             code = transport.get_returncode() or 0
             transport.close()
-    how: Literal["exited", "killed", "deadline", "output", "stopped"] = "killed" if code < 0 else "exited"
+    how: How = "killed" if code < 0 else "exited"
     if outputs.flooded or late or stopped:
         how = "output" if outputs.flooded else "deadline" if late else "stopped"
-    texts = [bytes(text).decode(errors="replace") for text in outputs.texts.values()]
-    return ProgramEnd(how=how, code=abs(code), stdout=texts[0], stderr=texts[1])
+    output, error = (bytes(text) for text in outputs.texts.values())
+    return ProgramEnd(how=how, code=abs(code), output=output, error=error)
 
 
 async def _ended(pid: int, outputs: _Outputs) -> None:
@@ -148,6 +146,140 @@ def _order_end(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+# --------------------------------------------------------------------------------------------- where a program runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    deadline_s: float
+    output_bytes: int
+
+
+class _Machine:
+    """A folder of this machine, in which programs run as this user."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.own_env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        self.own_env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+
+    async def prepare(self, factory: CommandFactory) -> None:
+        await asyncio.to_thread(self._make_folders, factory.copy)
+
+    async def write(self, name: str, text: str) -> None:
+        await asyncio.to_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
+
+    async def run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        limits: _Limits,
+        *,
+        over: asyncio.Event,
+        session: AgentSession | None = None,
+    ) -> ProgramEnd:
+        del session  # which is on this machine
+        folder, limit = Path(self.folder) / "work", asdict(limits)
+        return await run_program(command, folder=folder, env=self.own_env | env, over=over, **limit)
+
+    def _make_folders(self, copied: Path | None) -> None:
+        folder = Path(self.folder)
+        for name in ("home", "tmp"):
+            (folder / name).mkdir()
+        if copied is None:
+            (folder / "work").mkdir()
+        else:
+            shutil.copytree(copied, folder / "work", symlinks=True)
+
+
+_IN_FOLDER = 'cd "$0" && exec "$@"'
+_WITH_SERVER = """
+import os, socket, sys
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=4096)
+with socket.socket(fileno=3) as host:
+    socket.send_fds(host, [b"."], [listening.fileno()])
+os.chdir(sys.argv[2])
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+"""Starts a program beside a socket that listens in the sandbox's own network, and that this process accepts from."""
+
+
+class _Sandboxed:
+    """A sandbox, whose programs reach nothing but their session."""
+
+    own_env: Mapping[str, str] = {}
+
+    def __init__(self, sandbox: NamespacesSandbox) -> None:
+        self.folder = sandbox.folder
+        self._sandbox = sandbox
+
+    async def prepare(self, factory: CommandFactory) -> None:
+        archive = await asyncio.to_thread(_archive, factory.copy, factory.files)
+        try:
+            await self._sandbox.restore(archive)
+        except OSError as error:
+            raise SandboxError(f"the agent's files cannot be written: {error}") from error
+
+    async def write(self, name: str, text: str) -> None:
+        try:
+            await self._sandbox.write(name, text.encode())
+        except OSError as error:
+            raise EnvironmentFailure(f"{name} cannot be written in the agent's sandbox: {error}") from error
+
+    async def run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        limits: _Limits,
+        *,
+        over: asyncio.Event,
+        session: AgentSession | None = None,
+    ) -> ProgramEnd:
+        work, given = f"{self.folder}/work", {**asdict(limits), "env": env, "over": over}
+        if session is None or not self._sandbox.isolation.network:
+            return await self._sandbox.exec(["/bin/sh", "-c", _IN_FOLDER, work, *command], **given)
+        ours, theirs = socket.socketpair()
+        serving = asyncio.create_task(_serve_on_what_comes(ours, session))
+        try:
+            launch = [sys.executable, "-I", "-S", "-c", _WITH_SERVER, str(session.port), work, *command]
+            return await self._sandbox.exec(launch, connection=theirs, **given)
+        finally:
+            theirs.close()
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
+async def _serve_on_what_comes(ours: socket.socket, session: AgentSession) -> None:
+    """Serve the session on the socket that a program's start has sent; return when there is none to come."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    with ours:
+        ours.setblocking(False)
+        loop.add_reader(ours, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(ours)
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    if descriptors:
+        await session.listen_on(socket.socket(fileno=descriptors[0]))
+
+
+def _archive(copied: Path | None, files: Mapping[str, Path]) -> bytes:
+    """Return the folder ``work`` and further files as a tar archive, for whoever extracts it."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        if copied is not None:
+            archive.add(copied, "work")
+        else:
+            folder = tarfile.TarInfo("work")
+            folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(folder)
+        for name, path in files.items():
+            archive.add(path, name)
+    return made.getvalue()
+
+
 # ------------------------------------------------------------------------------------------------------ the episode
 
 
@@ -165,17 +297,16 @@ class CommandEnvironment:
 
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
         messages = await self._judge.reset(task)
-        made = await asyncio.to_thread(LockedTemporaryDirectory, "agent")
-        try:
-            return await self._run(task, messages, policy, made.path)
-        finally:
-            await shield_until_done(asyncio.to_thread(made.close))
+        async with self._factory.place() as place:
+            return await self._run(task, messages, policy, place)
 
     async def close(self) -> None:
         await self._judge.close()
 
-    async def _run(self, task: Task, messages: Sequence[Message], policy: EpisodePolicy, folder: Path) -> Trajectory:
-        options, over = self._factory, asyncio.Event()
+    async def _run(
+        self, task: Task, messages: Sequence[Message], policy: EpisodePolicy, place: _Machine | _Sandboxed
+    ) -> Trajectory:
+        factory, over = self._factory, asyncio.Event()
         loop = asyncio.get_running_loop()
         graces: list[asyncio.TimerHandle] = []
 
@@ -185,55 +316,48 @@ class CommandEnvironment:
             elif not graces:
                 graces.append(loop.call_later(_GRACE_S, over.set))
 
-        async with AgentSession(policy, enforces_forms=options.enforce_forms, on_end=on_end) as session:
-            names = {**_columns(task), **_texts(messages), **_placeholders(session), "folder": str(folder / "work")}
-            env = options.environment(names, folder)
-            await asyncio.to_thread(_make_folder, folder, options.copy, messages)
-            command = [filled(part, names) for part in options.command]
+        async with AgentSession(policy, enforces_forms=factory.enforce_forms, on_end=on_end) as session:
+            names = {**_columns(task), **_texts(messages), **_placeholders(session, place.folder)}
+            env = factory.environment(names, place.folder)
+            await place.prepare(factory)
+            await place.write("task.json", json.dumps({"messages": list(messages)}))
+            command = [filled(part, names) for part in factory.command]
             try:
-                end = await run_program(
-                    command,
-                    folder=folder / "work",
-                    env=_addresses(session) | env,
-                    deadline_s=options.deadline_s,
-                    output_bytes=options.output_bytes,
-                    over=over,
-                )
+                end = await place.run(command, _addresses(session) | env, factory.limits, over=over, session=session)
             finally:
                 for grace in graces:
                     grace.cancel()
         if session.failure is not None:
             raise session.failure
-        _check_end(end, session, options)
-        earned = await self._earned(session, end, names, env, folder)
+        _check_end(end, session, factory)
+        earned = await self._earned(session, end, names, env, place)
         info = {"exit_status": end.code, "branches": session.branches, "conversations": session.conversations}
         return session.trajectory(
             task, reward=earned.reward, info={**earned.info, **info}, turn_rewards=earned.turn_rewards
         )
 
     async def _earned(
-        self, session: AgentSession, end: ProgramEnd, names: Mapping[str, str], env: Mapping[str, str], folder: Path
+        self,
+        session: AgentSession,
+        end: ProgramEnd,
+        names: Mapping[str, str],
+        env: Mapping[str, str],
+        place: _Machine | _Sandboxed,
     ) -> _Earned:
-        options, turns = self._factory, session.said()
-        if options.judged_by == "exit_status":
-            return _Earned(float(end.how == "exited" and end.code == 0))
-        if options.judged_by == "rule":
+        factory, turns = self._factory, session.said()
+        if factory.judged_by == "exit_status":
+            return _Earned(float(end.succeeded))
+        if factory.judged_by == "rule":
             said = turns[-1]["message"].get("content") or ""
             step = await self._judge.step({"role": "assistant", "content": said})
             return _Earned(float(step.reward), info=dict(step.info))
-        file = folder / "turns.json"
-        await asyncio.to_thread(file.write_text, json.dumps(turns), encoding="utf-8")
-        judging = await run_program(
-            [filled(part, names) for part in options.judging_command],
-            folder=folder / "work",
-            env={**env, "ASYNCRL_TURNS_FILE": str(file)},
-            deadline_s=options.deadline_s,
-            output_bytes=options.output_bytes,
-            over=asyncio.Event(),
-        )
-        if judging.how != "exited" or (options.judged_by == "score_command" and judging.code):
-            raise _failure(f"{options.judged_by}", judging, options)
-        if options.judged_by == "test_command":
+        await place.write("turns.json", json.dumps(turns))
+        command = [filled(part, names) for part in factory.judging_command]
+        env = {**env, "ASYNCRL_TURNS_FILE": f"{place.folder}/turns.json"}
+        judging = await place.run(command, env, factory.limits, over=asyncio.Event())
+        if judging.how != "exited" or (factory.judged_by == "score_command" and judging.code):
+            raise _failure(f"{factory.judged_by}", judging, factory)
+        if factory.judged_by == "test_command":
             return _Earned(float(judging.code == 0))
         return _score((judging.stdout.strip().splitlines() or [""])[-1], turns=len(turns))
 
@@ -261,18 +385,19 @@ def _score(line: str, *, turns: int) -> _Earned:
     )
 
 
-def _check_end(end: ProgramEnd, session: AgentSession, options: CommandFactory) -> None:
+def _check_end(end: ProgramEnd, session: AgentSession, factory: CommandFactory) -> None:
     """Raise unless the program has ended by itself or for want of turns, and has had one."""
-    if end.how in ("deadline", "output", "killed"):
-        raise _failure("the agent", end, options)
+    if end.how not in ("exited", "stopped"):
+        raise _failure("the agent", end, factory)
     if not session.turns:
-        raise _failure("the agent asked nothing of the model, and", end, options)
+        raise _failure("the agent asked nothing of the model, and", end, factory)
 
 
-def _failure(who: str, end: ProgramEnd, options: CommandFactory) -> EnvironmentFailure:
+def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentFailure:
     text = {
-        "deadline": f"did not end within deadline_s = {options.deadline_s:g}",
-        "output": f"wrote more than output_bytes = {options.output_bytes}",
+        "deadline": f"did not end within deadline_s = {factory.limits.deadline_s:g}",
+        "output": f"wrote more than output_bytes = {factory.limits.output_bytes}",
+        "memory": "held more than memory_bytes",
         "killed": f"was killed by signal {end.code}",
         "stopped": "was stopped",
         "exited": f"ended with status {end.code}",
@@ -280,16 +405,6 @@ def _failure(who: str, end: ProgramEnd, options: CommandFactory) -> EnvironmentF
     name, last = ("stderr", end.stderr) if end.stderr.strip() else ("stdout", end.stdout)
     kind = EnvironmentDeadlineError if end.how == "deadline" else EnvironmentFailure
     return kind(f"{who} {text}" + (f"; its {name} ends with {last.strip()[-_LAST_WORDS:]!r}" if last.strip() else ""))
-
-
-def _make_folder(folder: Path, copied: Path | None, messages: Sequence[Message]) -> None:
-    for name in ("home", "tmp"):
-        (folder / name).mkdir()
-    if copied is None:
-        (folder / "work").mkdir()
-    else:
-        shutil.copytree(copied, folder / "work", symlinks=True)
-    (folder / "task.json").write_text(json.dumps({"messages": list(messages)}), encoding="utf-8")
 
 
 def _columns(task: Task) -> dict[str, str]:
@@ -305,8 +420,10 @@ def _texts(messages: Sequence[Message]) -> dict[str, str]:
     return {"task": said("user"), "system": said("system")}
 
 
-def _placeholders(session: AgentSession) -> dict[str, str]:
+def _placeholders(session: AgentSession, folder: str) -> dict[str, str]:
     return {
+        "folder": f"{folder}/work",
+        "files": folder,
         "base_url": f"{session.url}/v1",
         "session_url": session.url,
         "api_key": session.key,
@@ -363,6 +480,9 @@ class CommandFactory:
         copy: folder whose copy the program starts in; an empty one without it.
         deadline_s: for the program, from its start to its end.
         output_bytes: of each of its two outputs.
+        sandbox: limits of a sandbox of this machine in which it runs, and what judges it
+            (:class:`~asyncrl.sandboxes.contract.SandboxLimits`), perhaps with ``require_isolation``. The program then
+            reaches its session, and nothing else. An empty table takes the defaults; None runs it as this user.
 
     Raises:
         ConfigError: an option cannot be used, or those of ``tasks`` cannot.
@@ -381,6 +501,7 @@ class CommandFactory:
         copy: str | None = None,
         deadline_s: float = 600.0,
         output_bytes: int = 16 << 20,
+        sandbox: Mapping[str, Any] | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -397,11 +518,13 @@ class CommandFactory:
         if copy is not None and not Path(copy).is_dir():
             raise ConfigError(f"copy = {copy!r}: no such folder", path=f"{_KEY}.copy", remedy="check the path")
         self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
+        self.files: dict[str, Path] = {}
         self.copy = Path(copy).absolute() if copy is not None else None
         self.enforce_forms = enforce_forms
-        self.deadline_s = deadline_s
-        self.output_bytes = output_bytes
+        self.limits = _Limits(deadline_s=deadline_s, output_bytes=output_bytes)
         self._env = dict(env or {})
+        self._sandboxes: SandboxPool | None = None
+        self._sandbox = None if sandbox is None else self._sandbox_options(sandbox)
         ways = {"exit_status": reward == "exit_status", "test_command": test_command, "score_command": score_command}
         chosen = [name for name, given in ways.items() if given]
         if len(chosen) > 1 or (chosen and reward not in (None, "exit_status")):
@@ -433,9 +556,52 @@ class CommandFactory:
     def demonstration(self, index: int) -> list[Message]:
         return self._tasks.demonstration(index)
 
-    def environment(self, names: Mapping[str, str], folder: Path) -> dict[str, str]:
-        """Return the environment variables of a program in ``folder``."""
-        env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-        env["ASYNCRL_TASK_FILE"] = str(folder / "task.json")
-        return env | {name: filled(value, names) for name, value in self._env.items()}
+    def environment(self, names: Mapping[str, str], folder: str) -> dict[str, str]:
+        """Return the environment variables of a program, beside those of the place where it runs."""
+        return {"ASYNCRL_TASK_FILE": f"{folder}/task.json"} | {
+            name: filled(value, names) for name, value in self._env.items()
+        }
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncGenerator[_Machine | _Sandboxed, None]:
+        """Have a place for an episode's programs inside the block; nothing of them is left after it."""
+        if self._sandbox is not None:
+            if self._sandboxes is None:  # which needs a running loop
+                limits, backend = self._sandbox
+                lease_s = 2 * self.limits.deadline_s + 60.0
+                self._sandboxes = SandboxPool(backend, limits, most=_MOST_SANDBOXES, warm=8, lease_s=lease_s)
+            async with self._sandboxes.lease(timeout_s=self.limits.deadline_s) as sandbox:
+                assert isinstance(sandbox, NamespacesSandbox)
+                yield _Sandboxed(sandbox)
+            return
+        made = await asyncio.to_thread(LockedTemporaryDirectory, "agent")
+        try:
+            yield _Machine(made.path)
+        finally:
+            await shield_until_done(asyncio.to_thread(made.close))
+
+    async def aclose(self) -> None:
+        """Destroy the sandboxes, and close ``tasks``."""
+        if self._sandboxes is not None:
+            await self._sandboxes.close()
+        if isinstance(self._tasks, ClosableFactory):
+            await self._tasks.aclose()
+
+    def _sandbox_options(self, given: Mapping[str, Any]) -> tuple[SandboxLimits, NamespacesBackend]:
+        path, own = f"{_KEY}.sandbox", dict(given)
+        require = bool(own.pop("require_isolation", False))
+        try:
+            limits = SandboxLimits(**{**_SANDBOX, **own})
+        except TypeError as error:
+            remedy = "fields of SandboxLimits, or require_isolation"
+            raise ConfigError(str(error), path=path, remedy=remedy) from error
+        if limits.network:
+            raise ConfigError("a sandbox has no network but its session", path=f"{path}.network", remedy="false")
+        visible = [Path(each) for each in visible_paths()]
+        for number, part in enumerate(self.command):
+            found = shutil.which(part) if number == 0 else part
+            if found is None or not Path(found).is_file() or any(map(Path(found).is_relative_to, visible)):
+                continue
+            name = f"program/{number}/{Path(found).name}"
+            self.files[name], self.command[number] = Path(found), f"{{files}}/{name}"
+        return limits, NamespacesBackend(require_isolation=require)

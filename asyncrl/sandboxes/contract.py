@@ -19,7 +19,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from asyncrl.errors import ConfigError, SandboxError
 
-How: TypeAlias = Literal["exited", "killed", "memory", "deadline", "output"]
+How: TypeAlias = Literal["exited", "killed", "memory", "deadline", "output", "stopped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,8 @@ class ProgramEnd:
 
     Attributes:
         how: ``exited``, ``killed`` (by a signal: a crash, a limit, itself), ``memory`` (its processes together held too
-            much), ``deadline``, or ``output`` (too much).
-        code: exit code, or number of the signal; 0 for a deadline and too much output.
+            much), ``deadline``, ``output`` (too much), or ``stopped`` (by its caller).
+        code: exit code, or number of the signal; 0 for a deadline, too much output, and a caller.
         output, error: what it wrote; as text, ``stdout`` and ``stderr``.
     """
 

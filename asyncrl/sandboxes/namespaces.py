@@ -98,7 +98,8 @@ class NamespacesSandbox(Sandbox):
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
         names = ("memory_bytes", "file_bytes", "files", "children")
-        spec = {"folder": str(folder.path), "visible": _visible(), **{name: asdict(limits)[name] for name in names}}
+        spec: dict[str, Any] = {"folder": str(folder.path), "visible": visible_paths()}
+        spec |= {name: asdict(limits)[name] for name in names}
         command = [sys.executable, "-I", "-S", str(_PROGRAM), json.dumps(spec), str(theirs.fileno())]
         nothing = asyncio.subprocess.DEVNULL
         try:
@@ -137,8 +138,12 @@ class NamespacesSandbox(Sandbox):
         deadline_s: float | None = None,
         output_bytes: int | None = None,
         connection: socket.socket | None = None,
+        over: asyncio.Event | None = None,
     ) -> ProgramEnd:
-        """As :meth:`Sandbox.exec`; the command has ``connection``, which is closed here, as its descriptor 3."""
+        """As :meth:`Sandbox.exec`; the command is stopped when ``over`` is set.
+
+        It has ``connection``, which is closed here, as its descriptor 3.
+        """
         deadline_s = self.limits.deadline_s if deadline_s is None else deadline_s
         path = f"{Path(sys.executable).parent}:{os.defpath}"
         own = {"PATH": path, "LANG": "C.UTF-8", "HOME": self.folder, "OMP_NUM_THREADS": "1"}
@@ -152,7 +157,7 @@ class NamespacesSandbox(Sandbox):
                 pipes.close_theirs()
                 if connection is not None:
                     connection.close()  # only the program has its end
-                return await self._end(pipes, deadline_s)
+                return await self._end(pipes, deadline_s, over)
             except BaseException:
                 await self.destroy()
                 raise
@@ -189,18 +194,19 @@ class NamespacesSandbox(Sandbox):
         self._control.close()
         await asyncio.to_thread(self._directory.close)
 
-    async def _end(self, pipes: _Pipes, deadline_s: float) -> ProgramEnd:
+    async def _end(self, pipes: _Pipes, deadline_s: float, over: asyncio.Event | None) -> ProgramEnd:
         how: How = "exited"
         answer = asyncio.ensure_future(self._answer())
+        stop = asyncio.ensure_future(over.wait()) if over is not None else None
         try:
             try:
                 async with asyncio.timeout(deadline_s):
-                    either: list[asyncio.Future[Any]] = [answer, pipes.overflow]
+                    either: list[asyncio.Future[Any]] = [answer, pipes.overflow, *([stop] if stop is not None else [])]
                     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             except TimeoutError:
                 how = "deadline"
             if not answer.done():
-                how = "deadline" if how == "deadline" else "output"
+                how = "deadline" if how == "deadline" else "output" if pipes.overflow.done() else "stopped"
                 self._order({"do": "kill"})
             async with asyncio.timeout(_ANSWER_S):
                 end = await answer
@@ -208,6 +214,8 @@ class NamespacesSandbox(Sandbox):
             raise SandboxError(f"a sandbox did not end its command within {_ANSWER_S:g} s") from error
         finally:
             answer.cancel()
+            if stop is not None:
+                stop.cancel()
         if how == "exited":
             await pipes.read_to_the_end()
         code = int(end["code"])
@@ -327,7 +335,7 @@ class _Output(asyncio.Protocol):
             self._end.set_result(None)
 
 
-def _visible() -> list[str]:
+def visible_paths() -> list[str]:
     """Return what a program may read beside its folder: the system's libraries, the interpreter and its packages."""
     found: list[str] = []
     for path in (

@@ -5,7 +5,7 @@ client orders. Each has limits, has given up all privileges, and ends with every
 imports only the standard library, because it starts for every sandbox.
 
     user          a user without privileges, 65534 where root starts it
-    network       a network without any interface, and no abstract sockets
+    network       a network with a loopback interface of its own alone, and no abstract sockets
     processes     a separate process tree: all of it dies with this process, whatever its sessions and groups
     files         a file system of its own: the interpreter and the system's libraries, read-only, and a small one in
                   memory at ``/sandbox``, which is also ``/tmp``
@@ -56,6 +56,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _
     1 << 18,
 )
 _MNT_DETACH = 2
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _CAPABILITY_VERSION = 0x20080522
@@ -96,6 +97,8 @@ def main() -> None:
     own_mounts = False
     if user is not None:
         had["network"] = _unshare(_CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS)
+        if had["network"]:
+            _begin_loopback()
         own_mounts = _unshare(_CLONE_NEWNS)
         had["processes"] = _unshare(_CLONE_NEWPID)
     filter_ = _system_call_filter()
@@ -250,6 +253,11 @@ def _wake_on_children() -> int:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return reading
+
+
+def _begin_loopback() -> None:
+    with contextlib.suppress(OSError), socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
 
 
 def _unshare(flags: int) -> bool:

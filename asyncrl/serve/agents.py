@@ -10,6 +10,7 @@ which learns it; where it is enforced, the turn is not sampled from the policy a
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -96,6 +97,14 @@ class AgentSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def listen_on(self, listening: socket.socket) -> None:
+        """Serve it on a further socket: one that was opened in the network of a sandbox, under the same port."""
+        await self._server.serve_agents_on(listening)
+
+    @property
+    def port(self) -> int:
+        return int(self._server.url.rpartition(":")[2])
 
     async def close(self) -> None:
         """Close the port and cancel what still runs. Idempotent."""

@@ -184,6 +184,11 @@ class Server:
             undo.pop_all()
         self._state.ready = True
 
+    async def serve_agents_on(self, listening: socket.socket) -> None:
+        """Serve the same on a socket that listens already, perhaps in another network; it is closed at the end."""
+        listening.setblocking(False)
+        await self._open(listening, PlaneAccess(plane="agent"))
+
     async def _open(self, listening: socket.socket, access: PlaneAccess, *, unix: bool = False) -> None:
         limits = self._state.limits
         middleware = Middleware(self._state, access)

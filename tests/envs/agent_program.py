@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -69,6 +70,20 @@ def tree(question: str) -> None:
     ask([{"role": "user", "content": "in short: " + question}])
 
 
+def looks(_question: str) -> None:
+    """Tell the model what can be reached of REACHES: a port, a folder and a process of the machine."""
+    reaches, found = json.loads(os.environ["REACHES"]), []
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", reaches["port"]), timeout=2).close()
+        found.append("port")
+    if Path(reaches["folder"]).exists():
+        found.append("folder")
+    with contextlib.suppress(OSError):
+        os.kill(reaches["process"], 0)
+        found.append("process")
+    ask([{"role": "user", "content": " ".join(found) or "nothing"}])
+
+
 def misbehave(manner: str, question: str) -> None:
     if manner == "silent":
         sys.exit("no idea")
@@ -119,7 +134,7 @@ def misbehave(manner: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("well", "tree"):
-        {"well": well, "tree": tree}[sys.argv[1]](sys.argv[2])
+    if sys.argv[1] in ("well", "tree", "looks"):
+        {"well": well, "tree": tree, "looks": looks}[sys.argv[1]](sys.argv[2])
     else:
         misbehave(sys.argv[1], sys.argv[2])

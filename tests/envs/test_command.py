@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import re
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,8 @@ from asyncrl.interfaces import SamplingParams
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
 from asyncrl.rollout.trajectory import Trajectory
+from asyncrl.sandboxes.contract import SandboxLimits
+from asyncrl.sandboxes.namespaces import NamespacesBackend
 from asyncrl.tasks.run import train
 from tests.envs.playing import RecordingEngine
 
@@ -83,6 +87,7 @@ def play(scratch: ChatRenderer) -> Callable[..., Any]:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
+            await factory.aclose()
             assert asyncio.all_tasks() == tasks_before
             assert here.num_fds() <= open_before
             assert here.children(recursive=True) == children_before
@@ -143,6 +148,57 @@ async def test_whatever_it_leaves_is_ended(play: Callable[..., Any], manner: str
 async def test_a_program_without_turns_left_is_ended(play: Callable[..., Any]) -> None:
     (trajectory,), _ = await play(factory_of("loops"), max_turns=3)
     assert (len(trajectory.turns), trajectory.finish_reason) == (3, "max_turns")
+
+
+async def test_in_a_sandbox_a_program_reaches_its_session(play: Callable[..., Any]) -> None:
+    (trajectory,), engine = await play(factory_of("well", sandbox={}))
+    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
+    sampled = [token for number in range(2) for token in engine.sampled[f"row0-{number}"]]
+    mine = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    assert [token for token, trained in mine if trained] == sampled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sandbox", [None, {}])
+async def test_in_a_sandbox_it_reaches_nothing_else(play: Callable[..., Any], sandbox: dict[str, Any] | None) -> None:
+    probe = await NamespacesBackend().create(SandboxLimits())
+    await probe.destroy()
+    if probe.isolation.missing:
+        pytest.skip(f"this machine does not allow programs an own {', '.join(probe.isolation.missing)}")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        here = {"port": listening.getsockname()[1], "folder": str(Path(__file__).parent), "process": os.getpid()}
+        env = {"REACHES": json.dumps(here)}
+        (trajectory,), _ = await play(
+            factory_of("looks", sandbox=sandbox, env=env),
+            said=lambda text: text.rpartition("<|user|>")[2].partition("<|end|>")[0],
+        )
+    assert trajectory.turns[0].message["content"] == ("port folder process" if sandbox is None else "nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manner", ["daemon", "forks", "connections", "forges", "fails"])
+async def test_whatever_it_leaves_in_a_sandbox_is_ended(play: Callable[..., Any], manner: str) -> None:
+    (trajectory,), _ = await play(factory_of(manner, reward="exit_status", sandbox={}))
+    assert trajectory.reward == float(manner != "fails")
+    assert len(trajectory.turns) == 1
+
+
+@pytest.mark.slow
+async def test_limits_and_judges_of_a_sandbox(play: Callable[..., Any], tmp_path: Path) -> None:
+    (trajectory,), _ = await play(factory_of("loops", sandbox={}), max_turns=3)
+    assert (len(trajectory.turns), trajectory.finish_reason) == (3, "max_turns")
+    (tmp_path / "given.txt").write_text("42")
+    test = ["grep", "-q", "42", "given.txt", "answer.txt"]
+    (tested,), _ = await play(factory_of("well", test_command=test, copy=str(tmp_path), sandbox={}))
+    assert tested.reward == 1.0
+    with pytest.raises(EnvironmentDeadlineError, match="deadline_s = 1"):
+        await play(factory_of("hangs", sandbox={}, deadline_s=1.0))
+    with pytest.raises(EnvironmentFailure, match="output_bytes = 4000"):
+        await play(factory_of("flood", sandbox={}, output_bytes=4000))
+    with pytest.raises(ConfigError, match="no network but its session"):
+        factory_of("well", sandbox={"network": True})
+    with pytest.raises(ConfigError, match="fields of SandboxLimits"):
+        factory_of("well", sandbox={"colour": "red"})
 
 
 async def test_a_failure_of_the_engine_is_not_the_agents(scratch: ChatRenderer) -> None:

@@ -160,8 +160,8 @@ class _Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
-        self.own_env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        self.own_env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+        self._env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        self._env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
 
     async def prepare(self, factory: CommandFactory) -> None:
         await asyncio.to_thread(self._make_folders, factory.copy)
@@ -180,7 +180,7 @@ class _Machine:
     ) -> ProgramEnd:
         del session  # which is on this machine
         folder, limit = Path(self.folder) / "work", asdict(limits)
-        return await run_program(command, folder=folder, env=self.own_env | env, over=over, **limit)
+        return await run_program(command, folder=folder, env={**self._env, **env}, over=over, **limit)
 
     def _make_folders(self, copied: Path | None) -> None:
         folder = Path(self.folder)
@@ -206,8 +206,6 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 class _Sandboxed:
     """A sandbox, whose programs reach nothing but their session."""
-
-    own_env: Mapping[str, str] = {}
 
     def __init__(self, sandbox: NamespacesSandbox) -> None:
         self.folder = sandbox.folder

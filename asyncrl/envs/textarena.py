@@ -31,7 +31,7 @@ from asyncrl.runtime import in_thread
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _MOST_MOVES = 10_000
-_MOST_BEGINS = 8
+_MOST_BEGINS = 64
 """Of one game, with other draws of the opponent: a random one may lose it before the policy has moved."""
 _CALL_S = 120.0
 _drawing = threading.Lock()

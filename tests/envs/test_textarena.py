@@ -83,7 +83,7 @@ async def test_a_game_that_the_opponent_loses_first_is_begun_again():
     assert not moves
     await environment.close()
     environment = TextArenaFactory(game="TicTacToe-v0", opponent=lambda observation, *, draw: "[99]").make()
-    with pytest.raises(EnvironmentFailure, match="before player 1 had moved, 8 times"):
+    with pytest.raises(EnvironmentFailure, match="before player 1 had moved, 64 times"):
         await environment.reset(task)
     await environment.close()
 

@@ -187,7 +187,8 @@ class GenerationRequest:
     of a seeded request count from the first of them. A request that is already complete ends at once, without a token.
 
     A ``probe`` checks the engine: it goes before all others, beside the most that may run, where the engine can do so.
-    ``adapter`` is the name of the one that the request is for (:class:`AdapterEngine`).
+    ``adapter`` is the name of the one that the request is for (:class:`AdapterEngine`). Requests of one ``session``
+    follow one another, each with the tokens of the last at its beginning (:class:`SessionEngine`); empty for none.
 
     Raises:
         ValueError: ``continued_tokens`` is negative, or leaves no token of the prompt.
@@ -199,6 +200,7 @@ class GenerationRequest:
     continued_tokens: int = 0
     probe: bool = False
     adapter: str = ""
+    session: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.continued_tokens <= max(len(self.prompt_token_ids) - 1, 0):
@@ -401,6 +403,17 @@ class RolloutEngine(TokenGenerator, Protocol):
         ...
 
     def statistics(self) -> RolloutEngineStatistics: ...
+
+
+@runtime_checkable
+class SessionEngine(RolloutEngine, Protocol):
+    """An engine that keeps the keys and values of a session's last request for its next one, while it has room.
+
+    They are used as far as the next prompt begins with the same tokens, and never after a commit of weights.
+    """
+
+    def forget_session(self, session: str) -> None:
+        """Free what is kept of a session: it has ended, or the room is worth more. Nothing may be kept of it."""
 
 
 @runtime_checkable

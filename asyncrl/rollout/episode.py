@@ -107,6 +107,7 @@ async def run_episode(
     times: EpisodeTimes | None = None,
     turns: TurnRecorder | None = None,
     recorded: Sequence[TurnRecord] = (),
+    on_reply: Callable[[Message], None] | None = None,
 ) -> Trajectory:
     """Play ``task`` to its end; the environment, used for this episode only, is closed whatever happens.
 
@@ -115,7 +116,8 @@ async def run_episode(
 
     The renderer's end-of-turn token is added to the stop tokens. The seed of each turn is derived from ``seed`` and the
     turn's number, ``max_new_tokens`` is cut to what ``max_seq_len`` leaves, and turn n is the engine's request
-    ``{request_prefix}-{n}``. ``turns`` records every sampled turn. The episode begins with the ``recorded`` turns
+    ``{request_prefix}-{n}`` of the session ``request_prefix``. ``on_reply`` is called with each reply before the
+    environment gets it. ``turns`` records every sampled turn. The episode begins with the ``recorded`` turns
     instead of sampling them; they are passed to the environment anew. ``times`` counts the time in the environment.
 
     Raises:
@@ -144,6 +146,7 @@ async def run_episode(
                 request_id=f"{request_prefix}-{number}",
                 prompt_token_ids=tuple(episode.token_ids),
                 sampling=limited,
+                session=request_prefix,
             )
             if number < len(recorded):
                 generation = _recorded(recorded[number], context=episode.last_context, limit=limited.max_new_tokens)
@@ -152,6 +155,8 @@ async def run_episode(
             if turns is not None:
                 turns.sampled(episode.last_context, generation)
             reply = renderer.parse(generation.token_ids)
+            if on_reply is not None:
+                on_reply(reply)
             episode.add_turn(generation, reply)
             if generation.finish_reason == "length" and episode.length >= max_seq_len:
                 return "max_seq_len"

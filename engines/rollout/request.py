@@ -125,6 +125,7 @@ class ModelTokens:
             logits=logits,
             probe=request.probe,
             adapter=request.adapter,
+            session=request.session,
         )
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
@@ -191,6 +192,7 @@ class Row:
     logits: RowLogits | None = None
     probe: bool = False
     adapter: str = ""
+    session: str = ""
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)

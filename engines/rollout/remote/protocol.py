@@ -26,7 +26,7 @@ from asyncrl.interfaces import (
 )
 from asyncrl.weights import TransportSpec, WeightManifest
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_FRAME_BYTES = 32 << 20  # a prompt of a million tokens takes five of them, a manifest of 10,000 tensors one
 _LENGTH = struct.Struct(">I")
 

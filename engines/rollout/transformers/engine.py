@@ -8,8 +8,9 @@
             ...
 
 Requests join and leave between decode steps. Weights are exchanged between two steps; requests in flight go on, with
-their keys and values kept or computed again. Nothing is shared between requests (there is no prefix cache), so a
-request that begins after a commit never meets an entry of older weights.
+their keys and values kept or computed again. Those of a session's last request are kept for its next one while there is
+room, and freed at a commit, so a request that begins after a commit never meets an entry of older weights. Nothing else
+is shared between requests.
 """
 
 from __future__ import annotations
@@ -255,6 +256,11 @@ class TransformersEngine:
         row = self._held.get(request_id)
         return row is not None and await self._call(lambda: generation.abort(row))
 
+    def forget_session(self, session: str) -> None:
+        if not self._closed:
+            schedule = self._running().schedule
+            self._post(lambda: schedule.forget(session))
+
     # ------------------------------------------------------------------------------------------------------ pause
 
     async def pause(self) -> None:
@@ -374,7 +380,7 @@ class TransformersEngine:
             prompt_tokens=counters.prompt_tokens,
             requests_finished=counters.requests_finished,
             requests_aborted=counters.requests_aborted,
-            kv_cache_tokens=sum(row.cached for row in running),
+            kv_cache_tokens=sum(row.cached for row in running) + schedule.kept_tokens,
             kv_cache_capacity_tokens=cache.capacity_tokens,
             decode_steps=counters.decode_steps,
             busy_s=counters.busy_s,

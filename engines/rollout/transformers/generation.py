@@ -108,6 +108,7 @@ class Generation:
         for row in list(self.schedule.running):
             if (changed is None or row.adapter in changed) and (kv_cache == "recompute" or not row.versions):
                 self.schedule.reread(row)
+        self.schedule.forget_all(changed)
         self.commit_pause_s = time.perf_counter() - begin
 
     def fail(self, error: Exception) -> None:

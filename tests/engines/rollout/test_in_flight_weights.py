@@ -8,6 +8,7 @@ import gc
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ async def test_both_sides_of_the_cut_are_exact(
             expected = [by_version[version][n] for n, version in enumerate(got.weight_versions)]
         worst = max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True))
         assert worst <= 1e-4, (request.request_id, got.spans)
+
+
+@pytest.mark.parametrize("committed_at", [5, 8])
+async def test_a_session_reads_everything_again_after_a_commit(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any, committed_at: int
+) -> None:
+    """The commit comes in the middle of a turn, whose cache is of both versions, or between two turns."""
+    new = load(folder_of("llama", seed=1))
+    async with serving(folder_of("llama", seed=0)) as engine:
+        await engine.prepare_weights(tensors_of(new), version=1)
+        if committed_at < 8:
+            commit_when(engine, lambda statistics: statistics.tokens_generated == committed_at, kv_cache="keep")
+        first: Generation = await collect(engine, replace(request_of("a", [1, 2, 3], 8), session="s"))
+        if committed_at == 8:
+            await engine.commit_weights(1)
+        second = replace(request_of("b", [1, 2, 3, *first.token_ids, 4, 5], 8), session="s")
+        got: Generation = await collect(engine, second)
+    assert set(got.weight_versions) == {1}
+    expected = plain_log_probs(new, second, got.token_ids)
+    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
 
 
 async def test_the_two_policies_differ(folder_of: FolderOf, collect: Collect, request_of: RequestOf) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,12 +14,17 @@ from engines.rollout.transformers.schedule import Schedule
 BLOCK_TOKENS = 4
 
 
-def row(name: str, prompt: int, *, tokens: int = 8, probe: bool = False) -> Row:
+def row(
+    name: str, prompt: int | list[int], *, tokens: int = 8, probe: bool = False, session: str = "", adapter: str = ""
+) -> Row:
+    ids = [sum(name.encode()) + 2] * prompt if isinstance(prompt, int) else list(prompt)
     return Row(
         request_id=name,
-        tokens=[1] * prompt,
-        prompt_length=prompt,
-        length_limit=prompt + tokens,
+        tokens=ids,
+        prompt_length=len(ids),
+        length_limit=len(ids) + tokens,
+        session=session,
+        adapter=adapter,
         sampling=SamplingParams(max_new_tokens=tokens),
         seed=0,
         probe=probe,
@@ -41,12 +46,13 @@ def names(rows: Sequence[Row]) -> str:
 
 
 class Driver:
-    """Carries out the plans on a fake cache: (block, offset) -> the row and position that it holds."""
+    """Carries out the plans on a fake cache: (block, offset) -> the tokens up to the one that it holds."""
 
-    def __init__(self, plan: Schedule, *, budget: int) -> None:
+    def __init__(self, plan: Schedule, *, budget: int, checked: bool = True) -> None:
         self.plan = plan
         self.budget = budget
-        self.cache: dict[tuple[int, int], tuple[Row, int]] = {}
+        self.checked = checked
+        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def step(self) -> None:
         plan = self.plan
@@ -59,6 +65,7 @@ class Driver:
         for at in [(block, offset) for block in step.taken for offset in range(BLOCK_TOKENS)]:
             self.cache.pop(at, None)
         owned = [block for r in plan.running for block in r.blocks]
+        owned += [block for kept in plan.kept.values() for block in kept.blocks]
         assert len(owned) == len(set(owned)), "a block belongs to one row"
         assert not any(r.blocks for r in plan.rows if r not in plan.running)
         chunks = step.prefills
@@ -82,10 +89,11 @@ class Driver:
     def read(self, r: Row, tokens: int) -> None:
         places = [(r.blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS) for at in range(r.cached + tokens)]
         for at, place in enumerate(places):
-            if at < r.cached:
-                assert self.cache[place] == (r, at), "the block holds other keys and values"
+            prefix = tuple(r.tokens[: at + 1])
+            if at < r.cached and self.checked:
+                assert self.cache[place] == prefix, "the block holds other keys and values"
             else:
-                self.cache[place] = (r, at)
+                self.cache[place] = prefix
         r.cached += tokens
 
 
@@ -198,9 +206,92 @@ def test_a_pause_keeps_rows_and_plans_nothing() -> None:
     assert names(plan.next().ready) == "ab"
 
 
+def finish(plan: Schedule, *rows: Row) -> None:
+    """Submit rows, and carry the plans out until all have ended."""
+    driver = Driver(plan, budget=100, checked=False)
+    for each in rows:
+        plan.submit(each)
+    while plan.has_work:
+        driver.step()
+
+
+def test_the_next_row_of_a_session_reads_what_is_new() -> None:
+    plan = schedule()
+    first = row("a", 6, tokens=3, session="s")
+    finish(plan, first)
+    assert plan.kept_tokens == 8, "the last token was never read"
+    plan.submit(row("b", [*first.tokens, 5, 5], session="s"))
+    (chunk,) = plan.next().prefills
+    assert (chunk.row.cached, chunk.tokens, plan.reused_tokens) == (8, 3, 8)
+
+
+def test_a_session_that_goes_another_way_reuses_what_is_the_same() -> None:
+    plan = schedule()
+    finish(plan, row("a", [1, 2, 3, 4, 5, 6, 7], tokens=3, session="s"))
+    plan.submit(row("b", [1, 2, 3, 4, 5, 9, 9, 9], session="s"))
+    (chunk,) = plan.next().prefills
+    assert (chunk.row.cached, chunk.tokens) == (5, 3)
+
+
+def test_the_same_prompt_again_is_one_token_to_read() -> None:
+    plan = schedule()
+    finish(plan, row("a", [1, 2, 3], tokens=2, session="s"))
+    plan.submit(row("b", [1, 2, 3], session="s"))
+    step = plan.next()
+    assert (names(step.ready), step.ready[0].cached, step.prefills) == ("b", 2, [])
+
+
+def test_nothing_is_taken_over_from_another_adapter_or_when_the_prompt_is_scored() -> None:
+    plan = schedule()
+    finish(plan, row("a", [1, 2, 3], tokens=2, session="s", adapter="x"), row("b", [1, 2, 3], tokens=2, session="t"))
+    other, scored = row("c", [1, 2, 3, 4], session="s"), row("d", [1, 2, 3, 4], session="t")
+    scored.sampling = SamplingParams(max_new_tokens=8, prompt_log_probs=0)
+    for each in (other, scored):
+        plan.submit(each)
+    assert [(chunk.row.cached, chunk.tokens) for chunk in plan.next().prefills] == [(0, 4), (0, 4)]
+
+
+def test_rows_get_the_blocks_of_the_session_that_was_used_least_recently() -> None:
+    plan = schedule(blocks=4)
+    finish(plan, row("a", 4, tokens=1, session="old"), row("b", 4, tokens=1, session="new"))
+    finish(plan, row("c", 8, tokens=1))
+    assert plan.kept_tokens == 8, "two blocks are free"
+    finish(plan, row("d", 12, tokens=1))
+    assert plan.kept_tokens == 4
+    plan.submit(row("e", [*row("b", 4).tokens, 7], session="new"))
+    assert plan.next().ready[0].cached == 4
+
+
+def test_what_two_versions_have_computed_is_not_kept() -> None:
+    plan = schedule()
+    a = row("a", 4, tokens=2, session="s")
+    plan.submit(a)
+    driver = Driver(plan, budget=100)
+    driver.step()
+    a.versions[0] = -1
+    driver.step()
+    assert a.finish_reason == "length"
+    assert plan.kept_tokens == 0
+
+
+def test_what_is_kept_of_a_session_can_be_freed() -> None:
+    plan = schedule(blocks=4)
+    ways: list[Callable[[], object]] = [lambda: plan.forget("s"), plan.forget_all, plan.sleep]
+    for forget in (*ways, lambda: plan.forget_all({"x"})):
+        finish(plan, row("a", 9, tokens=2, session="s", adapter="x"))
+        plan.forget_all({"another"})
+        assert plan.kept_tokens == 10
+        forget()
+        plan.wake()
+        assert plan.kept_tokens == 0
+        finish(plan, row("b", 14, tokens=2))
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.integers(1, 9), st.integers(1, 5)),
+        st.tuples(st.just("turn"), st.integers(0, 9), st.integers(1, 5)),
+        st.tuples(st.just("forget"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
         st.tuples(st.just("abort"), st.integers(0, 9), st.just(0)),
         st.tuples(st.just("reread"), st.integers(0, 9), st.just(0)),
@@ -227,6 +318,14 @@ def test_blocks_hold_their_rows_and_every_row_ends(
         if kind in ("submit", "probe"):
             rows.append(row(str(len(rows)), max(number, 1), tokens=max(tokens, 1), probe=kind == "probe"))
             plan.submit(rows[-1])
+        elif kind == "turn":
+            session = str(number % 3)
+            past = [r for r in rows if r.session == session and len(r.tokens) < 10]
+            begun = past[-1].tokens[: len(past[-1].tokens) - number // 8] if past else [int(session) + 2]
+            rows.append(row(str(len(rows)), [*begun, number], tokens=tokens, session=session))
+            plan.submit(rows[-1])
+        elif kind == "forget":
+            plan.forget(str(number))
         elif kind == "step":
             for _ in range(number):
                 driver.step()

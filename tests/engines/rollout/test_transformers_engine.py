@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import uvloop
 from blockbuster import blockbuster_ctx
 
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
-from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, RolloutEngine
+from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, RolloutEngine, SessionEngine
 from engines.rollout.transformers.engine import TransformersEngine
 
 Collect = Callable[..., Any]
@@ -96,6 +97,46 @@ async def test_log_probs_are_those_of_a_plain_forward_pass(
         expected = plain_log_probs(model, request, got.token_ids)
         worst = max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True))
         assert worst <= 1e-4, (request.sampling, worst)
+
+
+@pytest.mark.parametrize("capacity_tokens", [None, 144])
+async def test_turns_of_sessions_read_what_is_new_and_give_the_same(
+    folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any, capacity_tokens: int | None
+) -> None:
+    """Four sessions side by side, with a cache that holds all of them or little more than one."""
+    folder = folder_of("llama")
+    model = load(folder)
+
+    async def play(engine: TransformersEngine, name: str) -> None:
+        dice = random.Random(name)
+        context: list[int] = []
+        for turn in range(3):
+            context += [dice.randrange(67) for _ in range(20)]
+            request = replace(request_of(f"{name}-{turn}", context, 12), session=name)
+            got: Generation = await collect(engine, request)
+            expected = plain_log_probs(model, request, got.token_ids)
+            assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+            context += got.token_ids
+
+    async with serving(folder, max_model_tokens=128) as sized:
+        block_bytes = sized._running().decoder.cache.block_bytes
+    size = None if capacity_tokens is None else (1 + capacity_tokens // 16) * block_bytes
+    async with serving(folder, max_model_tokens=128, kv_cache_bytes=size) as engine:
+        async with asyncio.TaskGroup() as group:
+            for name in "abcd":
+                group.create_task(play(engine, name))
+        schedule = engine._running().schedule
+        if size is None:
+            assert schedule.reused_tokens == 4 * (31 + 63), "all but the last token of the two turns before"
+            assert engine.statistics().kv_cache_tokens == 4 * 95
+        else:
+            assert schedule.reused_tokens < 4 * (31 + 63)
+            assert 0 < engine.statistics().kv_cache_tokens <= engine.statistics().kv_cache_capacity_tokens
+        for name in "abcd":
+            engine.forget_session(name)
+        await engine._call(lambda: None)
+        assert engine.statistics().kv_cache_tokens == 0
+        assert isinstance(engine, SessionEngine)
 
 
 async def test_it_is_a_rollout_engine(engine: TransformersEngine) -> None:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from asyncrl.rollout.episode import AgentEnvironment, Diverged, EpisodePolicy, r
 from asyncrl.rollout.live_weights import WeightsProof, commit_into
 from asyncrl.rollout.recheck import ReplayedRewards
 from asyncrl.rollout.replica import fetch_into
+from asyncrl.rollout.sessions import SessionCache
 from asyncrl.rollout.trajectory import (
     REWARD_PARTS,
     Trajectory,
@@ -163,14 +165,15 @@ class AgentEngine:
     In ``times`` each is an episode of its own, beside that of the agent, which is in its environment all the time.
     """
 
-    def __init__(self, engine: MeteredEngine, times: EpisodeTimes) -> None:
+    def __init__(self, engine: MeteredEngine, times: EpisodeTimes, *, session: str) -> None:
         self._engine = engine
         self._times = times
+        self._session = session
         self.tokens = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         with self._times.episode():
-            async with aclosing(self._engine.generate(request)) as chunks:
+            async with aclosing(self._engine.generate(replace(request, session=self._session))) as chunks:
                 async for chunk in chunks:
                     self.tokens += len(chunk.token_ids)
                     yield chunk
@@ -271,6 +274,7 @@ class RolloutWorker(Worker):
         self._times = EpisodeTimes()
         self._turns = TurnFeed(gather_s=spec.gather_s)
         self._engine: RolloutEngine | None = None
+        self._sessions: SessionCache | None = None
         self._manifest: WeightManifest | None = None
         self._proving = asyncio.Lock()
         self._unproven: LiveWeightsError | None = None
@@ -312,6 +316,7 @@ class RolloutWorker(Worker):
         )
         self._engine = engine
         await engine.start()
+        self._sessions = SessionCache(engine, capacity_tokens=engine.statistics().kv_cache_capacity_tokens)
         return time.monotonic() - started
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -341,7 +346,7 @@ class RolloutWorker(Worker):
         failures = Failures()
         feed = self._turns if attempt is not None else None
         with self._meter.account(purpose) as account:
-            engine = MeteredEngine(self._running_engine(), self._meter, account, self._times)
+            engine = MeteredEngine(self._running_sessions(), self._meter, account, self._times)
             try:
                 async with asyncio.TaskGroup() as episodes:
                     running = [
@@ -407,7 +412,7 @@ class RolloutWorker(Worker):
         failures: Failures,
     ) -> Trajectory:
         assert self._renderer is not None
-        limits = self._spec.limits
+        limits, sessions = self._spec.limits, self._running_sessions()
         recorded = continuation.of_row(turns.row)
         trial = recorded[0].trial if recorded else 0
         while True:
@@ -416,10 +421,11 @@ class RolloutWorker(Worker):
                 continuation.restarted("the environment cannot be shown its turns again")
                 recorded, trial = (), 0
             turns.begin(trial=trial)
+            session = f"{name}-{trial}"
             try:
                 if isinstance(environment, AgentEnvironment):
                     return await self._agent_episode(
-                        environment, engine, account, task, sampling, f"{name}-{trial}", derive_seed(seed, trial)
+                        environment, engine, account, task, sampling, session, derive_seed(seed, trial)
                     )
                 with self._times.episode():
                     trajectory = await run_episode(
@@ -432,11 +438,12 @@ class RolloutWorker(Worker):
                         max_seq_len=limits.max_seq_len,
                         deadline_s=limits.deadline_s,
                         latency_s=limits.latency_s,
-                        request_prefix=f"{name}-{trial}",
+                        request_prefix=session,
                         seed=derive_seed(seed, trial),
                         times=self._times,
                         turns=turns,
                         recorded=recorded,
+                        on_reply=partial(sessions.name_tools, session),
                     )
                 used = recorded[: len(trajectory.turns)]
                 continuation.continued(turns.row, tokens=sum(turn.tokens for turn in used))
@@ -453,6 +460,8 @@ class RolloutWorker(Worker):
                 trial, recorded = trial + 1, ()
                 if trial >= limits.max_attempts:
                     raise
+            finally:
+                sessions.leave(session)
 
     async def _agent_episode(
         self,
@@ -466,7 +475,7 @@ class RolloutWorker(Worker):
     ) -> Trajectory:
         """Run an agent; tokens of turns that it gave up are wasted."""
         assert self._renderer is not None
-        limits, counted = self._spec.limits, AgentEngine(engine, self._times)
+        limits, counted = self._spec.limits, AgentEngine(engine, self._times, session=request_prefix)
         policy = EpisodePolicy(
             engine=counted,
             renderer=self._renderer,
@@ -582,6 +591,11 @@ class RolloutWorker(Worker):
                 "share devices with the trainer: leave rollout out of cluster.colocate"
             )
         return engine
+
+    def _running_sessions(self) -> SessionCache:
+        self._running_engine()
+        assert self._sessions is not None, "it is made when the engine has started"
+        return self._sessions
 
     def _running_engine(self) -> RolloutEngine:
         if self._engine is None:

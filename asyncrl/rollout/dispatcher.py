@@ -12,7 +12,7 @@ from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest,
 from asyncrl.rollout.admission import Admission, Ticket
 from asyncrl.rollout.engine_replica import Attempt, AttemptEnded, EngineReplica
 from asyncrl.rollout.replica import PoolOptions, ReplicaSet
-from asyncrl.rollout.router import LengthEstimate, affinity_key, choose
+from asyncrl.rollout.router import LengthEstimate, affinity_key, choose, session_margin
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class _HeldRequest:
     continuation: RequestContinuation
     ticket: Ticket
     key: str | None
+    margin: float
     admitted: asyncio.Future[None]
     attempt: Attempt | None = None
     begun: bool = False
@@ -231,6 +232,7 @@ class Dispatcher:
             RequestContinuation(request),
             ticket,
             affinity_key(request.prompt_token_ids[:prompt], session=session, prefix_tokens=self._options.prefix_tokens),
+            self._options.margin if session is None else session_margin(prompt, least=self._options.margin),
             admitted=asyncio.get_running_loop().create_future(),
         )
         self._held[request.request_id] = held
@@ -302,7 +304,7 @@ class Dispatcher:
         loads = [replica.load for replica in self._set.replicas.values()]
         others = [load for load in loads if load.name != held.failed_at]
         for candidates in (others, loads):
-            name = choose(candidates, key=held.key, margin=self._options.margin, min_version=held.continuation.version)
+            name = choose(candidates, key=held.key, margin=held.margin, min_version=held.continuation.version)
             if name is not None:
                 return name
         return None

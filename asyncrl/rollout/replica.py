@@ -126,7 +126,8 @@ class PoolOptions:
         wait_s: how long a request may wait for any replica to serve, while the pool is not paused.
         max_failures: consecutive attempts without one token after which a request fails.
         prefix_tokens: prompts that share so many first tokens prefer the same replica; 0 for none.
-        margin: expected tokens that a preferred replica may have beyond the least busy one.
+        margin: expected tokens that a preferred replica may have beyond the least busy one; for a session at least what
+            reading its prompt elsewhere costs.
     """
 
     max_running: int = 1024

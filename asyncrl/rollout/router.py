@@ -60,6 +60,17 @@ def rendezvous(key: str, names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: (hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=8).digest(), name))
 
 
+def session_margin(prompt_tokens: int, *, least: float) -> float:
+    """Return the margin of a session whose prompt is in the cache where it was: the work of reading it elsewhere.
+
+    It is at least ``least``.
+
+    >>> session_margin(50_000, least=2048.0), session_margin(400, least=2048.0)
+    (5000.0, 2048.0)
+    """
+    return max(least, prompt_tokens * _READING_COST)
+
+
 def affinity_key(prompt_token_ids: Sequence[int], *, session: str | None = None, prefix_tokens: int = 0) -> str | None:
     """Return the session, or else the prompt's first ``prefix_tokens`` ids if it has as many; 0 switches these off."""
     if session is not None:

@@ -13,6 +13,7 @@ from asyncrl.errors import ContinuationError, EngineError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.rollout.router import rendezvous
 from asyncrl.testing.clock import run_virtually
 from asyncrl.weights import WeightManifest
 
@@ -136,6 +137,25 @@ def test_one_that_gives_a_request_up_is_the_last_to_get_it_again(faulty_fleet: A
             for n in range(16):
                 assert numbers(await collect(pool, request(f"r{n}", 9), session=f"s{n}")) == list(range(9))
             assert 0 < pool.statistics().migrations < 16, "each is preferred by some sessions"
+
+    virtually(story())
+
+
+def test_a_session_leaves_a_busy_replica_where_reading_its_prompt_elsewhere_costs_less(faulty_fleet: Any):
+    async def story() -> None:
+        fleet = faulty_fleet()
+        factories = {name: fleet.factory(name) for name in "ab"}
+        async with ReplicaPool(factories, options=replace(OPTIONS, margin=0.0)) as pool:
+            busy = pool.generate(request("busy", 50), session="s")
+            await anext(busy)
+            await collect(pool, request("short", 1), session="s")
+            long = replace(request("long", 1), prompt_token_ids=(7,) * 1000)  # as much work as 100 sampled tokens
+            await collect(pool, long, session="s")
+            home, away = rendezvous("session s", ["a", "b"])
+            assert [asked.request_id for asked in fleet[home].requests] == ["busy", "long"]
+            assert [asked.request_id for asked in fleet[away].requests] == ["short"]
+            async for _ in busy:
+                pass
 
     virtually(story())
 

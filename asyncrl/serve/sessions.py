@@ -467,7 +467,8 @@ class GroupedSink:
                 raise APIError(503, f"{held} are held, no more fit: reward their other members", retry_after_s=30)
             waiting.members.append(trajectories)
             waiting.touched_s = self._clock()
-            return f"group {group}: {len(waiting.members)} of {size}"
+            name = group.partition("/")[2] or group  # as the client gave it, without the holder
+            return f"group {name}: {len(waiting.members)} of {size}"
         finally:
             self._put_back(group, waiting)
 

@@ -248,7 +248,7 @@ async def test_parts_of_a_reward_are_numbers(serve, parts):
         error = await served.post("/sessions/a/reward", body, status=400)
         assert "reward_parts" in error["error"]["message"]
         body["info"] = {"reward_parts": {"a": 1, "b": 0.5}}
-        assert (await served.post("/sessions/a/reward", body))["kept"].endswith("1 of 2")
+        assert (await served.post("/sessions/a/reward", body))["kept"] == "group g: 1 of 2"
 
 
 async def test_a_group_without_samples_is_not_admitted():

@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +118,7 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         self.pin: Pin | None = None
         """What it is kept for; the rollouts of others pass it by."""
         self.on_state: Callable[[str, str], None] = lambda _name, _state: None
+        self.episodes = ""  # where its rollouts were when a slow group made it asked
 
     def react(self, changed: bool) -> None:
         super().react(changed)
@@ -187,6 +188,10 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
             call.cancel()
             raise
 
+    def longest_call_s(self, now_s: float) -> float:
+        calls = {} if self.instance is None else self.instance.calls
+        return max((now_s - call.sent_s for call in calls.values()), default=0.0)
+
     def explain(self, now_s: float) -> str:
         state = "serves" if self.serves else "is dead" if self.health.state == "dead" else "does not serve"
         state += ", reserved for rollouts under which other replicas died" if self.reserved else ""
@@ -198,8 +203,8 @@ class WorkerGroupReplica(Replica[_WorkerGroup]):
         held = self._updates.held(self.name)
         state += f", holds version {held}" if held is not None else ""
         calls = {} if self.instance is None else self.instance.calls
-        longest_s = max((now_s - call.sent_s for call in calls.values()), default=0.0)
-        doing = f"{len(calls)} groups on it, the longest for {longest_s:.1f} s" if calls else "idle"
+        doing = f"{len(calls)} groups on it, the longest for {self.longest_call_s(now_s):.1f} s" if calls else "idle"
+        doing += f" ({self.episodes})" if calls and self.episodes else ""
         return f"replica {self.name} {state}, {doing}"
 
 
@@ -646,11 +651,22 @@ class RolloutPool:
             found[each.name] = sum_totals((found.get(each.name, {}), each.times))
         return found
 
+    async def ask_slow(self, *, after_s: float = 10.0) -> None:
+        """Ask replicas that have had a group for so long where their rollouts are, for :meth:`explain`."""
+        now_s = asyncio.get_running_loop().time()
+        slow = [each for each in self._replicas.values() if each.longest_call_s(now_s) > after_s]
+        answers = await self._engine_statistics(slow)
+        for replica in self._replicas.values():
+            _, answer = answers.get(replica.name, (None, {}))
+            replica.episodes = answer.get("episodes", "")
+
     async def statistics(self) -> dict[str, dict[str, Any]]:
         """Return each living replica's :meth:`asyncrl.rollout.worker.RolloutWorker.engine_statistics`, by name."""
         return {name: answer for name, (_, answer) in (await self._engine_statistics()).items()}
 
-    async def _engine_statistics(self) -> dict[str, tuple[_WorkerGroup, dict[str, Any]]]:
+    async def _engine_statistics(
+        self, replicas: Iterable[WorkerGroupReplica] | None = None
+    ) -> dict[str, tuple[_WorkerGroup, dict[str, Any]]]:
         """Return the statistics of living instances; this may find a replica dead."""
         found = {}
 
@@ -660,6 +676,6 @@ class RolloutPool:
             except _LOST_INSTANCE as error:
                 replica.lost(instance, error)
 
-        replicas = self._replicas.values()
-        await asyncio.gather(*(ask(each, each.instance) for each in replicas if each.instance is not None))
+        asked = self._replicas.values() if replicas is None else replicas
+        await asyncio.gather(*(ask(each, each.instance) for each in asked if each.instance is not None))
         return found

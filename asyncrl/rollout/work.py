@@ -14,6 +14,11 @@ from typing import Literal, TypeAlias
 Where: TypeAlias = Literal["generate", "environment", "episodes"]
 
 _WHERE: tuple[Where, ...] = ("generate", "environment", "episodes")
+_DOING: dict[Where, str] = {
+    "generate": "generating",
+    "episodes": "between turns",
+    "environment": "in the environment or its reward",
+}
 
 
 class EpisodeTimes:
@@ -34,6 +39,7 @@ class EpisodeTimes:
         self.totals: dict[str, float] = {}
         self._open = dict.fromkeys(_WHERE, 0)
         self._as_of_s = 0.0
+        self._environment_since_s: dict[object, float] = {}
         self._rows_s = 0.0
         self._requests_s = 0.0
 
@@ -57,9 +63,13 @@ class EpisodeTimes:
     def at(self, where: Where) -> Iterator[None]:
         """Count the episode there while the block lasts."""
         self._move("episodes", where)
+        entry = object()
+        if where == "environment":
+            self._environment_since_s[entry] = self._as_of_s
         try:
             yield
         finally:
+            self._environment_since_s.pop(entry, None)
             self._move(where, "episodes")
 
     @contextmanager
@@ -75,6 +85,14 @@ class EpisodeTimes:
         load = math.log((self._requests_s - requests_s) / took_s)
         pace = math.log(took_s / sum(tokens))
         self._add(requests=1, load=load, pace=pace, load_load=load * load, load_pace=load * pace)
+
+    def explain(self) -> str:
+        """Return where rollouts are now: ``3 generating, 1 in the environment or its reward, the longest for 40 s``."""
+        parts = [f"{count} {what}" for where, what in _DOING.items() if (count := self._open[where])]
+        if self._environment_since_s:
+            now_s = asyncio.get_running_loop().time()
+            parts[-1] += f", the longest for {now_s - min(self._environment_since_s.values()):.0f} s"
+        return ", ".join(parts)
 
     def _add(self, **values: float) -> None:
         for name, value in values.items():

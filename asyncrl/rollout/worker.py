@@ -568,8 +568,9 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def engine_statistics(self) -> dict[str, Any]:
-        """Return the engine's statistics, token counts by purpose, and the file of the token meter."""
+        """Return the engine's statistics, where episodes are, token counts by purpose, the file of the token meter."""
         return {
+            "episodes": self._times.explain(),
             "engine": asdict(self._running_engine().statistics()),
             "meter": str(self._meter.path or ""),
             "delivered": {purpose: self._meter.delivered(purpose) for purpose in _PURPOSES},

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.errors import ConfigError, DeadlineError
+from asyncrl.errors import ConfigError, DeadlineError, InfrastructureError
 from asyncrl.interfaces import TextTracker, Tracker
 from asyncrl.runtime import shield_until_done
 from asyncrl.telemetry.progress import Progress
@@ -245,9 +245,10 @@ class RunStatus:
 class Watch:
     """Writes the status of a run every few seconds, and ends a stall. Takes its time from the running loop.
 
-    ``done`` returns how many of the ``steps`` are done, ``causes`` sentences about what the parts wait for,
-    ``measured`` ``idle`` and ``advice`` of the status, ``score`` its score; ``stall_timeout_s`` is the longest wait of
-    the trainer. The timeline is saved at ``timeline_path``, so seldom that it takes at most 1 % of the time.
+    ``done`` returns how many of the ``steps`` are done, ``causes`` sentences about what the parts wait for, for which
+    ``ask`` asks the workers, ``measured`` ``idle`` and ``advice`` of the status, ``score`` its score;
+    ``stall_timeout_s`` is the longest wait of the trainer. The timeline is saved at ``timeline_path``, so seldom that
+    it takes at most 1 % of the time.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class Watch:
         stall_timeout_s: float,
         measured: Callable[[], Mapping[str, Any]] = dict,
         score: Callable[[], Mapping[str, Any] | None] = lambda: None,
+        ask: Callable[[], Awaitable[None]] | None = None,
         every_s: float = 2.0,
         timeline_path: Path | None = None,
     ) -> None:
@@ -273,6 +275,7 @@ class Watch:
         self._causes = causes
         self._measured = measured
         self._score = score
+        self._ask = ask
         self._stall_timeout_s = stall_timeout_s
         self._every_s = every_s
         self._logged: set[tuple[str, str]] = set()
@@ -301,6 +304,10 @@ class Watch:
 
     async def _watch(self) -> None:
         while True:
+            if self._ask is not None:
+                with suppress(TimeoutError, InfrastructureError):  # of a worker that does not answer, or dies now
+                    async with asyncio.timeout(self._every_s):
+                        await self._ask()
             status = self.look()
             # To its end: the watch that comes next writes the same files.
             await shield_until_done(asyncio.to_thread(write_status, self._path, status))

@@ -172,7 +172,7 @@ class TrainingRun:
             self._progress.note("the model has random weights: sft.steps = 0, so it does not learn its demonstrations")
         if self._resumed is not None and Path(origin).is_relative_to(self._run.path):
             await asyncio.to_thread(check_model, origin, key="model")
-        driver = await self._serve(origin)
+        driver = self._driver = await self._serve(origin)
         async with self._devices.trainer_turn():
             await self._record_start(driver, origin)
             if self._resumed is not None:
@@ -475,7 +475,11 @@ class TrainingRun:
         def causes() -> list[str]:
             name, since_s = self._phase_now
             phase = [f"{name}: for {time.monotonic() - since_s:.0f} s"] if name != "train" else []
-            return [*phase, *self._assembly.explain(), *(driver.explain() if driver is not None else ())]
+            return [*phase, *self._assembly.explain(), *(self._driver.explain() if self._driver is not None else ())]
+
+        async def ask() -> None:
+            if self._driver is not None:  # also while it scores before the first step
+                await self._assembly.pool.ask_slow()
 
         begun = self._resumed.step if self._resumed is not None else 0
         return Watch(
@@ -488,6 +492,7 @@ class TrainingRun:
             stall_timeout_s=self._config.telemetry.stall_timeout_s,
             measured=lambda: self._measured(driver) if driver is not None else {},
             score=lambda: self._recorder.last_score,
+            ask=ask,
         )
 
     async def _save_interrupted(self, driver: Driver) -> None:

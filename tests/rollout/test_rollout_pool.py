@@ -124,7 +124,8 @@ class FakeWorker(Worker):
     async def engine_statistics(self) -> dict[str, Any]:
         if self.dead:
             raise WorkerDiedError(f"{self.name} died", group=self.name)
-        return {"delivered": {"train": self.delivered}, "in_flight": {"train": self.in_flight}}
+        where = "1 in the environment or its reward, the longest for 40 s"
+        return {"episodes": where, "delivered": {"train": self.delivered}, "in_flight": {"train": self.in_flight}}
 
 
 def group(name: str, **options: object) -> LocalWorkerGroup:
@@ -189,6 +190,20 @@ def kill(pool: RolloutPool, name: str) -> None:
     instance = replica(pool, name).instance
     assert instance is not None
     replica(pool, name).lost(instance, WorkerDiedError("killed by SIGKILL", group=name))
+
+
+async def test_a_replica_with_a_slow_group_says_where_its_rollouts_are(pair: Pair):
+    pool, groups = pair
+    slow = asyncio.ensure_future(meta_of(pool, rows(1, slow=True)))
+    await begun(pool, "a")
+    await pool.ask_slow()  # not for so long yet
+    assert "environment" not in " ".join(pool.explain())
+    await pool.ask_slow(after_s=-1.0)
+    of_a, of_b = pool.explain()
+    assert of_a.endswith("s (1 in the environment or its reward, the longest for 40 s)")
+    assert of_b.endswith("idle")
+    await groups["a"].open()
+    await slow
 
 
 async def test_work_goes_where_least_is_waiting(pair: Pair):

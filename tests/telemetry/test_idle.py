@@ -86,6 +86,8 @@ def test_replicas_come_after_the_others_in_the_order_of_their_numbers():
 
 
 def test_where_the_time_of_episodes_goes():
+    said = []
+
     async def run():
         times = EpisodeTimes()
 
@@ -96,6 +98,7 @@ def test_where_the_time_of_episodes_goes():
                     tokens.append(10)
                 with times.at("environment"):
                     await asyncio.sleep(tool_s)
+                    said.append(times.explain() if tool_s == 1 else "")
                 await asyncio.sleep(1)
 
         await asyncio.sleep(5)
@@ -116,6 +119,7 @@ def test_where_the_time_of_episodes_goes():
     assert (totals["requests"], totals["rows"]) == (2, 2)
     assert totals["rows_load"] == pytest.approx(math.log(13 / 7) + math.log(2))  # two of 0..6, one of 6..7
     assert sum_totals([totals, totals])["generate_s"] == 8
+    assert said[0] == "2 in the environment or its reward, the longest for 3 s"
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.cli.main import main
 from asyncrl.cli.output import print_failure
-from asyncrl.errors import ConfigError, DeadlineError, EnvironmentFailure
+from asyncrl.errors import ConfigError, DeadlineError, EnvironmentFailure, WorkerDiedError
 from asyncrl.simulation import run_virtually
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.trainer.report import Watch, read_status
@@ -73,6 +73,29 @@ def test_the_causes_of_a_stall_are_printed_before_the_work_under_way(
 
     print_failure(run_virtually(story()), with_traceback=False)
     assert f"  {CAUSE}\n" in capsys.readouterr().err
+
+
+def test_workers_are_asked_before_each_status_and_one_that_is_silent_or_dead_ends_nothing(tmp_path: Path):
+    path = tmp_path / "status.json"
+    causes: list[str] = []
+
+    async def ask() -> None:
+        causes.append(f"asked {len(causes) + 1} times")
+        if len(causes) == 2:
+            await asyncio.Event().wait()
+        if len(causes) == 3:
+            raise WorkerDiedError("rollout[0] died", group="rollout")
+
+    async def story() -> None:
+        timeline = Timeline(clock=asyncio.get_running_loop().time)
+        watch = Watch(
+            path, timeline=timeline, steps=1, done=lambda: 0, causes=lambda: causes[-1:], stall_timeout_s=100, ask=ask
+        )
+        async with watch.watching():
+            await asyncio.sleep(7)  # looks at 0, 4 (it waited for the silent one) and 6
+
+    run_virtually(story())
+    assert read_status(path).causes == ("asked 3 times",)
 
 
 def test_waits_that_end_in_time_are_let_be(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -1046,6 +1046,32 @@ class SleepingTrainingEngine(Protocol):
         """Continue with the same weights and moments, bit for bit. Idempotent."""
 
 
+class Snapshot(Protocol):
+    """One rank's part of what an engine saves, in host memory; for any thread, while the engine goes on."""
+
+    def write(self, folder: Path) -> Mapping[str, Mapping[str, Any]]:
+        """Write this rank's files; those of all ranks are what ``load`` reads, once the folder is sealed.
+
+        Return size and checksum of each file by name (:data:`asyncrl.io.FileEntry`).
+        """
+        ...
+
+    def export(self, saved: Path, folder: Path) -> None:
+        """Write what ``export`` would have written at that moment, from what all ranks have written to ``saved``."""
+
+
+@runtime_checkable
+class SnapshotEngine(Protocol):
+    """Optional capability of training and value engines: checkpoints are written while training goes on."""
+
+    def snapshot(self) -> Snapshot:
+        """Copy what ``save`` would write. Collective; waits while the snapshot before is being written.
+
+        A snapshot that is not being written any more may be lost with the next one.
+        """
+        ...
+
+
 class ValueEngine(Protocol):
     """Holds a model with a scalar head, and its optimizer, on every rank of a group; see :class:`TrainingEngine`.
 

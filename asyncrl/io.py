@@ -21,13 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
 from asyncrl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+
+FileEntry: TypeAlias = Mapping[str, Any]
+"""``size_bytes`` and ``xxh3_128`` of a file, as a manifest has them."""
 
 
 def _ignore(moment: str, path: Path) -> None:
@@ -44,20 +47,24 @@ class DurableFiles:
     def __init__(self, reached: Callable[[str, Path], None] = _ignore) -> None:
         self.reached = reached
 
-    def write(self, path: Path, content: bytes) -> None:
+    def write(self, path: Path, content: bytes) -> FileEntry:
         """Write a file. Its name in the folder is durable after :meth:`sync` of the folder."""
-        self.write_chunks(path, [content])
+        return self.write_chunks(path, [content])
 
-    def write_chunks(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    def write_chunks(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+        digest = xxhash.xxh3_128()
         self.reached("before write", path)
         with path.open("wb") as file:
             self.reached("opened", path)
             for chunk in chunks:
                 file.write(chunk)
+                digest.update(chunk)
             file.flush()
             self.reached("written", path)
             os.fsync(file.fileno())
+            size_bytes = file.tell()
         self.reached("synced", path)
+        return _entry(size_bytes, digest)
 
     def overwrite(self, path: Path, content: bytes, *, position: int) -> None:
         """Replace bytes inside a file that exists. Survives the death of this process, not that of the machine."""
@@ -112,9 +119,19 @@ class DurableFiles:
 
     # -------------------------------------------------------------------------------------------------- sealed folders
 
-    def seal(self, folder: Path) -> None:
-        """Bring a folder to the disk and write its manifest, the last of its files."""
-        entries = _entries(folder)
+    def seal(self, folder: Path, *, known: Mapping[str, FileEntry] | None = None) -> None:
+        """Bring a folder to the disk and write its manifest, the last of its files.
+
+        Files in ``known`` are not read again: they have been written through this class, on any machine.
+
+        Raises:
+            CheckpointError: one of them is not there.
+        """
+        entries = _entries(folder, known=known)
+        if missing := sorted((known or {}).keys() - entries.keys()):
+            raise CheckpointError(
+                f"{folder} has no {missing[0]}, which was written to it elsewhere: all ranks need one file system"
+            )
         self.sync_tree(folder)
         self.write(folder / MANIFEST, _encode(entries))
         self.sync(folder)
@@ -165,13 +182,15 @@ def is_sealed(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def verify_folder(folder: Path) -> None:
-    """Check every file of a sealed folder against its manifest; reads them all.
+def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> None:
+    """Check every file of a sealed folder against its manifest; reads them all, or one ``part`` of several.
 
     Raises:
         CheckpointError: the folder is not sealed, or a file is missing, changed, or not in the manifest.
     """
-    expected, found = _manifest(folder), _entries(folder)
+    expected = _manifest(folder)
+    others = [name for number, name in enumerate(sorted(expected)) if number % parts != part]
+    found = _entries(folder, known={name: expected[name] for name in others})
     for name in sorted({*expected, *found}):
         if name not in found:
             raise CheckpointError(f"{folder} is damaged: {name} is missing")
@@ -222,19 +241,25 @@ def _encode(entries: Mapping[str, Any]) -> bytes:
     return json.dumps({"files": entries, "xxh3_64": checksum}, sort_keys=True, indent=1).encode()
 
 
-def _entries(folder: Path) -> dict[str, Any]:
-    """Return size and checksum of every file but the manifest by its path below ``folder``, as they are now."""
-    entries = {}
+def _entries(folder: Path, *, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
+    """Return size and checksum of every file but the manifest by its path below ``folder``, as they are now.
+
+    A file whose size is the one that is ``known`` is not read.
+    """
+    entries: dict[str, FileEntry] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != MANIFEST:
+            if known and (entry := known.get(name)) and entry["size_bytes"] == path.stat().st_size:
+                entries[name] = entry
+                continue
             with path.open("rb") as file:
                 digest: Any = hashlib.file_digest(file, xxhash.xxh3_128)
                 entries[name] = _entry(file.tell(), digest)
     return entries
 
 
-def _entry(size_bytes: int, digest: xxhash.xxh3_128) -> dict[str, Any]:
+def _entry(size_bytes: int, digest: xxhash.xxh3_128) -> FileEntry:
     return {"size_bytes": size_bytes, "xxh3_128": digest.hexdigest()}
 
 

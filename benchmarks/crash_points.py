@@ -1,6 +1,7 @@
 """Crash points: a run dies at any point where something reaches the disk, is resumed, and must reach the same weights.
 
     python benchmarks/crash_points.py --points 500 [--json] [--jobs 2] [--seed 0] [--world model|run] [--only 17]
+    python benchmarks/crash_points.py --points 100 --world run --writes     # while a checkpoint is written
 
 The points are before and after each write, fsync, rename, removal, insert and commit of ledger and checkpoints: the
 file operations of the production code (asyncrl/io.py) and the ledger's connection to SQLite report them. An undisturbed
@@ -34,7 +35,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,10 @@ class Points:
         at: number of the point to die at, from 1; 0 lives on.
         dice: the machine dies too: what was not brought to the disk is torn. None leaves what the process had written.
         fsync: as of the ledger.
+        within: points count where the path has this text.
     """
+
+    within = ""
 
     def __init__(self, folder: Path, *, at: int = 0, dice: random.Random | None = None, fsync: str = "commit") -> None:
         self.count = 0
@@ -88,8 +92,9 @@ class Points:
 
     def __call__(self, moment: str, path: Path) -> None:
         with self._lock:
-            self.count += 1
-            self.kinds[moment] += 1
+            counts = self.within in str(path)
+            self.count += counts
+            self.kinds[moment] += counts
             if moment == "synced" and path.is_file():
                 self._durable[path] = path.stat().st_size
             elif moment == "committed" and self._fsync == "commit":
@@ -99,7 +104,7 @@ class Points:
                 self._renaming = path
             elif moment == "renamed":
                 self._durable = {_moved(known, self._renaming, path): size for known, size in self._durable.items()}
-            if self.count == self._at:
+            if counts and self.count == self._at:
                 if self._dice is not None:
                     self._tear(self._dice)
                 witness = {"point": self.count, "moment": moment, "path": path.name, "torn": self._dice is not None}
@@ -157,7 +162,7 @@ class Policy:
     needed_versions: frozenset[int] = frozenset()
 
     def __init__(self, weights: bytes = b"", version: int = 0) -> None:
-        self.weights = weights
+        self.weights = self._kept = weights
         self.weight_version = version
 
     async def rollout(self, prompts: DataProto, **_: Any) -> DataProtoFuture:
@@ -199,17 +204,22 @@ class Policy:
 
     async def release(self, version: int) -> None: ...
 
-    async def save(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "weights").write_bytes(self.weights)
+    async def snapshot(self, folder: Path, model: Path | None = None) -> None:
+        self._kept = self.weights
 
-    async def export(self, folder: Path) -> None:
+    async def write_snapshot(self, folder: Path) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        (folder / "weights").write_bytes(self._kept)
+        return [{}]
+
+    async def export_snapshot(self, saved: Path, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
 
 class Silent:
     def stepped(self, record: Any) -> None: ...
+    def unsaved(self, step: int, reason: str) -> None: ...
     def evaluated(self, result: Any, *, step: int) -> None: ...
     def sampled(self, trajectory: Any, *, step: int, group_id: int) -> None: ...
 
@@ -255,11 +265,11 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
         generated=(resumed.trained if resumed is not None else 0) + recorded,
     )
 
-    async def save(driver: Driver, step: int) -> None:
+    async def save(driver: Driver, step: int) -> Callable[[], Awaitable[object]]:
         position = await ledger.durable()
         balance = driver.balance(generated=0, in_flight=0)
         state = driver_state(driver, balance, step=step, history={}, position=position)
-        await checkpoints.save(policy, state, step=step)
+        return await checkpoints.take(policy, state, step=step)
 
     driver = Driver(
         plan=TrainingPlan(steps=STEPS, groups_per_step=GROUPS, group_size=ROWS, checkpoint_every=CHECKPOINT_EVERY),
@@ -288,7 +298,7 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
         save_checkpoint=save,
     )
     if resumed is None:
-        await save(driver, 0)
+        await (await save(driver, 0))()
     await driver.run()
     counts = ledger.statistics()
     if (counts.unaccounted, counts.consumed, counts.live) != (0, STEPS * GROUPS, 0):
@@ -442,8 +452,11 @@ def main() -> None:
     arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     arguments.add_argument("--world", choices=["model", "run"], default="model")
     arguments.add_argument("--only", type=int, default=0, help="this point alone")
+    arguments.add_argument("--writes", action="store_true", help="points inside the writes of checkpoints alone")
     arguments.add_argument("--json", action="store_true", help="print one JSON object")
     options = arguments.parse_args()
+    if options.writes:
+        Points.within = ".step-"
     memory = Path("/dev/shm")  # no disk is needed, and none is waited for: what dies are processes
     root = Path(tempfile.mkdtemp(prefix="crash-points-", dir=memory if memory.is_dir() else None))
     torch.set_num_threads(1)

@@ -113,12 +113,14 @@ def make_ledger(folder: Path) -> dict[str, bytes]:
 class SmallTrainer:
     """Writes what a trainer writes: weights, optimizer, a model folder."""
 
-    async def save(self, folder: Path) -> None:
-        folder.mkdir()
+    async def snapshot(self, folder: Path, model: Path | None = None) -> None: ...
+
+    async def write_snapshot(self, folder: Path) -> list[dict[str, Any]]:
         save_file({"moments": torch.arange(500.0)}, folder / "optimizer.safetensors")
         (folder / "trainer.json").write_text(json.dumps({"updates": 3, "seed": 0}))
+        return [{}]
 
-    async def export(self, folder: Path) -> None:
+    async def export_snapshot(self, saved: Path, folder: Path) -> None:
         folder.mkdir()
         save_file({"weights": torch.arange(500.0)}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps({"hidden_size": 8}))

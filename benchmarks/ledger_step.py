@@ -104,11 +104,12 @@ def run(arm: str, folder: Path, model: str, steps: int) -> Spent:
     saves: list[float] = []
     save = training_run.TrainingRun._save
 
-    async def saved(self: Any, driver: Any, step: int) -> None:
+    async def saved(self: Any, driver: Any, step: int) -> Any:
         begun = time.perf_counter()
-        await save(self, driver, step)
+        write = await save(self, driver, step)
         if 0 < step < steps:
             saves.append(time.perf_counter() - begun)
+        return write
 
     training_run.TrainingRun._save = saved  # type: ignore[method-assign]
     marks: list[tuple[float, float, float]] = []

@@ -27,6 +27,11 @@ vocabulary of 151,936, in processes of their own: the highest resident size minu
 ``offload_equal`` is the share of weights that are bitwise the same after three updates with moments and weights on the
 host between them, and without.
 
+``checkpoint_pause_share`` is what a checkpoint costs the training thread, over a step without one: the longest
+snapshot, and by how much the slowest step beside the write of shards, model and seal takes longer than the median step,
+both in the thread's own CPU time. ``checkpoint_step`` is the same in wall time, with medians instead of the slowest: it
+needs two cores that nothing else uses. ``checkpoint_snapshot`` is the snapshot alone, beside a copy of as many bytes.
+
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
 
@@ -45,11 +50,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -63,6 +69,8 @@ from transformers.utils import logging
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import rows_of
+from asyncrl.io import DurableFiles
+from engines.training.checkpoint import Snapshot
 from engines.training.fsdp_engine import FSDPEngine
 
 PROMPT = 16
@@ -514,6 +522,76 @@ def measure_held(arguments: argparse.Namespace) -> list[Figure]:
     ]
 
 
+# ------------------------------------------------------------------------------------------------------------- saving
+
+
+def measure_saving(arguments: argparse.Namespace, notes: dict[str, object]) -> list[Figure]:
+    """Steps beside the write of a checkpoint and without, in turns."""
+    config, files = MODELS[arguments.model], DurableFiles()
+    batch = group_of_rows(config.vocab_size)
+    steps: list[Spent] = []
+    beside: list[Spent] = []
+    snapshots: list[Spent] = []
+    writes_s: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model, saved = Path(folder, "model"), Path(folder, "saved")
+        AutoModelForCausalLM.from_config(config).save_pretrained(model)
+        engine = FSDPEngine(str(model), objective=PolicyObjective(), lr=LR, device="cpu", threads=arguments.threads)
+
+        def write(snapshot: Snapshot) -> None:
+            begun = time.perf_counter()
+            files.make_folder(saved / "trainer")
+            written = snapshot.write(saved / "trainer")
+            snapshot.export(saved / "trainer", saved / "model")
+            files.seal(saved, known={f"trainer/{name}": entry for name, entry in written.items()})
+            writes_s.append(time.perf_counter() - begun)
+
+        engine.update(batch)
+        for _ in range(max(arguments.rounds, 3)):
+            steps.append(Spent.by(lambda: engine.update(batch)))
+            held: list[Snapshot] = []
+            snapshots.append(Spent.by(lambda held=held: held.append(engine.snapshot())))
+            writing = threading.Thread(target=write, args=held)
+            writing.start()
+            beside.append(Spent.by(lambda: engine.update(batch)))
+            writing.join()
+        shards = list(engine.snapshot().shards.values())
+        copies_s: list[float] = []
+        into = [torch.empty_like(each) for each in shards]
+        for _ in range(5):
+            begun = time.perf_counter()
+            for mine, shard in zip(into, shards, strict=True):
+                mine.copy_(shard)
+            copies_s.append(time.perf_counter() - begun)
+        engine.close()
+    step_s, wall_s = (statistics.median(each) for each in zip(*steps, strict=True))
+    beside_s, beside_wall_s = (list(each) for each in zip(*beside, strict=True))
+    snapshot_s = [each.wall_s for each in snapshots]
+    notes["checkpoint"] = f"{sum(each.nbytes for each in shards) / 2**20:.0f} MiB, written in {max(writes_s):.2f} s"
+    pause_s = max(snapshot_s) + max(0.0, max(beside_s) - step_s)
+    wall_pause_s = statistics.median(snapshot_s) + statistics.median(beside_wall_s) - wall_s
+    return [
+        _at_most("checkpoint_pause_share", pause_s * 1e3, "ms", step_s * 1e3, 0.05),
+        _at_most("checkpoint_step", wall_pause_s * 1e3, "ms", wall_s * 1e3, 0.05),
+        _at_most(
+            "checkpoint_snapshot", statistics.median(snapshot_s) * 1e3, "ms", statistics.median(copies_s) * 1e3, 1.5
+        ),
+    ]
+
+
+class Spent(NamedTuple):
+    """Time that a call took: the thread's own on a CPU, and that of the clock."""
+
+    cpu_s: float
+    wall_s: float
+
+    @staticmethod
+    def by(call: Callable[[], object]) -> Spent:
+        cpu, wall = time.thread_time(), time.perf_counter()
+        call()
+        return Spent(time.thread_time() - cpu, time.perf_counter() - wall)
+
+
 # ------------------------------------------------------------------------------------------------------------- meshes
 
 MESHES: dict[int, list[dict[str, int]]] = {
@@ -657,6 +735,7 @@ def main() -> None:
     parser.add_argument("--shared", action="store_true", help="rows that begin with the same prompt, and nothing else")
     parser.add_argument("--loading", action="store_true", help="memory of ranks that load a model, and nothing else")
     parser.add_argument("--held", action="store_true", help="memory of weights, and nothing else")
+    parser.add_argument("--saving", action="store_true", help="steps beside a checkpoint's write, and nothing else")
     parser.add_argument("--mesh", action="store_true", help="what meshes compute, and nothing else")
     parser.add_argument("--train", nargs=4, metavar=("FOLDER", "RANKS", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--load", nargs=3, metavar=("FOLDER", "RANK", "PORT"), help=argparse.SUPPRESS)
@@ -687,11 +766,13 @@ def main() -> None:
         figures = [measure_loading()]
     elif arguments.held:
         figures = measure_held(arguments)
+    elif arguments.saving:
+        figures = measure_saving(arguments, notes)
     elif arguments.mesh:
         figures = measure_meshes()
     else:
         figures = [*measure(arguments, notes), measure_memory(), *measure_shared(arguments), measure_loading()]
-        figures += [*measure_held(arguments), *measure_meshes()]
+        figures += [*measure_held(arguments), *measure_saving(arguments, notes), *measure_meshes()]
     machine = {
         "cpus": os.cpu_count(),
         "threads": arguments.threads,

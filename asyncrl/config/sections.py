@@ -507,8 +507,8 @@ class CheckpointConfig(Section):
     """Checkpoints from which a run resumes."""
 
     every: Count | None = None
-    """Training steps between checkpoints; none: so often that saving takes 2 % of the time, at most one a minute; 0:
-    only at the end. The ledger covers the time between two checkpoints."""
+    """Training steps between checkpoints, which are written while training goes on, one at a time; none: so often that
+    steps wait for 2 % of the time, at most one a minute; 0: only at the end. The ledger covers the time in between."""
     keep_last: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Number of newest checkpoints that are kept."""
 

@@ -171,7 +171,7 @@ class Scenario:
         publish_s: time until new weights can be fetched.
         prepare_s: time in which a replica fetches them.
         checkpoint_every: steps between checkpoints; 0 for none.
-        checkpoint_s: time of a checkpoint.
+        checkpoint_s: time for which a checkpoint stops training; ``checkpoint_write_s`` until it is written then.
         ledger: keep a ledger on the disk and continue from it after a fault; without one, rollouts after the checkpoint
             are sampled again.
         buffer: options of the replay buffer; they replace those of the scenario.
@@ -203,6 +203,7 @@ class Scenario:
     prepare_s: float = 0.0
     checkpoint_every: int = 0
     checkpoint_s: float = 0.0
+    checkpoint_write_s: float = 0.0
     ledger: bool = False
     eval_every: int = 0
     eval_tasks: int = 1

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +65,7 @@ class Simulation:
         injected: faults that happened.
         dropped: reasons of dropped group_ids.
         scores: oldest and newest version of the tokens of an evaluation, by step; ``unscored`` why a step has none.
+        unsaved: why the checkpoint of a step was not written.
         waits_s: seconds of waiting by stage and reason; of the last driver process, as are the next four.
         busy_s: seconds of work by stage.
         idle, episodes, work_s, tokens: as in :class:`asyncrl.trainer.report.RunSummary`, the tokens of all processes.
@@ -80,6 +81,7 @@ class Simulation:
     dropped: dict[int, str] = field(default_factory=dict)
     scores: dict[int, tuple[int, int]] = field(default_factory=dict)
     unscored: dict[int, str] = field(default_factory=dict)
+    unsaved: dict[int, str] = field(default_factory=dict)
     waits_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     busy_s: Mapping[str, float] = field(default_factory=dict)
     idle: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -163,10 +165,10 @@ class _SimulatedRun:
                 return self._faults.pop(index)
         return None
 
-    def checkpoint(self, state: DriverState) -> None:
-        """Store the state that the next driver process resumes."""
+    def checkpoint(self, state: DriverState, *, dropped: dict[int, str]) -> None:
+        """Store the state that the next driver process resumes, and what had been ``dropped`` then."""
         self._state = state
-        self._dropped_at_checkpoint = dict(self.result.dropped)
+        self._dropped_at_checkpoint = dropped
 
     def _record_failure(self, failure: BaseExceptionGroup[AsyncRLError | OSError]) -> None:
         first = first_cause(failure)
@@ -452,24 +454,32 @@ class _DriverProcess:
     def unscored(self, step: int, reason: str) -> None:
         self._run.result.unscored[step] = reason
 
+    def unsaved(self, step: int, reason: str) -> None:
+        self._run.result.unsaved[step] = reason
+
     def sampled(self, trajectory: dict[str, Any], *, step: int, group_id: int) -> None:
         """Do nothing: no scenario logs trajectories."""
 
     def _dropped(self, group: DroppedGroup) -> None:
         self._run.result.dropped[group.group_id] = group.reason
 
-    async def _save(self, driver: Driver, step: int) -> None:
+    async def _save(self, driver: Driver, step: int) -> Callable[[], Awaitable[None]]:
         async with driver.devices.trainer_turn():
-            await self._save_now(driver, step)
+            if self._scenario.checkpoint_s:
+                await asyncio.sleep(self._scenario.checkpoint_s)
+            position = await self._ledger.durable() if self._ledger is not None else None
+            balance = await self._balance()
+            state = driver_state(driver, balance, step=step, history={}, position=position)
+            dropped = dict(self._run.result.dropped)
 
-    async def _save_now(self, driver: Driver, step: int) -> None:
-        if self._run.take_fault(step, "storage"):
-            raise OSError(f"no space left for the checkpoint of step {step}")
-        if self._scenario.checkpoint_s:
-            await asyncio.sleep(self._scenario.checkpoint_s)
-        position = await self._ledger.durable() if self._ledger is not None else None
-        balance = await self._balance()
-        self._run.checkpoint(driver_state(driver, balance, step=step, history={}, position=position))
+        async def write() -> None:
+            if self._scenario.checkpoint_write_s:
+                await asyncio.sleep(self._scenario.checkpoint_write_s)
+            if self._run.take_fault(step, "storage"):
+                raise OSError(f"no space left for the checkpoint of step {step}")
+            self._run.checkpoint(state, dropped=dropped)
+
+        return write
 
     async def _balance(self) -> TokenBalance:
         counts = await self._pool.token_counts()

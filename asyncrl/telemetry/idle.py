@@ -31,6 +31,7 @@ _TRAINER: dict[Activity, str] = {
     ("publish", "trainer"): "publication",
     "train": "update",
     "checkpoint": "checkpoint",
+    ("train", "checkpoint"): "checkpoint",
     ("train", "hand-over"): "hand-over",
     ("train", "pause"): "pause",
     ("train", "evaluation"): "evaluation",
@@ -53,7 +54,11 @@ _ISSUE: dict[Activity, str] = {
     ("issue", "end of the run"): "end of the run",
     "prompts": "prompts",
 }
-_VERSION: dict[Activity, str] = {"publish": "publication", "checkpoint": "checkpoint"}
+_VERSION: dict[Activity, str] = {
+    "publish": "publication",
+    "checkpoint": "checkpoint",
+    ("train", "checkpoint"): "checkpoint",
+}
 _STAGES = {"reward": "reward", "reference": "reference", "critic": "values", "driver": "prompts"}
 BUSY = "busy"
 

@@ -8,21 +8,27 @@
         manifest.json  size and checksum of each file above; written last
 
 A checkpoint is a sealed folder (:mod:`asyncrl.io`): one that has its final name is complete. Where a checksum shows
-that the disk has changed it since, the checkpoint before it is used. The next complete checkpoint removes what
-interrupted ones left.
+that the disk has changed it since, the checkpoint before it is used. The next checkpoint removes what interrupted ones
+left.
+
+It is taken between two steps, where every rank copies its shards into its host's memory, and written while training
+goes on: every rank writes its shards, rank 0 makes the model of them, the folder is sealed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.errors import CheckpointError
-from asyncrl.io import DurableFiles, is_sealed, partial_name, read_sealed, verify_folder
+from asyncrl.errors import CheckpointError, RankErrors, WorkerError
+from asyncrl.io import DurableFiles, FileEntry, is_sealed, partial_name, read_sealed, verify_folder
 from asyncrl.ledger import LedgerPosition
 from asyncrl.trainer.workers import EngineGroup
 
@@ -31,6 +37,9 @@ MAX_SHARE = 0.02
 
 MIN_INTERVAL_S = 60.0
 """Shortest time between two of them then: what is trained on in between can be trained again from the ledger."""
+
+NOT_WRITTEN = (OSError, CheckpointError, WorkerError, RankErrors)
+"""Errors of a write that training survives; the checkpoint before stays."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class CheckpointPace:
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        self._due_s = 0.0
+        self._due_s = math.inf
 
     def begin(self, *, now_s: float) -> None:
         self._due_s = now_s + MIN_INTERVAL_S
@@ -53,8 +62,12 @@ class CheckpointPace:
             return now_s >= self._due_s
         return self._every > 0 and step % self._every == 0
 
+    def taken(self) -> None:
+        """Record that a checkpoint is being written; the next is due some time after :meth:`written`."""
+        self._due_s = math.inf
+
     def written(self, *, now_s: float, took_s: float) -> None:
-        """Record that a checkpoint was written, for which training stood still for ``took_s``."""
+        """Record that a checkpoint was written or failed, for which training stood still for ``took_s``."""
         self._due_s = now_s + max(MIN_INTERVAL_S, took_s / MAX_SHARE)
 
 
@@ -107,19 +120,46 @@ class Checkpoints:
         critic: EngineGroup | None = None,
     ) -> Path:
         """Write a checkpoint of ``step``; no update may begin before this returns."""
+        return await (await self.take(trainer, state, step=step, critic=critic))()
+
+    async def take(
+        self, trainer: EngineGroup, state: DriverState, *, step: int, critic: EngineGroup | None = None
+    ) -> Callable[[], Awaitable[Path]]:
+        """Copy what a checkpoint of ``step`` consists of; return what writes it, while training goes on.
+
+        No update may begin before this returns, and no other checkpoint may be taken before that one is written.
+        """
         final = self._folder / f"step-{step:06d}"
-        partial = partial_name(final)
-        await asyncio.to_thread(self._files.make_folder, partial)
-        await trainer.save(partial / "trainer")
-        await trainer.export(partial / "model")
-        if critic is not None:
-            await critic.save(partial / "critic")
-        await asyncio.to_thread(self._finish, partial, final, msgspec.json.encode(state))
+        groups = {"trainer": trainer, **({"critic": critic} if critic is not None else {})}
+        partial = await asyncio.to_thread(self._begin, final, list(groups))
+        for name, group in groups.items():
+            await group.snapshot(partial / name, partial / "model" if name == "trainer" else None)
+        return functools.partial(self._write, groups, partial, final, msgspec.json.encode(state))
+
+    async def _write(self, groups: Mapping[str, EngineGroup], partial: Path, final: Path, state: bytes) -> Path:
+        written: dict[str, dict[str, FileEntry]] = {}
+        for name, group in groups.items():
+            parts = await group.write_snapshot(partial / name)
+            written[name] = {file: entry for part in parts for file, entry in part.items()}
+        await groups["trainer"].export_snapshot(partial / "trainer", partial / "model")
+        await asyncio.to_thread(self._finish, partial, final, state, written)
         return final
 
-    def _finish(self, partial: Path, final: Path, state: bytes) -> None:
+    def _begin(self, final: Path, parts: Sequence[str]) -> Path:
+        partial = partial_name(final)
+        for leftover in (*self._folder.glob(".step-*.partial"),):
+            self._files.remove(leftover)
+        for part in parts:
+            self._files.make_folder(partial / part)
+        return partial
+
+    def _finish(self, partial: Path, final: Path, state: bytes, written: Mapping[str, Mapping[str, FileEntry]]) -> None:
+        for part, entries in written.items():
+            if entries:
+                self._files.seal(partial / part, known=entries)
         self._files.write(partial / "driver.json", state)
-        self._files.seal(partial)
+        known = {f"{part}/{file}": entry for part, entries in written.items() for file, entry in entries.items()}
+        self._files.seal(partial, known=known)
         self._files.replace(partial, final)
         for leftover in (*self.all()[: -self._keep], *sorted(self._folder.glob(".step-*"))):
             if leftover != self._in_use:

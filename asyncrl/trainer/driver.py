@@ -27,7 +27,7 @@ from asyncrl.ledger import Committed, Published
 from asyncrl.runtime import shield_until_done
 from asyncrl.staleness import AdmissionLaw
 from asyncrl.telemetry.timeline import PAUSED, Timeline
-from asyncrl.trainer.checkpoint import CheckpointPace
+from asyncrl.trainer.checkpoint import NOT_WRITTEN, CheckpointPace
 from asyncrl.trainer.colocation import Devices, SeparateDevices
 from asyncrl.trainer.evaluation import EvaluationPlan, EvaluationResult, evaluate, part_means
 from asyncrl.trainer.group import Failure, Group, GroupStages, TaskChoice
@@ -76,6 +76,8 @@ class Observer(Protocol):
 
     def unscored(self, step: int, reason: str) -> None: ...
 
+    def unsaved(self, step: int, reason: str) -> None: ...
+
     def sampled(self, trajectory: dict[str, Any], *, step: int, group_id: int) -> None: ...
 
 
@@ -87,7 +89,8 @@ class Driver:
         stages: samples groups and completes them; it has the buffer, the pool and the journal.
         groups: issued and neither trained on nor dropped, by id; a resumed run starts with those of the runs before.
         reused: of a resumed run, groups that recorded batches train on once more.
-        save_checkpoint: awaited between two steps, with this driver and the number of the step that is done.
+        save_checkpoint: awaited between two steps, with this driver and the number of the step that is done; returns
+            what writes the checkpoint, while training goes on.
         before_step: called before each step, with its number; returns what has to be awaited, if anything, once the
             last version is published.
         tasks: chooses the tasks of groups; None: each group gets the task of its number.
@@ -105,7 +108,7 @@ class Driver:
     observer: Observer
     groups: dict[int, Group] = field(default_factory=dict)
     reused: dict[int, Group] = field(default_factory=dict)
-    save_checkpoint: Callable[[Driver, int], Awaitable[None]] | None = None
+    save_checkpoint: Callable[[Driver, int], Awaitable[Callable[[], Awaitable[object]]]] | None = None
     before_step: Callable[[Driver, int], Awaitable[None] | None] | None = None
     evaluate_first: bool = False
     tasks: TaskChoice | None = None
@@ -118,6 +121,7 @@ class Driver:
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _failures_in_a_row: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
+    _writing: asyncio.Task[None] | None = None
     _rebase: bool = False
     _book: GroupBook = field(init=False)
 
@@ -236,12 +240,13 @@ class Driver:
                 if self.devices.shared:
                     await manifest
             publication = tasks.create_task(self._publish(step, manifest), name=f"publish {step}")
-            await self._checkpoint(step, pace, after=publication)
+            await self._checkpoint(tasks, step, pace, after=publication)
             evaluation = self.plan.evaluation
             if evaluation.tasks and evaluation.every and step % evaluation.every == 0 and step < self.plan.steps:
                 self._evaluate_beside(tasks, step, after=publication)
         if publication is not None:
             await self._published_by(publication)
+        await self.checkpoint_written()
 
     async def _published_by(self, publication: asyncio.Task[None]) -> None:
         with self.timeline.wait("train", "publication"):
@@ -368,19 +373,61 @@ class Driver:
 
     # ------------------------------------------------------------------------------------ checkpoints and evaluation
 
-    async def _checkpoint(self, step: int, pace: CheckpointPace, *, after: asyncio.Task[None]) -> None:
-        """Save a checkpoint if one is due, once the weights of ``step`` serve."""
+    async def _checkpoint(
+        self, tasks: asyncio.TaskGroup, step: int, pace: CheckpointPace, *, after: asyncio.Task[None]
+    ) -> None:
+        """Take a checkpoint if one is due, and write it beside the steps that follow, one at a time."""
         clock = asyncio.get_running_loop().time
-        begun_s = clock()
-        if self.save_checkpoint is None or not pace.due(step, now_s=begun_s):
+        if self.save_checkpoint is None or not pace.due(step, now_s=clock()):
             return
-        await self._published_by(after)
+        if self.devices.shared:
+            await self._published_by(after)  # an engine that sleeps serves no version
         if not self.plan.evaluation.replicas:
             await self._evaluated()  # their scores belong into it, and their weights are gone afterwards
-        with self.timeline.span("checkpoint", f"step {step}"):
-            await self.save_checkpoint(self, step)
+        begun_s = clock()
+        await self.checkpoint_written()
+        pace.taken()
+        try:
+            with self.timeline.span("checkpoint", f"step {step}"):
+                write = await self.save_checkpoint(self, step)
+        except NOT_WRITTEN as error:
+            self._unsaved(step, error)
+            pace.written(now_s=clock(), took_s=clock() - begun_s)
+            return
+        took_s = clock() - begun_s
+
+        async def written() -> None:
+            await asyncio.wait([after])
+            if after.cancelled() or after.exception() is not None:
+                return  # weights that no engine serves are in no checkpoint
+            await self._finish_write(step, write)
+            pace.written(now_s=clock(), took_s=took_s)
+
+        self._writing = tasks.create_task(written(), name=f"checkpoint {step}")
+
+    async def _finish_write(self, step: int, write: Callable[[], Awaitable[object]]) -> None:
+        """Write a checkpoint, which counts once it is sealed; an interrupted run waits a while for that."""
+        loop = asyncio.get_running_loop()
+
+        async def sealed() -> None:
+            await write()
             self.journal.record(Committed(step))
-        pace.written(now_s=clock(), took_s=clock() - begun_s)
+
+        running = asyncio.ensure_future(sealed())
+        try:
+            with self.timeline.span("checkpoint write", f"step {step}"):
+                await shield_until_done(running, on_cancel=lambda: loop.call_later(MOST_PATIENCE_S, running.cancel))
+        except NOT_WRITTEN as error:
+            self._unsaved(step, error)
+
+    def _unsaved(self, step: int, error: Exception) -> None:
+        self.observer.unsaved(step, f"{type(error).__name__}: {error}")
+
+    async def checkpoint_written(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self._writing is not None and not self._writing.done():
+            with self.timeline.wait("train", "checkpoint"):
+                await asyncio.wait([self._writing])
 
     async def _evaluated(self) -> None:
         """Wait for the evaluations beside training."""

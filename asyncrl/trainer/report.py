@@ -54,6 +54,7 @@ class RunSummary:
         scores: of each evaluation, its ``step``, the ``version`` and ``newest_version`` of its tokens, ``success`` and
             ``reward``.
         unscored: why steps that were to be evaluated have no score, by step.
+        unsaved: why checkpoints that were due were not written, by step.
         success_before: held-out success before the first step (None if it was not evaluated); ``success_after`` the
             last.
         reward_first: mean reward of the first step (None without one); ``reward_last`` of the last.
@@ -96,6 +97,7 @@ class RunSummary:
     advice: Mapping[str, Any] | None = None
     scores: Sequence[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
     unscored: Mapping[str, str] = field(default_factory=dict)
+    unsaved: Mapping[str, str] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -157,6 +159,12 @@ class Recorder:
         self.history.setdefault("unscored", []).append((step, reason))
         _log.warning("step %d has no score: %s", step, reason)
         self._progress.note(f"step {step} has no score: {reason}")
+
+    def unsaved(self, step: int, reason: str) -> None:
+        """Record that the checkpoint of a step was not written."""
+        self.history.setdefault("unsaved", []).append((step, reason))
+        _log.warning("the checkpoint of step %d was not written, the one before stays: %s", step, reason)
+        self._progress.note(f"the checkpoint of step {step} was not written: {reason}")
 
     @property
     def last_score(self) -> Mapping[str, Any] | None:

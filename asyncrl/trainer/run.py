@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -142,7 +142,7 @@ class TrainingRun:
                     raise
             async with self._watch(driver).watching():
                 with self._phase("save"):
-                    await self._save(driver, config.steps)
+                    await (await self._save(driver, config.steps))()
                     driver.journal.record(Committed(config.steps))
                 if config.eval.tasks and config.steps not in self._evaluated:  # a resumed run may have done it
                     with self._phase("score after"):
@@ -178,7 +178,7 @@ class TrainingRun:
             if self._resumed is not None:
                 self._accept_changes(self._resumed.step)
             if config.steps and config.checkpoint.every != 0 and self._resumed is None:
-                await self._save(driver, 0)  # a run that is killed from here on can be resumed
+                await (await self._save(driver, 0))()  # a run that is killed from here on can be resumed
         if config.eval.tasks and config.eval.on_start and driver.law.version == 0 and 0 not in self._evaluated:
             with self._phase("score before"):
                 self._recorder.evaluated(await driver.evaluate(), step=0)
@@ -437,7 +437,8 @@ class TrainingRun:
         wanted = self._config = self._wanted
         self._wanted = None
         async with self._devices.trainer_turn():
-            await self._save(driver, step)
+            await driver.checkpoint_written()
+            await (await self._save(driver, step))()
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
             await self._assembly.trainer.load(self._checkpoints.latest() / "trainer")
             driver.learner = self._learner(make_advantages(wanted, kl_coef=driver.learner.advantages.kl_coef))
@@ -504,19 +505,25 @@ class TrainingRun:
             self._progress.note(f"interrupted: saving step {step}")
             try:
                 async with asyncio.timeout(2 * MOST_PATIENCE_S):
-                    await self._save(driver, step)
+                    await (await self._save(driver, step))()
                     driver.journal.record(Committed(step))
             except Exception as error:  # noqa: BLE001  what interrupted the run may have ended its workers as well
                 _log.warning("step %d could not be saved: %s: %s", step, type(error).__name__, error)
 
-    async def _save(self, driver: Driver, step: int) -> None:
+    async def _save(self, driver: Driver, step: int) -> Callable[[], Awaitable[None]]:
+        """Take a checkpoint of ``step``, which is done; return what writes it."""
         begun_s = time.monotonic()
         balance = await self._balance(driver)
         position = await self._ledger.durable() if self._ledger is not None else None
         state = driver_state(driver, balance, step=step, history=self._recorder.history, position=position)
         async with self._devices.trainer_turn():
-            await self._checkpoints.save(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
-        self._save_s = time.monotonic() - begun_s
+            write = await self._checkpoints.take(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
+
+        async def written() -> None:
+            await write()
+            self._save_s = time.monotonic() - begun_s
+
+        return written
 
     async def _balance(self, driver: Driver) -> TokenBalance:
         """Return the token equation now; it is exact when nothing is being generated, as at the end of a run."""
@@ -539,6 +546,7 @@ class TrainingRun:
             seed=config.seed,
             scores=list(history["evaluations"]),
             unscored={str(step): reason for step, reason in history.get("unscored", ())},
+            unsaved={str(step): reason for step, reason in history.get("unsaved", ())},
             success_before=scores.get(0),
             success_after=scores.get(config.steps),
             reward_first=history["rewards"][0] if history["rewards"] else None,

@@ -17,7 +17,16 @@ import msgspec
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EngineError, SchemaError, WeightVersionError
-from asyncrl.interfaces import AdapterTrainingEngine, RewardModel, SleepingTrainingEngine, TrainingEngine, ValueEngine
+from asyncrl.interfaces import (
+    AdapterTrainingEngine,
+    RewardModel,
+    SleepingTrainingEngine,
+    Snapshot,
+    SnapshotEngine,
+    TrainingEngine,
+    ValueEngine,
+)
+from asyncrl.io import FileEntry
 from asyncrl.mesh import MeshShape
 from asyncrl.plugins import Part, make_part, offered_options
 from asyncrl.rollout.branches import unfold
@@ -48,6 +57,12 @@ if TYPE_CHECKING:
 
 class EngineGroup(Protocol):
     """What the groups of trainer and critic share. Folders are written and read by all ranks together."""
+
+    def snapshot(self, folder: Path, model: Path | None = None) -> Awaitable[Any]: ...
+
+    def write_snapshot(self, folder: Path) -> Awaitable[Sequence[Mapping[str, FileEntry]]]: ...
+
+    def export_snapshot(self, saved: Path, folder: Path) -> Awaitable[Any]: ...
 
     def save(self, folder: Path) -> Awaitable[Any]: ...
 
@@ -329,6 +344,32 @@ class EngineRank(Worker, Generic[EngineT]):
             _ROWS, dp_rank=shape.data_rank(self.rank), is_collect=self.rank % shape.copies == 0
         )
         self._engine: EngineT | None = None
+        self._snapshot: Snapshot | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot(self, folder: Path, model: Path | None = None) -> None:
+        """Copy what training continues from, for :meth:`write_snapshot` and :meth:`export_snapshot`.
+
+        An engine that cannot do that writes ``folder``, and the model into ``model``, before this returns.
+        """
+        engine = self._held()
+        if isinstance(engine, SnapshotEngine):
+            self._snapshot = engine.snapshot()
+            return
+        engine.save(folder)
+        if model is not None:
+            engine.export(model)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def write_snapshot(self, folder: Path) -> Mapping[str, FileEntry]:
+        """Write this rank's files of the last snapshot, beside other calls; return size and checksum of each."""
+        return {} if self._snapshot is None else await in_thread(self._snapshot.write, folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def export_snapshot(self, saved: Path, folder: Path) -> None:
+        """Write a Hugging Face model folder from what all ranks have written to ``saved``, beside other calls."""
+        if self._snapshot is not None and self.rank == 0:
+            await in_thread(self._snapshot.export, saved, folder)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: Path) -> None:
@@ -387,7 +428,7 @@ class EngineRank(Worker, Generic[EngineT]):
         )
 
     def _close_engine(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._snapshot = self._engine, None, None
         if engine is not None:
             engine.close()
 

@@ -1,23 +1,26 @@
-"""A trainer's state in a sealed folder, and its model in a Hugging Face folder, whatever the number of ranks.
+"""A trainer's state in a sealed folder that any mesh can read, and its model in a Hugging Face folder.
 
     folder/
-      manifest.json           size and checksum of every other file (asyncrl.io)
-      trainer.json            counters
-      model.safetensors       full float32 weights by checkpoint name
-      optimizer.safetensors   full moments: exp_avg.NAME, exp_avg_sq.NAME
+      manifest.json            size and checksum of every other file (asyncrl.io)
+      trainer.json             counters
+      rank-00000.safetensors   shards that rank 0 holds, of weights (NAME) and moments (exp_avg.NAME, exp_avg_sq.NAME);
+      rank-00001.safetensors   the header says where in the whole tensor each one lies
 
-Tensors are gathered and written one after another, so no rank ever holds more than one full tensor beside its shards.
-Any number of ranks can read them.
+Each rank writes its shards and reads those parts of all files that lie in its shards, so no rank ever holds more than
+one full tensor beside its own. Ranks that hold the same shard take turns. A :class:`Snapshot` is written by another
+thread while training goes on: nothing in it needs the other ranks.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,16 +28,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import CheckpointError
-from asyncrl.io import DurableFiles, verify_folder
-from engines.training.loading import model_file, place_of_shard
+from asyncrl.io import DurableFiles, FileEntry, partial_name, verify_folder
+from engines.training.loading import Target, model_file, place_of_shard, read_parts
 from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
 from engines.training.optimizer import MOMENTS, ShardedAdamW
 from engines.training.rank_group import RankGroup
 
 _MODEL = "model.safetensors"
-_OPTIMIZER = "optimizer.safetensors"
 _STATE = "trainer.json"
+_PLACES = "places"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -56,6 +59,7 @@ _SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
 class TensorSpec(NamedTuple):
@@ -75,46 +79,163 @@ def _spec(name: str, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Ten
 # ------------------------------------------------------------------------------------------------- save, load, export
 
 
-def save_trainer(
-    folder: Path,
+_Place: TypeAlias = Mapping[str, Sequence[int]]
+"""``start`` of a shard in the whole tensor, and the ``shape`` of that."""
+
+
+@dataclass(kw_only=True)
+class HostMemory:
+    """What snapshots are copied into, one after the other: new memory, pinned or not, takes longer than the copy."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    in_use: threading.Lock = field(default_factory=threading.Lock)  # by the thread that writes
+    owner: Snapshot | None = None  # the last to copy
+    divided: tuple[list[str], dict[str, _Place]] = field(default=([], {}))  # of these tensors this rank writes those
+
+    def copy(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name, shard in shards.items():
+            held = self.tensors.get(name)
+            if held is None or held.shape != shard.shape or held.dtype != shard.dtype:
+                held = self.tensors[name] = torch.empty(
+                    shard.shape, dtype=shard.dtype, device="cpu", pin_memory=shard.is_cuda
+                )
+            held.copy_(shard, non_blocking=True)
+        if any(shard.is_cuda for shard in shards.values()):
+            torch.cuda.synchronize()
+        return {name: self.tensors[name] for name in shards}
+
+
+@dataclass(kw_only=True, eq=False)
+class Snapshot:
+    """This rank's part of a trainer's state (:class:`~asyncrl.interfaces.Snapshot`).
+
+    Attributes:
+        shards: those that this rank writes, by name; ``places`` are where they begin, and the whole tensor's shape.
+        weights: of the whole model, in order.
+    """
+
+    state: Mapping[str, Any]
+    shards: Mapping[str, Tensor]
+    places: Mapping[str, _Place]
+    weights: Sequence[TensorSpec]
+    model: PolicyModel
+    rank: int
+    publish_dtype: torch.dtype
+    model_path: str
+    files: DurableFiles
+    memory: HostMemory | None  # None: the shards are the engine's own
+
+    def write(self, folder: Path) -> dict[str, FileEntry]:
+        """Write this rank's files; return size and checksum of each by name.
+
+        Raises:
+            CheckpointError: a later snapshot has taken the memory of this one.
+            OSError: a file cannot be written.
+        """
+        if self.memory is None:
+            return self._write(folder)
+        with self.memory.in_use:
+            if self.memory.owner is not self:
+                raise CheckpointError(f"{folder} was not written before the next snapshot was taken")
+            return self._write(folder)
+
+    def _write(self, folder: Path) -> dict[str, FileEntry]:
+        name = f"rank-{self.rank:05d}.safetensors"
+        specs = [_spec(key, shard) for key, shard in self.shards.items()]
+        tensors = (shard.clone() if self.memory is None else shard for shard in self.shards.values())
+        places = {_PLACES: json.dumps(self.places, separators=(",", ":"))}
+        entries = {name: write_tensors(folder / name, specs, tensors, files=self.files, metadata=places)}
+        if self.rank == 0:
+            entries[_STATE] = self.files.write(folder / _STATE, _json(self.state))
+        return entries
+
+    def export(self, saved: Path, folder: Path) -> None:
+        """Write the folder of :meth:`ShardedEngine.export` from what all ranks have written to ``saved``."""
+        written = SavedTensors(saved)
+        full = ((spec.name, written.full(spec)) for spec in self.weights)
+        merged = published(self.model.merged(full), self.publish_dtype)
+        if self.model.renamed:
+            merged = iter(self.model.to_checkpoint_names(dict(merged)).items())
+        adapters = (written.full(spec) for _, spec in adapter_tensors((spec.name, spec) for spec in self.weights))
+        contents = _model_contents(self.model, self.weights, merged, adapters, dtype=self.publish_dtype)
+        finish = _model_settings(self.model, dtype=self.publish_dtype, model_path=self.model_path, files=self.files)
+        _write_model(folder, contents, files=self.files, finish=finish)
+
+
+def take_snapshot(
     model: PolicyModel,
     optimizer: ShardedAdamW,
     ranks: RankGroup,
     *,
     counters: Mapping[str, int],
+    memory: HostMemory | None,
+    publish_dtype: torch.dtype,
+    model_path: str,
     files: DurableFiles,
-) -> None:
-    """Write weights, moments and counters. Collective; rank 0 writes, and raises :class:`OSError` if it cannot."""
-    sharded = dict(model.parameters_by_name())
-    moments = optimizer.moments()
-    state = {
-        "model_type": model.causal_lm.config.model_type,
-        "counters": dict(counters),
-        "lora": model.lora.as_record() if model.lora is not None else None,
-        "parameter_steps": optimizer.steps(),
-    }
-    _write_folder(
-        folder,
-        {
-            _MODEL: (_weight_specs(model), (full_tensor(tensor) for _, tensor in model.tensors_by_name())),
-            _OPTIMIZER: (
-                _moment_specs(model, list(moments)),
-                (
-                    full_tensor(_sharded_like(pair[moment], sharded[name]))
-                    for name, pair in moments.items()
-                    for moment in MOMENTS
-                ),
-            ),
+) -> Snapshot:
+    """Copy what this rank writes into ``memory``; None: the snapshot is to be written before anything changes.
+
+    Collective. Waits while the snapshot before is being written.
+    """
+    weights = dict(model.tensors_by_name())
+    sharded = dict(weights)
+    shards = {name: local_shard(tensor).detach() for name, tensor in weights.items()}
+    for name, pair in optimizer.moments().items():
+        for moment in MOMENTS:
+            sharded[f"{moment}.{name}"], shards[f"{moment}.{name}"] = weights[name], pair[moment]
+    names, places = memory.divided if memory is not None else ([], {})
+    if names != list(sharded):
+        places = _shards_to_write(sharded, ranks)
+        if memory is not None:
+            memory.divided = list(sharded), places
+    held = {name: shards[name] for name in places}
+    snapshot = Snapshot(
+        state={
+            "model_type": model.causal_lm.config.model_type,
+            "counters": dict(counters),
+            "lora": model.lora.as_record() if model.lora is not None else None,
+            "parameter_steps": optimizer.steps(),
         },
-        ranks,
+        shards=held,
+        places=places,
+        weights=[_spec(name, tensor) for name, tensor in weights.items()],
+        model=model,
+        rank=ranks.rank,
+        publish_dtype=publish_dtype,
+        model_path=model_path,
         files=files,
-        finish=lambda partial: files.write(partial / _STATE, _json(state)),
-        sealed=True,
+        memory=memory,
     )
+    if memory is not None:
+        with memory.in_use:
+            memory.owner, snapshot.shards = snapshot, memory.copy(held)
+    return snapshot
+
+
+def save_trainer(folder: Path, snapshot: Snapshot, ranks: RankGroup, *, files: DurableFiles) -> None:
+    """Write a folder with the parts of all ranks and seal it; it takes the place of ``folder``. Collective.
+
+    Raises:
+        OSError: a file cannot be written (:class:`~asyncrl.errors.EngineError` on other ranks).
+    """
+    partial = partial_name(folder.absolute())
+
+    def together(function: Callable[[], Any], *, first: bool = True) -> None:
+        ranks.call_together(lambda: function() if not first or ranks.rank == 0 else None, doing=f"writing {folder}")
+
+    try:
+        together(lambda: files.make_folder(partial))
+        together(lambda: snapshot.write(partial), first=False)
+        together(lambda: files.seal(partial))
+        together(lambda: files.replace(partial, folder.absolute()))
+    except Exception:
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedAdamW, ranks: RankGroup) -> dict[str, int]:
-    """Restore what :func:`save_trainer` wrote, at any number of ranks, and return the counters. Collective.
+    """Restore what :func:`save_trainer` wrote, at any mesh, and return the counters. Collective; ranks share the check.
 
     Raises:
         CheckpointError: the folder is missing, damaged or of another model (:class:`~asyncrl.errors.EngineError` on
@@ -122,28 +243,32 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedAdamW, rank
     """
     parameters = dict(model.parameters_by_name())
 
-    def checked() -> dict[str, Any]:
-        if ranks.rank == 0:
-            verify_folder(folder)
+    def checked() -> tuple[dict[str, Any], SavedTensors]:
+        verify_folder(folder, part=ranks.rank, parts=ranks.world_size)
         state = _read_state(folder / _STATE, model)
+        saved = SavedTensors(folder)
         stepped = [name for name in parameters if name in state["parameter_steps"]]
-        check_tensors(folder / _MODEL, _weight_specs(model))
-        check_tensors(folder / _OPTIMIZER, _moment_specs(model, stepped))
-        return state
+        saved.check(
+            [
+                *(_spec(name, tensor) for name, tensor in model.tensors_by_name()),
+                *(_spec(f"{moment}.{name}", parameters[name]) for name in stepped for moment in MOMENTS),
+            ]
+        )
+        return state, saved
 
-    state = ranks.call_together(checked, doing="load", catch=CheckpointError)
+    state, saved = ranks.call_together(checked, doing="load", catch=CheckpointError)
 
     model.free_gathered()
     optimizer.discard_gradients()
-    tensors = dict(model.tensors_by_name())
+    moments = {
+        name: {moment: torch.empty_like(local_shard(parameters[name])) for moment in MOMENTS}
+        for name in state["parameter_steps"]
+    }
+    targets = {name: (local_shard(tensor), place_of_shard(tensor)) for name, tensor in model.tensors_by_name()}
+    for name, pair in moments.items():
+        targets |= {f"{moment}.{name}": (pair[moment], place_of_shard(parameters[name])) for moment in MOMENTS}
     with torch.no_grad():
-        for tensor, value in zip(tensors.values(), read_tensors(folder / _MODEL, list(tensors)), strict=True):
-            local_shard(tensor).copy_(_shard_of(value, like=tensor))
-    moments: dict[str, dict[str, Tensor]] = {name: {} for name in state["parameter_steps"]}
-    names = [(name, moment) for name in moments for moment in MOMENTS]
-    values = read_tensors(folder / _OPTIMIZER, [f"{moment}.{name}" for name, moment in names])
-    for (name, moment), value in zip(names, values, strict=True):
-        moments[name][moment] = _shard_of(value, like=parameters[name]).clone()
+        saved.read(targets)
     optimizer.restore(moments, state["parameter_steps"])
     counters: dict[str, int] = state["counters"]
     return counters
@@ -152,15 +277,70 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedAdamW, rank
 def export_model(
     folder: Path,
     model: PolicyModel,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterator[tuple[str, Tensor]],
     ranks: RankGroup,
     *,
     dtype: torch.dtype,
     model_path: str,
     files: DurableFiles,
 ) -> None:
-    """Write the folder of :meth:`ShardedEngine.export`. ``tensors`` are full weights by checkpoint name. Collective."""
+    """Write the folder of :meth:`ShardedEngine.export`. ``tensors`` are full weights by checkpoint name.
 
+    Collective. If rank 0, which writes, fails, every rank still finishes gathering before the error is raised.
+    """
+    weights = dict(model.tensors_by_name())
+    specs = [_spec(name, tensor) for name, tensor in weights.items()]
+    adapters = (full_tensor(tensor) for _, tensor in adapter_tensors(iter(weights.items())))
+    contents = _model_contents(model, specs, tensors, adapters, dtype=dtype)
+    failure: Exception | None = None
+    if ranks.rank == 0:
+        finish = _model_settings(model, dtype=dtype, model_path=model_path, files=files)
+        try:
+            _write_model(folder, contents, files=files, finish=finish)
+        except Exception as error:  # noqa: BLE001 - raised again by every rank, when the others have stopped gathering
+            failure = error
+    for _, gathered in contents.values():
+        for _tensor in gathered:
+            pass
+    ranks.raise_together(failure, doing=f"writing {folder}")
+
+
+_Contents: TypeAlias = Mapping[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]]
+
+
+def _model_contents(
+    model: PolicyModel,
+    specs: Sequence[TensorSpec],
+    tensors: Iterator[tuple[str, Tensor]],
+    adapters: Iterator[Tensor],
+    *,
+    dtype: torch.dtype,
+) -> _Contents:
+    """Return the tensors of an export's files; ``specs`` are those of the module's."""
+
+    def empty() -> Iterator[tuple[str, Tensor]]:
+        return ((spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
+
+    if model.renamed:
+        full = dict(tensors)
+        specs_of_model = [_spec(name, tensor) for name, tensor in full.items()]
+        yielded = iter(full.values())
+    else:
+        specs_of_model = [
+            _spec(name, tensor, dtype=dtype if tensor.dtype.is_floating_point else None)
+            for name, tensor in model.merged(empty())
+        ]
+        yielded = iter(tensor for _, tensor in tensors)
+    contents: dict[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]] = {_MODEL: (specs_of_model, yielded)}
+    if model.lora is not None:
+        specs_of_adapters = [_spec(name, tensor) for name, tensor in adapter_tensors(empty())]
+        contents["adapter/adapter_model.safetensors"] = (specs_of_adapters, adapters)
+    return contents
+
+
+def _model_settings(
+    model: PolicyModel, *, dtype: torch.dtype, model_path: str, files: DurableFiles
+) -> Callable[[Path], None]:
     def finish(partial: Path) -> None:
         model.causal_lm.config.save_pretrained(partial)
         settings = json.loads((partial / "config.json").read_bytes())
@@ -175,24 +355,20 @@ def export_model(
             if (source := model_file(model_path, name)) is not None:
                 shutil.copyfile(source, partial / name)
 
-    contents: dict[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]] = {}
-    if model.renamed:
-        full = dict(tensors)
-        contents[_MODEL] = ([_spec(name, tensor) for name, tensor in full.items()], iter(full.values()))
-    else:
-        empty = ((spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in _weight_specs(model))
-        specs = [
-            _spec(name, tensor, dtype=dtype if tensor.dtype.is_floating_point else None)
-            for name, tensor in model.merged(empty)
-        ]
-        contents[_MODEL] = (specs, (tensor for _, tensor in tensors))
-    if model.lora is not None:
-        adapters = list(adapter_tensors(model.tensors_by_name()))
-        contents["adapter/adapter_model.safetensors"] = (
-            [_spec(name, tensor) for name, tensor in adapters],
-            (full_tensor(tensor) for _, tensor in adapters),
-        )
-    _write_folder(folder, contents, ranks, files=files, finish=finish, sealed=False)
+    return finish
+
+
+def _write_model(folder: Path, contents: _Contents, *, files: DurableFiles, finish: Callable[[Path], None]) -> None:
+    with files.replacing(folder, sealed=False) as partial:
+        for name, (specs, tensors) in contents.items():
+            (partial / name).parent.mkdir(exist_ok=True)
+            write_tensors(partial / name, specs, tensors, files=files)
+        finish(partial)
+
+
+def published(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with floating ones in ``dtype``."""
+    return ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in tensors)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -206,39 +382,20 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def _write_folder(
-    folder: Path,
-    contents: Mapping[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]],
-    ranks: RankGroup,
-    *,
-    files: DurableFiles,
-    finish: Callable[[Path], None],
-    sealed: bool,
-) -> None:
-    """Rank 0 writes, all gather. If rank 0 fails, every rank still finishes gathering before the error is raised."""
-    failure: Exception | None = None
-    if ranks.rank == 0:
-        try:
-            with files.replacing(folder, sealed=sealed) as partial:
-                for name, (specs, tensors) in contents.items():
-                    (partial / name).parent.mkdir(exist_ok=True)
-                    write_tensors(partial / name, specs, tensors, files=files)
-                finish(partial)
-        except Exception as error:  # noqa: BLE001 - raised again by every rank, when the others have stopped gathering
-            failure = error
-    for _, tensors in contents.values():
-        for _tensor in tensors:
-            pass
-    ranks.raise_together(failure, doing=f"writing {folder}")
-
-
-def _weight_specs(model: PolicyModel) -> list[TensorSpec]:
-    return [_spec(name, tensor) for name, tensor in model.tensors_by_name()]
-
-
-def _moment_specs(model: PolicyModel, names: Sequence[str]) -> list[TensorSpec]:
-    parameters = dict(model.parameters_by_name())
-    return [_spec(f"{moment}.{name}", parameters[name]) for name in names for moment in MOMENTS]
+def _shards_to_write(tensors: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, _Place]:
+    """Return the tensors of which this rank writes its shard, and where that lies. Collective."""
+    places = {name: place_of_shard(tensor) for name, tensor in tensors.items()}
+    numbers = [[number for part in place for number in (part.start, part.stop)] for place in places.values()]
+    everywhere = ranks.gather_from_all([number for place in numbers for number in place])
+    mine: dict[str, _Place] = {}
+    begin = 0
+    for turn, (name, place) in enumerate(zip(places, numbers, strict=True)):
+        holders = [rank for rank, theirs in enumerate(everywhere) if theirs[begin : begin + len(place)] == place]
+        empty = any(part.start == part.stop for part in places[name])
+        if holders[turn % len(holders)] == ranks.rank and not (empty and tensors[name].numel()):
+            mine[name] = {"start": [part.start for part in places[name]], "shape": list(tensors[name].shape)}
+        begin += len(place)
+    return mine
 
 
 def _read_state(path: Path, model: PolicyModel) -> dict[str, Any]:
@@ -258,18 +415,6 @@ def _read_state(path: Path, model: PolicyModel) -> dict[str, Any]:
     return state
 
 
-def _sharded_like(local: Tensor, sharded: Tensor) -> Tensor:
-    if not isinstance(sharded, DTensor):
-        return local
-    return DTensor.from_local(
-        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
-    )
-
-
-def _shard_of(value: Tensor, *, like: Tensor) -> Tensor:
-    return value[place_of_shard(like)].to(like.device)
-
-
 def _json(value: Any) -> bytes:
     return json.dumps(value, indent=2, sort_keys=True).encode()
 
@@ -277,9 +422,16 @@ def _json(value: Any) -> bytes:
 # ------------------------------------------------------------------------------------------------- safetensors files
 
 
-def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], *, files: DurableFiles) -> None:
+def write_tensors(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[Tensor],
+    *,
+    files: DurableFiles,
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
     """Write a safetensors file, one tensor in memory at a time; ``specs`` are those of ``tensors``, in their order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Hugging Face readers need it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # Hugging Face readers need it
     offset = 0
     for spec in specs:
         header[spec.name] = {
@@ -300,37 +452,85 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[Ten
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             yield flat.view(torch.uint8).numpy().data
 
-    files.write_chunks(path, chunks())
+    return files.write_chunks(path, chunks())
 
 
-def check_tensors(path: Path, specs: Sequence[TensorSpec]) -> None:
-    """Raise :class:`CheckpointError` unless the file can be read and holds exactly the tensors of ``specs``."""
-    expected = {spec.name: spec for spec in specs}
-    with _opened(path) as file:
-        found = set(file.keys())
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a tensor in a file: where it begins in the whole, and its sizes."""
+
+    path: Path
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def shared_with(self, place: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Return where the common part is in this piece and in ``place``; None if there is none."""
+        here: list[slice] = []
+        there: list[slice] = []
+        for start, size, wanted in zip(self.start, self.sizes, place, strict=True):
+            low, high = max(start, wanted.start), min(start + size, wanted.stop)
+            if low >= high:
+                return None
+            here.append(slice(low - start, high - start))
+            there.append(slice(low - wanted.start, high - wanted.start))
+        return tuple(here), tuple(there)
+
+
+class SavedTensors:
+    """The tensors in a folder of :func:`save_trainer`, in whatever rank's files their pieces lie.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is none of a trainer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pieces: dict[str, list[_Piece]] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for path in sorted(folder.glob("rank-*.safetensors")):
+            with _readable(path), safe_open(str(path), framework="pt") as file:
+                for name, place in json.loads(file.metadata()[_PLACES]).items():
+                    piece = file.get_slice(name)
+                    self.specs[name] = TensorSpec(name, _DTYPES[piece.get_dtype()], tuple(place["shape"]))
+                    self._pieces.setdefault(name, []).append(
+                        _Piece(path, tuple(place["start"]), tuple(piece.get_shape()))
+                    )
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        """Raise :class:`CheckpointError` unless there are exactly the tensors of ``specs``, with all their parts."""
+        expected = {spec.name: spec for spec in specs}
+        found, other = self.specs.keys(), f"{self._folder} is of another model"
         if missing := sorted(expected.keys() - found):
-            raise CheckpointError(f"{path} is of another model: it has no {missing[0]} (nor {len(missing) - 1} others)")
+            raise CheckpointError(f"{other}: it has no {missing[0]} (nor {len(missing) - 1} others)")
         if surplus := sorted(found - expected.keys()):
-            raise CheckpointError(f"{path} is of another model: it has {surplus[0]} (and {len(surplus) - 1} others)")
+            raise CheckpointError(f"{other}: it has {surplus[0]} (and {len(surplus) - 1} others)")
         for name, spec in expected.items():
-            piece = file.get_slice(name)
-            if tuple(piece.get_shape()) != spec.shape or piece.get_dtype() != _SAFETENSORS_NAMES[spec.dtype]:
-                raise CheckpointError(
-                    f"{path} is of another model: {name} is {piece.get_dtype()} {tuple(piece.get_shape())}, "
-                    f"here it is {_SAFETENSORS_NAMES[spec.dtype]} {spec.shape}"
-                )
+            if (saved := self.specs[name]) != spec:
+                raise CheckpointError(f"{other}: {name} is {saved.dtype} {saved.shape}, here {spec.dtype} {spec.shape}")
+            if sum(torch.Size(piece.sizes).numel() for piece in self._pieces[name]) != torch.Size(spec.shape).numel():
+                raise CheckpointError(f"{self._folder} is damaged: a part of {name} is missing")
 
+    def read(self, targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
+        """Copy parts of tensors into ``targets``: (memory to fill, where it lies in the whole) by name."""
+        by_file: dict[Path, list[Target]] = {}
+        for name, (memory, place) in targets.items():
+            for piece in self._pieces[name]:
+                if (shared := piece.shared_with(place)) is not None:
+                    by_file.setdefault(piece.path, []).append((name, memory[shared[1]], shared[0]))
+        for path, parts in by_file.items():
+            with _readable(path):
+                read_parts(path, parts)
 
-def read_tensors(path: Path, names: Sequence[str]) -> Iterator[Tensor]:
-    with _opened(path) as file:
-        for name in names:
-            yield file.get_tensor(name)
+    def full(self, spec: TensorSpec) -> Tensor:
+        """Return a whole tensor, in the host's memory."""
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        self.read({spec.name: (tensor, tuple(slice(0, size) for size in spec.shape))})
+        return tensor
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with safe_open(str(path), framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
+        yield
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +93,24 @@ class WeightFiles:
     def read(self, targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
         """Copy parts of tensors into ``targets``: (memory to fill, where it lies in the whole) by name."""
         for path in dict.fromkeys(self._files[name] for name in targets):
-            pieces = _pieces((name, *target) for name, target in targets.items() if self._files[name] == path)
-            for piece in pieces:
-                with _opened(path) as file:
-                    for name, part, place in piece:
-                        _copy(part, file, name, place)
+            with _usable(path):
+                read_parts(path, ((name, *target) for name, target in targets.items() if self._files[name] == path))
+
+
+Target: TypeAlias = tuple[str, Tensor, tuple[slice, ...]]
+"""The name of a tensor in a file, memory to fill, and where in that tensor it lies."""
+
+
+def read_parts(path: Path, targets: Iterable[Target]) -> None:
+    """Fill memory from a safetensors file, which is mapped for :data:`PIECE_BYTES` at a time.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be read.
+    """
+    for piece in _pieces(targets):
+        with safe_open(str(path), framework="pt") as file:
+            for name, part, place in piece:
+                _copy(part, file, name, place)
 
 
 def _copy(part: Tensor, file: Any, name: str, place: tuple[slice, ...]) -> None:
@@ -105,12 +118,9 @@ def _copy(part: Tensor, file: Any, name: str, place: tuple[slice, ...]) -> None:
     part.copy_(file.get_slice(name)[place] if place else file.get_tensor(name))
 
 
-_Target: TypeAlias = tuple[str, Tensor, tuple[slice, ...]]
-
-
-def _pieces(targets: Iterator[_Target]) -> Iterator[list[_Target]]:
+def _pieces(targets: Iterable[Target]) -> Iterator[list[Target]]:
     """Cut targets into lists of about :data:`PIECE_BYTES`."""
-    piece: list[_Target] = []
+    piece: list[Target] = []
     size = 0
     for name, whole, place in targets:
         if whole.numel() == 0:
@@ -130,9 +140,14 @@ def _pieces(targets: Iterator[_Target]) -> Iterator[list[_Target]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    with _usable(path), safe_open(str(path), framework="pt") as file:
+        yield file
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
     try:
-        with safe_open(str(path), framework="pt") as file:
-            yield file
+        yield
     except (SafetensorError, OSError) as error:
         raise _unusable(f"{path} cannot be read: {error}") from error
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+
+_T = TypeVar("_T")  # tensors, or what describes them
 
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -168,7 +170,7 @@ def base_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, T
             yield name.replace(f"{_BASE}.", "."), tensor
 
 
-def adapter_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(tensors: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
     """Yield the adapters alone, under peft's names in files."""
     for name, tensor in tensors:
         if name.endswith((_A, _B)):

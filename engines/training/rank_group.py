@@ -139,6 +139,13 @@ class RankGroup:
             return [list(values)]
         return [part.tolist() for part in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
+    def gather_from_all(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the integers of every rank, by rank; every one has the same number of them."""
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return [part.tolist() for part in parts]
+
     def gather_lists(self, values: Sequence[int]) -> list[list[int]]:
         """Return the integers of every data rank, by data rank; they may have different numbers of them."""
         if self.data_size == 1:

@@ -17,7 +17,16 @@ from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
 from asyncrl.io import DurableFiles
 from asyncrl.mesh import MeshShape
-from engines.training.checkpoint import export_model, full_tensor, load_trainer, save_trainer
+from engines.training.checkpoint import (
+    HostMemory,
+    Snapshot,
+    export_model,
+    full_tensor,
+    load_trainer,
+    published,
+    save_trainer,
+    take_snapshot,
+)
 from engines.training.log_probs import Extras
 from engines.training.model import ComputeDtype, PolicyModel, check_mesh, local_shard, shard
 from engines.training.offload import Offload, resizable
@@ -145,6 +154,7 @@ class ShardedEngine(Generic[ModelT]):
                 self._model, self._ranks, max_tokens=self.max_tokens_per_microbatch, temperature=temperature
             )
             self._offload = Offload(self._ranks.device)
+            self._memory = HostMemory()
         except BaseException:
             self._ranks.close()
             raise
@@ -175,13 +185,28 @@ class ShardedEngine(Generic[ModelT]):
     # ------------------------------------------------------------------------------------------- save, load and export
 
     def save(self, folder: Path) -> None:
-        """Write weights, moments and counters; replaces ``folder`` as a whole. Rank 0 writes."""
+        """Write weights, moments and counters; replaces ``folder`` as a whole. Each rank writes its shards."""
+        save_trainer(Path(folder), self._snapshot(memory=None), self._ranks, files=self.files)
+
+    def snapshot(self) -> Snapshot:
+        """Copy weights, moments and counters into host memory, to be written while training goes on."""
+        return self._snapshot(memory=self._memory)
+
+    def _snapshot(self, *, memory: HostMemory | None) -> Snapshot:
         self._check_open()
-        counters = {"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._saved_seed}
-        save_trainer(Path(folder), self._model, self._optimizer, self._ranks, counters=counters, files=self.files)
+        return take_snapshot(
+            self._model,
+            self._optimizer,
+            self._ranks,
+            counters={"updates": self._updates, "optimizer_steps": self._optimizer_steps, "seed": self._saved_seed},
+            memory=memory,
+            publish_dtype=getattr(torch, self.publish_dtype),
+            model_path=self.model_path,
+            files=self.files,
+        )
 
     def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote. At the same world size training continues bit for bit.
+        """Restore what :meth:`save` wrote, at any mesh. At the same one training continues bit for bit.
 
         Hyperparameters are this engine's; only the seed is that of the engine that saved. Nothing has been changed when
         it raises.
@@ -333,8 +358,7 @@ class ShardedEngine(Generic[ModelT]):
         )
 
     def _published(self, tensors: _Tensors) -> _Tensors:
-        dtype: torch.dtype = getattr(torch, self.publish_dtype)
-        return ((name, full.to(dtype) if full.is_floating_point() else full) for name, full in tensors)
+        return published(tensors, getattr(torch, self.publish_dtype))
 
     def _full_tensors(self, of: Callable[[_Tensors], _Tensors] | None = None) -> _Tensors:
         """Yield full weights: ``of`` those of the module, or with adapters merged in."""

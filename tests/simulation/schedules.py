@@ -43,6 +43,7 @@ def random_scenario(seed: int) -> Scenario:
         publish_s=dice.choice((0.0, 0.5)),
         prepare_s=dice.choice((0.0, 0.5, 3.0)),
         checkpoint_every=dice.choice((0, 1, 2)),
+        checkpoint_write_s=random.Random(seed + 3).choice((0.0, 0.5, 20.0)),
         rollout_deadline_s=1e4,  # only a rollout of a frozen replica takes as long
         weights_deadline_s=1e3,
         revive_s=dice.choice((None, 0.5, 5.0)),

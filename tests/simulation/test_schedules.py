@@ -71,6 +71,7 @@ def test_drops_that_are_not_counted_are_found(monkeypatch: pytest.MonkeyPatch):
     def dropped(self: Driver, group: DroppedGroup) -> None:
         self.groups.pop(group.group_id, None)
         self.law.dropped(group.group_id)
+        self._book.dropped(group.group_id)
         self._admission_changed.set()
 
     monkeypatch.setattr(Driver, "_dropped", dropped)

@@ -89,7 +89,7 @@ FAULTY = Scenario(
         (Fault(kind="garbage", at=3), "InvalidDataError: "),
         (Fault(kind="weights", at=2), "Error: "),
         (Fault(kind="trainer", at=3), "WorkerDiedError: the trainer died in step 3"),
-        (Fault(kind="storage", at=2), "OSError: no space left for the checkpoint of step 2"),
+        (Fault(kind="storage", at=2), ""),
     ],
 )
 def test_a_fault_has_its_effect_and_no_other(fault: Fault, ended_by: str):
@@ -98,6 +98,8 @@ def test_a_fault_has_its_effect_and_no_other(fault: Fault, ended_by: str):
     assert result.violations == []
     assert len(result.ended_by) == bool(ended_by)
     assert ended_by in " ".join(result.ended_by)
+    storage = {2: "OSError: no space left for the checkpoint of step 2"} if fault.kind == "storage" else {}
+    assert result.unsaved == storage
     assert [step.step for step in result.steps] == [1, 2, 3, 4]
     assert result.dropped == ({3: "environment_failed"} if fault.kind == "environment" else {})
 

@@ -298,11 +298,11 @@ def test_a_key_that_is_set_while_another_one_is_taken_over_keeps_that(tmp_path: 
     save = TrainingRun._save
     begun = threading.Event()
 
-    async def saving(self: TrainingRun, *arguments: Any) -> None:
+    async def saving(self: TrainingRun, *arguments: Any) -> Any:
         if begun.is_set():
             self._set("trainer.max_grad_norm", 2.0)
             begun.clear()
-        await save(self, *arguments)
+        return await save(self, *arguments)
 
     monkeypatch.setattr(TrainingRun, "_save", saving)
     changes = {"checkpoint.every": 0, "reward": lambda completion: float(len(completion))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from asyncrl.trainer.checkpoint import (
     DriverState,
     read_driver_state,
 )
+from asyncrl.trainer.workers import TrainerSpec, TrainerWorker
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_or_never():
@@ -54,13 +56,15 @@ class FolderTrainer:
     def __init__(self) -> None:
         self.fails = False
 
-    async def save(self, folder: Path) -> None:
-        folder.mkdir()
+    async def snapshot(self, folder: Path, model: Path | None = None) -> None: ...
+
+    async def write_snapshot(self, folder: Path) -> list[dict[str, Any]]:
         (folder / "weights").write_text("w")
         if self.fails:
             raise OSError("disk full")
+        return [{}]
 
-    async def export(self, folder: Path) -> None:
+    async def export_snapshot(self, saved: Path, folder: Path) -> None:
         folder.mkdir()
 
 
@@ -82,6 +86,33 @@ async def test_what_is_written_is_read_back(tmp_path: Path):
     assert folder.name == "step-000003"
     assert read_driver_state(folder) == state(3)
     assert (folder / "trainer" / "weights").read_text() == "w"
+
+
+class ForegroundEngine:
+    """An engine without snapshots."""
+
+    def __init__(self, model_path: str, **_: Any) -> None: ...
+
+    def save(self, folder: Path) -> None:
+        (folder / "weights").write_text("saved")
+
+    def export(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    def close(self) -> None: ...
+
+
+async def test_an_engine_without_snapshots_writes_before_training_goes_on(tmp_path: Path):
+    worker = TrainerWorker(TrainerSpec(engine=ForegroundEngine))
+    worker.build("model", {})
+    (tmp_path / "trainer").mkdir()
+    worker.snapshot(tmp_path / "trainer", tmp_path / "model")
+    assert (tmp_path / "trainer" / "weights").read_text() == "saved"
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert await worker.write_snapshot(tmp_path / "trainer") == {}
+    await worker.export_snapshot(tmp_path / "trainer", tmp_path / "model")
+    worker.close()
 
 
 async def test_only_the_newest_are_kept_and_the_newest_is_latest(tmp_path: Path):

@@ -45,7 +45,7 @@ def test_a_critic_learns_beside_the_policy_and_goes_on_after_a_resume(small_conf
     assert len({step["train/critic_value"] for step in steps}) == 3
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"] + sum(summary["tokens"]["dropped"].values())
     (run,) = config.runs.glob("small-2*")
-    assert (run / "checkpoints" / "step-000003" / "critic" / "optimizer.safetensors").is_file()
+    assert (run / "checkpoints" / "step-000003" / "critic" / "rank-00000.safetensors").is_file()
     train(config.model_copy(update={"steps": 4}), resume=run)
     *_, third, fourth = steps_of(config)
     assert fourth["step"] == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Coroutine
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
 from asyncrl.interfaces import GroupSummary
+from asyncrl.ledger import Committed
 from asyncrl.rollout.publication import Ended
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
@@ -48,6 +50,7 @@ class Parts:
         self.events: list[tuple[float, str]] = []
         self.batches: list[list[int]] = []
         self.records: list[StepRecord] = []
+        self.unsaved_steps: dict[int, str] = {}
 
     def _note(self, event: str) -> None:
         self.events.append((asyncio.get_running_loop().time(), event))
@@ -118,6 +121,9 @@ class Parts:
 
     def evaluated(self, result: Any, *, step: int) -> None:
         self._note(f"evaluated {step}")
+
+    def unsaved(self, step: int, reason: str) -> None:
+        self.unsaved_steps[step] = reason
 
     def unscored(self, step: int, reason: str) -> None:
         self._note(f"no score {step}: {reason}")
@@ -233,9 +239,13 @@ def test_a_version_that_fenced_a_replica_is_followed_by_a_whole_one() -> None:
 def test_checkpoints_and_evaluations_stand_between_steps() -> None:
     saved: list[int] = []
 
-    async def save(of: Driver, step: int) -> None:
+    async def save(of: Driver, step: int) -> Any:
         saved.append(step)
-        assert made.stages.pool.weight_version == step  # its weights serve
+
+        async def write() -> None:
+            assert made.stages.pool.weight_version == step  # its weights serve, and the next update takes longer
+
+        return write
 
     made, parts = driver(
         max_staleness=1,
@@ -266,12 +276,67 @@ def test_checkpoints_and_evaluations_stand_between_steps() -> None:
     ]
 
 
+def test_a_checkpoint_is_written_beside_the_steps_that_follow_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write takes 2.5 updates; that of step 3 fails: it is named, and nothing else changes."""
+    made, parts = driver(max_staleness=2, steps=6, checkpoint_every=2)
+    began_s: dict[int, float] = {}
+    sealed: list[Any] = []
+    monkeypatch.setattr(Journal, "record", lambda _, *events, rows=None: sealed.extend(events))
+
+    async def save(of: Driver, step: int) -> Any:
+        clock = asyncio.get_running_loop().time
+        assert len(began_s) == sum(isinstance(event, Committed) for event in sealed) + len(parts.unsaved_steps)
+        began_s[step] = clock()
+
+        async def write() -> None:
+            await asyncio.sleep(2.5 * UPDATE_S)
+            if step == 4:
+                raise OSError(f"no space left for step {step}")
+
+        return write
+
+    made.save_checkpoint = save
+    finish(made.run())
+    assert list(began_s) == [2, 4, 6]
+    for first, second in ((2, 4), (4, 6)):  # two steps, and half a one of waiting
+        assert began_s[second] - began_s[first] == pytest.approx(2.5 * UPDATE_S)
+    assert [event.step for event in sealed if isinstance(event, Committed)] == [2, 6]
+    assert parts.unsaved_steps == {4: "OSError: no space left for step 4"}
+    updates = [at for at, event in parts.events if event.startswith("train")]
+    assert updates[2] < began_s[2] + 2.5 * UPDATE_S  # step 3 had begun before step 2 was sealed
+
+
+def test_an_interrupted_run_seals_the_checkpoint_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for write_s, commits in ((3.0, [2]), (60.0, [])):
+        made, _ = driver(max_staleness=2, steps=6, checkpoint_every=2)
+        sealed: list[Any] = []
+        monkeypatch.setattr(Journal, "record", lambda _, *events, into=sealed, rows=None: into.extend(events))
+        taken: list[int] = []
+
+        async def save(of: Driver, step: int, taken: list[int] = taken, write_s: float = write_s) -> Any:
+            taken.append(step)
+            return functools.partial(asyncio.sleep, write_s)
+
+        async def interrupted(made: Driver = made, taken: list[int] = taken) -> None:
+            running = asyncio.ensure_future(made.run())
+            while not taken:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+        made.save_checkpoint = save
+        finish(interrupted())
+        assert [event.step for event in sealed if isinstance(event, Committed)] == commits
+
+
 def test_pinned_evaluations_do_not_hold_checkpoints_up_and_take_turns() -> None:
     saved: list[int] = []
 
-    async def save(of: Driver, step: int) -> None:
+    async def save(of: Driver, step: int) -> Any:
         saved.append(step)
         assert of.evaluating == ({1} if step > 1 else set())
+        return functools.partial(asyncio.sleep, 0)
 
     made, parts = driver(
         max_staleness=1, steps=4, checkpoint_every=1, evaluation=EvaluationPlan(tasks=1, every=1, replicas=1)

@@ -203,11 +203,13 @@ class WritingTrainer:
     def __init__(self) -> None:
         self.stops = False
 
-    async def save(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "weights").write_bytes(b"whole")
+    async def snapshot(self, folder: Path, model: Path | None = None) -> None: ...
 
-    async def export(self, folder: Path) -> None:
+    async def write_snapshot(self, folder: Path) -> list[dict[str, Any]]:
+        (folder / "weights").write_bytes(b"whole")
+        return [{}]
+
+    async def export_snapshot(self, saved: Path, folder: Path) -> None:
         folder.mkdir()
         if self.stops:
             raise KeyboardInterrupt

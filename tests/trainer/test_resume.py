@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 import asyncrl
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure
-from asyncrl.io import verify_folder
+from asyncrl.io import DurableFiles, verify_folder
 from asyncrl.rollout.turns import TurnRecord, decode_turns
 from asyncrl.rollout.worker import TokenMeter, metered_tokens
 from asyncrl.tasks.run import train
@@ -324,6 +325,29 @@ def test_a_damaged_checkpoint_is_passed_over(small_config: MakeConfig):
         checkpoints.latest()
 
 
+def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    config = small_config(steps=4, checkpoint={"every": 1, "keep_last": 1}, eval={"tasks": 0})
+    seal = DurableFiles.seal
+
+    def full(self: DurableFiles, folder: Path, **known: Any) -> None:
+        if folder.name.startswith((".step-000002", ".step-000003")):
+            assert Checkpoints(folder.parent, keep=1).latest().name == "step-000001"
+            raise OSError(errno.ENOSPC, "no space left on device")
+        seal(self, folder, **known)
+
+    monkeypatch.setattr(DurableFiles, "seal", full)
+    summary = train(config)
+    reason = "OSError: [Errno 28] no space left on device"
+    assert summary["unsaved"] == {"2": reason, "3": reason}
+    assert f"the checkpoint of step 2 was not written, the one before stays: {reason}" in caplog.text
+    assert [path.name for path in (only_run(config) / "checkpoints").glob("*step-*")] == ["step-000004"]
+    with sqlite3.connect(only_run(config) / "ledger.sqlite") as ledger:
+        committed = ledger.execute("SELECT step FROM events WHERE kind = 'committed' ORDER BY sequence").fetchall()
+    assert [step for (step,) in committed] == [1, 4, 4]
+
+
 def test_a_meter_outlives_its_process(tmp_path: Path):
     program = (
         "import os, signal, sys; from pathlib import Path; from asyncrl.rollout.worker import TokenMeter\n"
@@ -391,3 +415,31 @@ def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, 
         assert told.value.path == "trainer.groups_per_step"
     assert train(config(2, steps=3), resume=run)["weight_version"] == 3
     assert train(config(1), resume=run)["weight_version"] == 5  # nothing is taken again any more
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}], ids=str)
+def test_a_run_of_two_ranks_goes_on_with_one(small_config: MakeConfig, mesh: dict[str, int]):
+    """Each rank wrote its part on Ray; one rank in this process reads both, and exports the same model."""
+    config = small_config(
+        steps=2,
+        cluster={"backend": "ray"},
+        trainer={"world_size": 2, "mesh": mesh},
+        checkpoint={"every": 1},
+        eval={"tasks": 0},
+    )
+    train(config)
+    run = only_run(config)
+    parts = sorted(path.name for path in (run / "checkpoints" / "step-000002" / "trainer").glob("rank-*"))
+    assert parts == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    before = weights(run, 2)
+    same = small_config(steps=2, checkpoint={"every": 1}, eval={"tasks": 0})
+    (
+        run / "summary.json"
+    ).unlink()  # as if killed before its end: step 2 is saved again
+    train(same, resume=run)
+    after = weights(run, 2)
+    assert [path.name for path in (run / "checkpoints" / "step-000002" / "trainer").glob("rank-*")] == parts[:1]
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert train(same.model_copy(update={"steps": 3}), resume=run)["steps"] == 3

@@ -41,6 +41,7 @@ from transformers import (
 
 from asyncrl.algorithms import CISPO, GSPO, PPO, SAPO, TOPR, PolicyObjective, ValueObjective
 from asyncrl.data import DataProto
+from engines.training.checkpoint import SavedTensors
 
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig,
@@ -210,7 +211,15 @@ class Rank:
         saved = digest(dict(engine._full_tensors()))
         engine.export(work / "export")
         engine.save(work / "checkpoint")
+        snapshot = engine.snapshot()
         scores = self._scores(case, engine, batches[3])
+        self._update(case, engine, batches[3])
+        (work / "snapshot").mkdir(parents=True, exist_ok=True)
+        written = snapshot.write(work / "snapshot")
+        late = {
+            name: (work / "snapshot" / name).read_bytes() == (work / "checkpoint" / name).read_bytes()
+            for name in written
+        }
         engine.close()
         engine = self._engine(case, case.resumed)
         engine.load(work / "checkpoint")
@@ -221,7 +230,7 @@ class Rank:
         if self.rank == 0:
             save_file(weights, work / "weights.safetensors")
         digests = {"loaded": loaded, "saved": saved, "resumed": resumed, "weights": digest(weights)}
-        return {"metrics": metrics, "digests": digests, "scores": scores}
+        return {"metrics": metrics, "digests": digests, "scores": scores, "late": late}
 
     def _engine(self, case: Case, mesh: Mapping[str, int]) -> Any:
         from engines.training.fsdp_engine import FSDPEngine
@@ -283,6 +292,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return whole.hexdigest()
 
 
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    saved = SavedTensors(folder)
+    return {name: saved.full(spec) for name, spec in saved.specs.items()}
+
+
 # ----------------------------------------------------------------------------------------------------------- the oracle
 
 
@@ -301,6 +315,7 @@ def differences(
     for rank, each in enumerate(ranks):
         check(each["metrics"] == first["metrics"], f"rank {rank} has other metrics than rank 0")
         check(each["digests"] == first["digests"], f"rank {rank} gathers other weights than rank 0")
+        check(all(each["late"].values()), f"rank {rank} wrote another snapshot than it took: {each['late']}")
     digests = first["digests"]
     check(digests["loaded"] == one["digests"]["loaded"], "other weights were read")
     check(digests["saved"] == digests["resumed"], "the checkpoint is not what was saved")
@@ -317,8 +332,8 @@ def differences(
         off = max(abs(mine - its) for mine, its in zip(scores, expected, strict=True))
         check(off <= 4 * metric_limit, f"scores are off by {off:.1e}")
     start = load_file(alone / "start.safetensors")
-    for name in ("weights.safetensors", "checkpoint/optimizer.safetensors"):
-        mine, its = load_file(work / name), load_file(alone / name)
+    for name, read in (("weights.safetensors", load_file), ("checkpoint", saved_tensors)):
+        mine, its = read(work / name), read(alone / name)
         check(mine.keys() == its.keys(), f"{name} has other tensors")
         for tensor, expected in its.items():
             scale = (expected - start[tensor]).norm() if tensor in start else expected.norm()

@@ -216,11 +216,21 @@ def resumed(rank: Rank) -> None:
     engine.log_probs(rank.rows(0, split=4))  # what is gathered for this must not outlive the load
     engine.load(rank.folder / "from_one_rank")
     engine.save(rank.folder / "resharded")
+    engine.export(rank.folder / "exported_first")
+    early, snapshot = engine.snapshot(), engine.snapshot()
     first = [engine.update(rank.rows(seed, split=4)) for seed in (5, 6)]
+    (rank.folder / "snapshot").mkdir(exist_ok=True)
+    snapshot.write(rank.folder / "snapshot")
+    try:
+        early.write(rank.folder / "early")
+    except AsyncRLError as error:
+        rank.report("superseded", f"{type(error).__name__}: {error}")
     engine.save(rank.folder / "went_on_first")
     engine.load(rank.folder / "resharded")
     second = [engine.update(rank.rows(seed, split=4)) for seed in (5, 6)]
     engine.save(rank.folder / "went_on_second")
+    if rank.rank == 0:  # both have written before they saved together
+        snapshot.export(rank.folder / "snapshot", rank.folder / "exported_late")
     rank.report("resumed", [first, second])
     rank.report("published", {name: list(tensor.shape) for name, tensor in engine.named_tensors()})
     engine.export(rank.folder / "exported")

@@ -1,17 +1,19 @@
-"""Safetensors files that are written one tensor at a time, and read for the model they belong to."""
+"""Safetensors files that are written one tensor at a time, and pieces of tensors that are put together again."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles
-from engines.training.checkpoint import TensorSpec, check_tensors, read_tensors, write_tensors
+from engines.training.checkpoint import SavedTensors, TensorSpec, write_tensors
 
 TENSORS = {
     "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -39,19 +41,53 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
     for name, tensor in TENSORS.items():
         assert torch.equal(loaded[name], tensor)
         assert loaded[name].dtype == tensor.dtype
-    check_tensors(path, SPECS)
-    assert [tensor.shape for tensor in read_tensors(path, ["scalar", "matrix"])] == [(), (2, 3)]
-
-
-def test_a_file_of_another_model_is_refused_with_the_tensor_that_differs(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    files = DurableFiles()
-    write_tensors(path, SPECS, TENSORS.values(), files=files)
-    with pytest.raises(CheckpointError, match="it has no bias"):
-        check_tensors(path, [*SPECS, TensorSpec("bias", torch.float32, (2,))])
-    with pytest.raises(CheckpointError, match="it has scalar"):
-        check_tensors(path, [spec for spec in SPECS if spec.name != "scalar"])
-    with pytest.raises(CheckpointError, match=r"matrix is F32 \(2, 3\), here it is F32 \(3, 2\)"):
-        check_tensors(path, [TensorSpec("matrix", torch.float32, (3, 2)), *SPECS[1:]])
     with pytest.raises(CheckpointError, match="was announced as"):
-        write_tensors(path, SPECS[:1], [torch.zeros(3)], files=files)
+        write_tensors(path, SPECS[:1], [torch.zeros(3)], files=DurableFiles())
+
+
+def saved(folder: Path, *cuts: int) -> SavedTensors:
+    """Two rows of a matrix in one file, and the others, cut at columns, in further ones."""
+    matrix = torch.arange(20.0).reshape(4, 5)
+    pieces = [(matrix[:2], (0, 0)), *((matrix[2:, low:high], (2, low)) for low, high in itertools.pairwise(cuts))]
+    for rank, (piece, start) in enumerate(pieces):
+        place = {"matrix": {"start": start, "shape": (4, 5)}}
+        path = folder / f"rank-{rank:05d}.safetensors"
+        save_file({"matrix": piece.contiguous()}, path, metadata={"places": json.dumps(place)})
+    return SavedTensors(folder)
+
+
+MATRIX = TensorSpec("matrix", torch.float32, (4, 5))
+
+
+@pytest.mark.parametrize("cuts", [(0, 5), (0, 2, 5), (0, 1, 3, 5)])
+def test_any_part_is_read_from_whatever_pieces_there_are(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    tensors = saved(tmp_path, *cuts)
+    tensors.check([MATRIX])
+    whole = torch.arange(20.0).reshape(4, 5)
+    assert torch.equal(tensors.full(MATRIX), whole)
+    for top, bottom in itertools.combinations(range(5), 2):
+        for left, right in itertools.combinations(range(6), 2):
+            part = torch.full((bottom - top, right - left), torch.nan)
+            tensors.read({"matrix": (part, (slice(top, bottom), slice(left, right)))})
+            assert torch.equal(part, whole[top:bottom, left:right])
+
+
+def test_a_folder_of_another_model_is_refused_with_the_tensor_that_differs(tmp_path: Path) -> None:
+    tensors = saved(tmp_path, 0, 2, 5)
+    for specs, message in (
+        ([MATRIX, TensorSpec("bias", torch.float32, (2,))], "it has no bias"),
+        ([], "it has matrix"),
+        (
+            [TensorSpec("matrix", torch.float32, (5, 4))],
+            r"matrix is torch.float32 \(4, 5\), here torch.float32 \(5, 4\)",
+        ),
+        ([TensorSpec("matrix", torch.bfloat16, (4, 5))], "here torch.bfloat16"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            tensors.check(specs)
+    (tmp_path / "rank-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="a part of matrix is missing"):
+        SavedTensors(tmp_path).check([MATRIX])
+    (tmp_path / "rank-00000.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors cannot be read"):
+        SavedTensors(tmp_path)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ from asyncrl.data import DataProto
 from asyncrl.data.ragged import rows_of
 from asyncrl.errors import CheckpointError, ConfigError, EngineClosedError, EngineError, InvalidDataError, SchemaError
 from asyncrl.interfaces import TrainingEngine
+from asyncrl.io import DurableFiles
+from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state, step_of
+from asyncrl.trainer.workers import EngineGroup
 from engines.training.fsdp_engine import FSDPEngine
 
 Trajectories = Callable[..., DataProto]
@@ -336,8 +341,7 @@ def test_save_load_continue_equals_continue_bit_for_bit(
     assert _same(_weights(resumed), _weights(straight))
     assert sorted(path.name for path in a_folder.iterdir()) == [
         "manifest.json",
-        "model.safetensors",
-        "optimizer.safetensors",
+        "rank-00000.safetensors",
         "trainer.json",
     ]
 
@@ -359,10 +363,10 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model_changes_nothing(
     trainer.save(a_folder)
     trainer.update(trajectories(LENGTHS))
     before = _weights(trainer)
-    content = bytearray((a_folder / "optimizer.safetensors").read_bytes())
+    content = bytearray((a_folder / "rank-00000.safetensors").read_bytes())
     content[-5] ^= 1
-    (a_folder / "optimizer.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is damaged"):
+    (a_folder / "rank-00000.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged"):
         trainer.load(a_folder)
     with pytest.raises(CheckpointError, match="nowhere is not a complete checkpoint"):
         trainer.load(tmp_path / "nowhere")
@@ -370,6 +374,67 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model_changes_nothing(
     with pytest.raises(CheckpointError, match="a qwen2, here it is a llama"):
         trainer.load(tmp_path / "other")
     assert _same(before, _weights(trainer))
+
+
+class Died(BaseException):
+    """Ends a write where a process would have died."""
+
+
+class OneRank:
+    """An engine as the group of its only rank."""
+
+    def __init__(self, engine: FSDPEngine) -> None:
+        self._engine = engine
+
+    async def snapshot(self, folder: Path, model: Path | None = None) -> None:
+        self._snapshot = self._engine.snapshot()
+
+    async def write_snapshot(self, folder: Path) -> list[Any]:
+        return [self._snapshot.write(folder)]
+
+    async def export_snapshot(self, saved: Path, folder: Path) -> None:
+        self._snapshot.export(saved, folder)
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_a_write_that_dies_at_any_point_leaves_the_checkpoint_before(
+    engine: MakeEngine, trajectories: Trajectories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    points = [0, 1 - every]  # reached so far, and the one to die at
+
+    def reached(moment: str, path: Path) -> None:
+        points[0] += 1
+        if points[0] == points[1]:
+            raise Died(f"{moment} {path}")
+
+    monkeypatch.setattr(FSDPEngine, "files", DurableFiles(reached))
+    trainer, other = engine(), engine()
+    checkpoints = Checkpoints(tmp_path, keep=2, files=DurableFiles(reached))
+    state = DriverState(
+        step=1, next_group_id=2, outstanding=(), generated=0, trained=0, dropped={}, staleness={}, history={}
+    )
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    for step in (1, 2):
+        trainer.update(trajectories(LENGTHS, seed=step))
+        weights[step] = _weights(trainer)
+        if step == 1:
+            asyncio.run(checkpoints.save(cast("EngineGroup", OneRank(trainer)), state, step=step))
+    deaths: dict[int, int] = {1: 0, 2: 0}
+    alive = False
+    while not alive:
+        points[:] = 0, points[1] + every
+        try:
+            asyncio.run(checkpoints.save(cast("EngineGroup", OneRank(trainer)), state, step=2))
+            alive = True
+        except Died:
+            newest = checkpoints.latest()
+            other.load(newest / "trainer")
+            assert _same(_weights(other), weights[step_of(newest)])
+            assert read_driver_state(newest) == state
+            deaths[step_of(newest)] += 1
+        shutil.rmtree(tmp_path / "step-000002", ignore_errors=True)
+    assert sum(deaths.values()) > 60 // every
+    assert deaths[1] > 8 * deaths[2]  # the second counts once it has its name
 
 
 def test_a_folder_that_cannot_be_written(engine: MakeEngine, tmp_path: Path) -> None:

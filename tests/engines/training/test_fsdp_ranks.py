@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from engines.training.checkpoint import SavedTensors
 
 # Two more processes on a machine that others use too.
 pytestmark = pytest.mark.timeout(240)
@@ -34,6 +37,11 @@ class Outcome:
     @staticmethod
     def report(folder: Path, scene: str, rank: int = 0) -> Any:
         return json.loads((folder / f"{scene}.{rank}.json").read_text())
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    saved = SavedTensors(folder)
+    return {name: saved.full(spec) for name, spec in saved.specs.items()}
 
 
 def _free_port() -> int:
@@ -105,7 +113,7 @@ def _check_same_updates(one: Path, several: Path, scene: str, *, ranks: int) -> 
         for found, single in zip(Outcome.report(several, scene, rank), expected, strict=True):
             assert found == pytest.approx(single, rel=1e-4, abs=1e-6)
         assert Outcome.report(several, scene, rank) == Outcome.report(several, scene, 0)
-    whole, parted = (load_file(folder / scene / "model.safetensors") for folder in (one, several))
+    whole, parted = (saved_tensors(folder / scene) for folder in (one, several))
     assert whole.keys() == parted.keys()
     left, right = (torch.cat([weights[name].flatten() for name in whole]) for weights in (whole, parted))
     assert (right - left).norm() <= 1e-6 * left.norm()
@@ -175,16 +183,28 @@ def test_each_rank_gets_the_values_of_its_own_rows(outcome: Outcome) -> None:
 
 
 def test_a_checkpoint_does_not_depend_on_the_number_of_ranks(outcome: Outcome) -> None:
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        saved, again = (load_file(outcome.two / each / name) for each in ("from_one_rank", "resharded"))
-        assert saved.keys() == again.keys()
-        assert all(torch.equal(saved[each], again[each]) for each in saved)
+    saved, again = (saved_tensors(outcome.two / each) for each in ("from_one_rank", "resharded"))
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(saved[each], again[each]) for each in saved)
     first, second = outcome.report(outcome.two, "resumed")
     assert first == second
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (outcome.two / "went_on_first" / name).read_bytes() == (
-            outcome.two / "went_on_second" / name
-        ).read_bytes()
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        before, after = (outcome.two / each / name for each in ("went_on_first", "went_on_second"))
+        assert before.read_bytes() == after.read_bytes()
+
+
+def test_a_snapshot_is_written_as_it_was_while_training_goes_on(outcome: Outcome) -> None:
+    """Files and export that are written two updates later are those that the engine itself wrote at that moment."""
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors", "trainer.json"):
+        before, after = (outcome.two / each / name for each in ("resharded", "snapshot"))
+        assert before.read_bytes() == after.read_bytes()
+    before, after = (
+        load_file(outcome.two / each / "model.safetensors") for each in ("exported_first", "exported_late")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for rank in range(2):
+        assert outcome.report(outcome.two, "superseded", rank).startswith("CheckpointError")
 
 
 def test_both_ranks_get_full_tensors_and_rank_0_exports_them(outcome: Outcome) -> None:
@@ -192,7 +212,7 @@ def test_both_ranks_get_full_tensors_and_rank_0_exports_them(outcome: Outcome) -
     shapes = {name: list(parameter.shape) for name, parameter in exported.named_parameters()}
     assert outcome.report(outcome.two, "published", 0) == shapes
     assert outcome.report(outcome.two, "published", 1) == shapes
-    saved = load_file(outcome.two / "went_on_second" / "model.safetensors")
+    saved = saved_tensors(outcome.two / "went_on_second")
     assert all(torch.equal(parameter, saved[name]) for name, parameter in exported.named_parameters())
 
 
@@ -222,5 +242,5 @@ def test_each_rank_reads_its_own_shards_and_a_damaged_file_is_an_error_on_both(o
     assert there.startswith("ConfigError: ")
     assert "model.safetensors cannot be read" in there
     stored = load_file(outcome.two / "damaged.0" / "model.safetensors")
-    saved = load_file(outcome.two / "loaded" / "model.safetensors")
+    saved = saved_tensors(outcome.two / "loaded")
     assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())

@@ -276,8 +276,9 @@ def test_what_two_versions_have_computed_is_not_kept() -> None:
 
 def test_what_is_kept_of_a_session_can_be_freed() -> None:
     plan = schedule(blocks=4)
-    ways: list[Callable[[], object]] = [lambda: plan.forget("s"), plan.forget_all, plan.sleep]
-    for forget in (*ways, lambda: plan.forget_all({"x"})):
+    ways: list[Callable[[], object]] = [lambda: plan.forget("s"), lambda: plan.forget_all({"x"})]
+    ways += [plan.forget_all, plan.sleep]
+    for forget in ways:
         finish(plan, row("a", 9, tokens=2, session="s", adapter="x"))
         plan.forget_all({"another"})
         assert plan.kept_tokens == 10

@@ -1023,6 +1023,15 @@ class TrainingEngine(Protocol):
 
 
 @runtime_checkable
+class ShardedTrainingEngine(TrainingEngine, Protocol):
+    """Optional capability: publish the weights as they are divided over the ranks."""
+
+    def sharded_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """As ``named_tensors``, with a DTensor where every rank has a part: it is not gathered."""
+        ...
+
+
+@runtime_checkable
 class AdapterTrainingEngine(Protocol):
     """Optional capability: low-rank adapters are trained, where the option ``lora`` is given, and published apart."""
 

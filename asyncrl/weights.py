@@ -7,7 +7,7 @@ equal tensors, whatever their version and location. A manifest has all of that, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -144,6 +144,15 @@ def manifest_fingerprint(manifest: WeightManifest) -> str:
     return _digest((entry.name, entry.shape, entry.dtype, entry.checksum) for entry in manifest.computed_with)
 
 
+def joined(parts: Sequence[WeightManifest | None]) -> WeightManifest:
+    """Return the manifest of a version from those of the trainer's ranks: rank zero's, with the locations of all.
+
+    Ranks that hold nothing of the version have None.
+    """
+    first, *others = [part for part in parts if part is not None]
+    return msgspec.structs.replace(first, location=" ".join(part.location for part in (first, *others)))
+
+
 def lacking(manifest: WeightManifest, held: Mapping[str, int]) -> list[WeightManifest]:
     """Return the adapters that serve under a version and are newer than those ``held`` (versions by name)."""
     parts = (*manifest.beside, manifest)
@@ -231,7 +240,8 @@ class TransportSpec:
     """How both sides, publisher and pullers, make a transport. Picklable.
 
     ``namespace`` separates this run's weights from those of other runs; ``options`` are from ``[weights.options]``.
-    With ``delta``, a publisher that can do so publishes differences.
+    With ``delta``, a publisher that can do so publishes differences. A transport that takes ``rank`` and ``ranks`` is
+    ``divided``: every trainer rank publishes, and holds a part.
     """
 
     name: Any  # a Part; msgspec, which reads it in an engine's process, has no type for that
@@ -239,14 +249,25 @@ class TransportSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     delta: bool = False
 
-    def make(self) -> WeightTransport:
-        group, path = "asyncrl.weight_transports", "weights.transport"
-        offered = offered_options(group, self.name, {"delta": True}, path=path) if self.delta else {}
+    @property
+    def divided(self) -> bool:
+        return bool(self.offered({"rank": 0}))
+
+    def make(self, *, rank: int = 0, ranks: int = 1) -> WeightTransport:
+        """Return the transport of a publisher's rank, or of a puller."""
         transport: WeightTransport = make_part(
-            group,
+            _GROUP,
             self.name,
-            options={**offered, **self.options},
-            path=path,
+            options={**(self.offered({"delta": True}) if self.delta else {}), **self.options},
+            path=_PATH,
             namespace=self.namespace,
+            **self.offered({"rank": rank, "ranks": ranks}),
         )
         return transport
+
+    def offered(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the options that the transport takes."""
+        return offered_options(_GROUP, self.name, options, path=_PATH)
+
+
+_GROUP, _PATH = "asyncrl.weight_transports", "weights.transport"

@@ -136,7 +136,7 @@ def _check_parts(config: Config) -> None:
     given: dict[str, Any] = {"weight_version": 0, **spec.engine_given}
     engine, model = "asyncrl.rollout_engines", config.model.path or ""
     check_part(engine, spec.engine, model, options=spec.engine_options, path="rollout.engine", **given)
-    given = {"namespace": ""}
+    given = {"namespace": "", **transport.offered({"rank": 0, "ranks": 1})}
     check_part("asyncrl.weight_transports", transport.name, options=weights.options, path="weights.transport", **given)
     if reward.source != "environment":
         group, path = "asyncrl.reward_models", "reward.source"

@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, ResourceError, RolloutsLostError, VersionLostError
@@ -34,7 +34,7 @@ from asyncrl.trainer.group import Failure, Group, GroupStages, TaskChoice
 from asyncrl.trainer.invariants import GroupBook, check_bound, check_served
 from asyncrl.trainer.journal import Journal, TokenBalance
 from asyncrl.trainer.learner import Learner, StepRecord
-from asyncrl.weights import WeightManifest, manifest_fingerprint
+from asyncrl.weights import WeightManifest, joined, manifest_fingerprint
 
 LEAST_PATIENCE_S = 2.0
 """Time for which an interrupted run finishes its step in any case: short steps take several times as long by chance."""
@@ -312,8 +312,7 @@ class Driver:
         """Bring the weights of ``version`` into every engine, then let the law admit new groups."""
         with self.timeline.span("publish", f"version {version}"):
             with self.timeline.wait("publish", "trainer"):
-                (of_rank_zero, *_others) = await manifest
-            weights = cast("WeightManifest", of_rank_zero)
+                weights = joined(await manifest)
             self.published.add(version)
             self.journal.record(Published(version=version, weights=manifest_fingerprint(weights)))
             ended = await self.stages.pool.publish(weights)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.config import Config, check_algorithm, load_config
 from asyncrl.config.file import set_key, tables_of
@@ -66,7 +66,7 @@ from asyncrl.trainer.recovery import check_batches, driver_state, ledger_base, l
 from asyncrl.trainer.report import Recorder, RunSummary, StalenessSummary, Watch
 from asyncrl.trainer.sft import demonstrations, file_conversations, supervise
 from asyncrl.trainer.workers import CriticGroup
-from asyncrl.weights import WeightManifest
+from asyncrl.weights import WeightManifest, joined
 
 _log = logging.getLogger(__name__)
 
@@ -385,8 +385,7 @@ class TrainingRun:
         if self._checkpoint is not None:
             await self._assembly.trainer.load(self._checkpoint / "trainer")
         if published is not None:
-            (of_rank_zero, *_others) = await self._assembly.trainer.publish(weight_version)
-            published.append(cast("WeightManifest", of_rank_zero))
+            published.append(joined(await self._assembly.trainer.publish(weight_version)))
 
     async def _load_critic(self, critic: CriticGroup, origin: str) -> None:
         path = self._config.critic.path

@@ -20,6 +20,7 @@ from asyncrl.errors import EngineError, SchemaError, WeightVersionError
 from asyncrl.interfaces import (
     AdapterTrainingEngine,
     RewardModel,
+    ShardedTrainingEngine,
     SleepingTrainingEngine,
     Snapshot,
     SnapshotEngine,
@@ -498,8 +499,9 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         self._proof = spec.proof
         self._canary: DataProto | None = None
         self._transport: WeightTransport | None = None
-        if spec.transport is not None and self.rank == 0:
-            self._transport = spec.transport.make()
+        self._divided = spec.transport is not None and spec.transport.divided
+        if spec.transport is not None and (self.rank == 0 or self._divided):
+            self._transport = spec.transport.make(rank=self.rank, ranks=self.world_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def build(self, model_path: str, settings: dict[str, Any], weight_version: int = 0) -> None:
@@ -571,7 +573,7 @@ class TrainerWorker(EngineRank[TrainingEngine]):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish(self, version: int, rebase: bool = False) -> WeightManifest | None:
-        """Publish the current weights as ``version``; rank 0 returns the manifest, the others None.
+        """Publish the current weights as ``version``; return the manifest, None on a rank that holds nothing of it.
 
         With ``rebase`` as a whole, even where differences could be published: a replica could not use the last version.
 
@@ -580,7 +582,7 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         """
         if version != self._version:
             raise WeightVersionError(f"weights of version {self._version} were to be published as version {version}")
-        tensors, adapter = self._published()
+        tensors, adapter = self._published(sharded=self._divided)
         manifest = None
         if self._transport is not None:
             if rebase and isinstance(self._transport, DeltaTransport):
@@ -595,10 +597,12 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         token_ids, log_probs = self._canary_log_probs()
         return None if manifest is None else self._proof.asked(manifest, token_ids, log_probs)
 
-    def _published(self) -> tuple[Iterable[tuple[str, Tensor]], Adapter | None]:
+    def _published(self, *, sharded: bool = False) -> tuple[Iterable[tuple[str, Tensor]], Adapter | None]:
         """Return the tensors that are published, and what they are if they are an adapter's."""
         engine, lora = self._held(), self._lora
         if lora is None or not self._apart:
+            if sharded and isinstance(engine, ShardedTrainingEngine):
+                return engine.sharded_tensors(), None
             return engine.named_tensors(), None
         assert isinstance(engine, AdapterTrainingEngine), "the run has chosen how adapters are published by the engine"
         if self._base is None:  # once: it stays as it is

@@ -152,6 +152,13 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         self._check_open()
         return self._full_tensors()
 
+    def sharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's shards; full weights where adapters are merged in, or names in the checkpoint differ."""
+        self._check_open()
+        if self._model.renamed or self._model.lora is not None:
+            return self._full_tensors()
+        return self._published((name, tensor.detach()) for name, tensor in self._model.tensors_by_name())
+
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters alone, whole, under peft's names; as :meth:`named_tensors`, which has them merged in."""
         self._check_open()

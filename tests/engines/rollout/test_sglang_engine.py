@@ -32,7 +32,7 @@ from asyncrl.rollout.replica import PoolOptions, Supervision
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
-from asyncrl.weights import TransportSpec
+from asyncrl.weights import TransportSpec, joined
 from engines.rollout.remote.engine import RemoteEngine
 from engines.weights.shared_memory import SharedMemoryTransport
 
@@ -436,6 +436,24 @@ async def test_every_token_is_of_the_version_it_is_labelled_with(
                     await asyncio.sleep(0.005)
         running = False
     print(f"{swaps} swaps, {tokens} tokens, {ends}")
+
+
+async def test_two_trainer_ranks_send_weights(
+    folder_of: FolderOf, request_of: RequestOf, collect: Collect, plain_log_probs: Any
+) -> None:
+    spec = TransportSpec(name="collective", namespace="sglang")
+    trainer = [spec.make(rank=rank, ranks=2) for rank in range(2)]
+    model = load(folder_of(seed=1))
+    async with hosting(folder_of(), transport=spec) as engine:
+        await engine.fetch_weights(joined([rank.publish(tensors_of(model).items(), version=1) for rank in trainer]))
+        await engine.commit_weights(1)
+        request = request_of("after", [5, 6, 7], 30)
+        got: Generation = await collect(engine, request)
+    assert set(got.weight_versions) == {1}
+    expected = plain_log_probs(model, request, got.token_ids)
+    assert max(abs(a - b) for a, b in zip(got.log_probs, expected, strict=True)) <= 1e-4
+    for rank in trainer:
+        rank.close()
 
 
 async def test_nothing_listens_and_nothing_outlives_a_kill(served: Served, request_of: RequestOf) -> None:

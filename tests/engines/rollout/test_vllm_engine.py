@@ -23,7 +23,7 @@ from asyncrl.interfaces import Generation, GenerationRequest, KVCachePolicy, Out
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
-from asyncrl.weights import TransportSpec
+from asyncrl.weights import TransportSpec, joined
 from engines.rollout.remote.engine import RemoteEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -55,13 +55,15 @@ def hosting(python: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     memory = tmp_path_factory.mktemp("weights")
 
     @contextlib.asynccontextmanager
-    async def host(folder: Path, *, version: int = 0, **options: Any) -> AsyncIterator[RemoteEngine]:
-        spec = TransportSpec(name="shared_memory", namespace="vllm", options={"directory": str(memory)})
+    async def host(
+        folder: Path, *, version: int = 0, transport: TransportSpec | None = None, **options: Any
+    ) -> AsyncIterator[RemoteEngine]:
+        shared = TransportSpec(name="shared_memory", namespace="vllm", options={"directory": str(memory)})
         engine = RemoteEngine(
             str(folder),
             engine="vllm",
             python=python,
-            transport=spec,
+            transport=transport or shared,
             dtype="float32",
             threads=1,
             weight_version=version,
@@ -430,6 +432,27 @@ async def test_a_tied_head_gets_the_new_weights_too(
             got: Generation = await collect(engine, request)
             assert set(got.weight_versions) == {version}
             assert worst(got, plain_log_probs(model, request, got.token_ids)) <= 1e-4
+
+
+async def test_two_trainer_ranks_send_weights_to_two_ranks_of_the_engine(
+    hosting: Any, folder_of: FolderOf, collect: Collect, request_of: RequestOf, plain_log_probs: Any
+) -> None:
+    shape = {**SHAPE, "num_key_value_heads": 2}
+    spec = TransportSpec(name="collective", namespace="vllm")
+    trainer = [spec.make(rank=rank, ranks=2) for rank in range(2)]
+    arguments = {"tensor_parallel_size": 2}
+    async with hosting(folder_of("llama", **shape), transport=spec, arguments=arguments) as engine:
+        for version in (1, 2):
+            model = load(folder_of("llama", seed=version, **shape))
+            manifest = joined([rank.publish(tensors_of(model).items(), version=version) for rank in trainer])
+            await engine.fetch_weights(manifest)
+            await engine.commit_weights(version)
+            request = request_of(f"v{version}", [9, 8, 7], 30, seed=version)
+            got: Generation = await collect(engine, request)
+            assert set(got.weight_versions) == {version}
+            assert worst(got, plain_log_probs(model, request, got.token_ids)) <= 1e-4
+    for rank in trainer:
+        rank.close()
 
 
 @pytest.fixture(scope="module")

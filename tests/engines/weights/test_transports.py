@@ -29,12 +29,18 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(
-    params=["shared_memory", "disk", pytest.param("object_store", marks=[pytest.mark.ray, pytest.mark.slow])]
+    params=[
+        "shared_memory",
+        "disk",
+        "collective",
+        pytest.param("object_store", marks=[pytest.mark.ray, pytest.mark.slow]),
+    ]
 )
 def spec(request: pytest.FixtureRequest, tmp_path: Path) -> TransportSpec:
     options: dict[str, Any] = {"directory": str(tmp_path)}
     if request.param == "object_store":
         request.getfixturevalue("ray_cluster")
+    if request.param in ("object_store", "collective"):
         options = {}
     return TransportSpec(name=request.param, namespace=f"test-{os.getpid()}", options=options)
 
@@ -90,7 +96,11 @@ def test_what_is_published_is_pulled_elsewhere(publisher: WeightTransport, reade
 
 
 def test_a_version_in_many_pieces(spec: TransportSpec, reader: WeightTransport) -> None:
-    sizes = {"disk": {"shard_size_bytes": 100}, "object_store": {"batch_size_bytes": 100}}
+    sizes = {
+        "disk": {"shard_size_bytes": 100},
+        "object_store": {"batch_size_bytes": 100},
+        "collective": {"bucket_bytes": 200_000},
+    }
     small = TransportSpec(
         name=spec.name, namespace=spec.namespace, options={**spec.options, **sizes.get(spec.name, {})}
     ).make()

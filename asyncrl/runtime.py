@@ -430,8 +430,13 @@ class _Program(Generic[_T]):
     def cancel(self) -> None:
         with self._lock:
             self._cancelled = True
-            if self._loop is not None and self._task is not None:
+            if self._loop is None or self._task is None:
+                return
+            try:
                 self._loop.call_soon_threadsafe(self._task.cancel)
+            except RuntimeError:
+                if not self._loop.is_closed():  # else it has ended
+                    raise
 
 
 _program: ContextVar[_Program[Any] | None] = ContextVar("program", default=None)
@@ -469,6 +474,7 @@ class BackgroundProgram(Generic[_T]):
         self._program = _Program(main)
         self._ended: concurrent.futures.Future[_T] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="asyncrl-run", daemon=True)
+        self._may_run = threading.Event()
 
     def start(self) -> Self:
         """Start the thread; an interrupt meanwhile cancels the program and is raised when that has ended."""
@@ -519,6 +525,8 @@ class BackgroundProgram(Generic[_T]):
     def _start(self) -> None:
         _wait_at_exit(self)
         self._thread.start()
+        # Only now: a thread that is started and goes on working keeps the interpreter from its starter for 5 ms.
+        self._may_run.set()
 
     def _result(self, interrupted: Callable[[], int], timeout_s: float | None = None) -> _T:
         deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else math.inf)
@@ -536,6 +544,7 @@ class BackgroundProgram(Generic[_T]):
             raise
 
     def _run(self) -> None:
+        self._may_run.wait()
         try:
             result = _run(self._program)
         except BaseException as error:  # noqa: BLE001 - raised by wait() and join()

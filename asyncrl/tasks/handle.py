@@ -356,15 +356,18 @@ class Run(Generic[_Result]):
     # -------------------------------------------------------------------------------------------------------- orders
 
     def stop(self) -> None:
-        """End it in order, and wait until that is done; it can be resumed. Idempotent.
+        """End it in order, and wait until that is done; it can be resumed. Does nothing to one that has ended.
 
         Raises:
             InfrastructureError: it is a run of another process that does not train yet, or no more, and does not end.
         """
+        if self.ended:
+            self._close()
+            return
         if self._program is not None:
             self._stopped = True
             self._program.cancel()
-        elif not self.ended:
+        else:
             try:
                 give_order(self.path, "stop")
             except InfrastructureError:  # it may be ending, by another order

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl import attach, evaluate, generate, sft, train
 from asyncrl.config import load_config
-from asyncrl.errors import ConfigError, InfrastructureError, RunStoppedError
+from asyncrl.errors import ConfigError, InfrastructureError, RewardError, RunStoppedError
 from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
 from asyncrl.telemetry.run_directory import read_json_lines
@@ -318,6 +318,17 @@ def test_a_key_that_is_set_while_another_one_is_taken_over_keeps_that(tmp_path: 
     run.stop()
     config = load_config(run.path / "config.toml")
     assert (config.trainer.lr, config.trainer.max_grad_norm) == (5e-3, 2.0)
+
+
+def test_a_run_that_has_failed_is_stopped_already(tmp_path: Path):
+    def reward(completion: str) -> float:
+        raise ValueError("mine")
+
+    run = train(**settings(tmp_path, reward=reward))
+    with pytest.raises(RewardError, match="raised"):
+        run.wait()
+    run.stop()
+    assert run.state == "ended"
 
 
 def test_a_key_that_is_set_in_the_last_step_is_refused(tmp_path: Path):

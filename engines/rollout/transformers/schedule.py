@@ -149,10 +149,12 @@ class Schedule:
     def leave(self, row: Row) -> None:
         """Remove a row that has ended, wherever it is; keep its cache if it has finished and is of a session.
 
-        What was computed under several versions is not kept: a row that begins later must not meet the older ones.
+        What was computed under several versions is not kept: a row that begins later must not meet the older ones. Nor
+        is anything where rows run one by one: each is computed in one way then, to the last bit, whatever came before.
         """
         if row in self._running:
-            if row.session and row.finish_reason in ("stop", "length") and row.versions[0] == row.versions[-1]:
+            finished = row.finish_reason in ("stop", "length")
+            if row.session and finished and row.versions[0] == row.versions[-1] and self._max_running > 1:
                 self._keep(row)
             self._stop(row)
         elif row in self._waiting:

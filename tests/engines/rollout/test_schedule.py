@@ -274,6 +274,12 @@ def test_what_two_versions_have_computed_is_not_kept() -> None:
     assert plan.kept_tokens == 0
 
 
+def test_nothing_is_kept_where_rows_run_one_by_one() -> None:
+    plan = schedule(running=1)
+    finish(plan, row("a", 4, tokens=2, session="s"))
+    assert plan.kept_tokens == 0
+
+
 def test_what_is_kept_of_a_session_can_be_freed() -> None:
     plan = schedule(blocks=4)
     ways: list[Callable[[], object]] = [lambda: plan.forget("s"), lambda: plan.forget_all({"x"})]

@@ -28,9 +28,9 @@ vocabulary of 151,936, in processes of their own: the highest resident size minu
 host between them, and without.
 
 ``checkpoint_pause_share`` is what a checkpoint costs the training thread, over a step without one: the longest
-snapshot, and by how much the slowest step beside the write of shards, model and seal takes longer than the median step,
-both in the thread's own CPU time. ``checkpoint_step`` is the same in wall time, with medians instead of the slowest: it
-needs two cores that nothing else uses. ``checkpoint_snapshot`` is the snapshot alone, beside a copy of as many bytes.
+snapshot in wall time, and the difference between steps beside the write of shards, model and seal and steps without, in
+the thread's own CPU time (medians). ``checkpoint_step`` is the same with both in wall time: it needs two cores that
+nothing else uses. ``checkpoint_snapshot`` is the snapshot alone, beside a copy of as many bytes.
 
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
@@ -565,11 +565,12 @@ def measure_saving(arguments: argparse.Namespace, notes: dict[str, object]) -> l
             copies_s.append(time.perf_counter() - begun)
         engine.close()
     step_s, wall_s = (statistics.median(each) for each in zip(*steps, strict=True))
-    beside_s, beside_wall_s = (list(each) for each in zip(*beside, strict=True))
+    beside_s, beside_wall_s = zip(*beside, strict=True)
     snapshot_s = [each.wall_s for each in snapshots]
     notes["checkpoint"] = f"{sum(each.nbytes for each in shards) / 2**20:.0f} MiB, written in {max(writes_s):.2f} s"
-    pause_s = max(snapshot_s) + max(0.0, max(beside_s) - step_s)
-    wall_pause_s = statistics.median(snapshot_s) + statistics.median(beside_wall_s) - wall_s
+    notes["steps"] = f"without {_seconds(steps)}; beside a write {_seconds(beside)}; snapshots {_seconds(snapshots)}"
+    pause_s = max(snapshot_s) + statistics.median(beside_s) - step_s
+    wall_pause_s = max(snapshot_s) + statistics.median(beside_wall_s) - wall_s
     return [
         _at_most("checkpoint_pause_share", pause_s * 1e3, "ms", step_s * 1e3, 0.05),
         _at_most("checkpoint_step", wall_pause_s * 1e3, "ms", wall_s * 1e3, 0.05),
@@ -577,6 +578,10 @@ def measure_saving(arguments: argparse.Namespace, notes: dict[str, object]) -> l
             "checkpoint_snapshot", statistics.median(snapshot_s) * 1e3, "ms", statistics.median(copies_s) * 1e3, 1.5
         ),
     ]
+
+
+def _seconds(spent: list[Spent]) -> str:
+    return ", ".join(f"{each.cpu_s:.2f} ({each.wall_s:.2f} by the clock)" for each in spent)
 
 
 class Spent(NamedTuple):

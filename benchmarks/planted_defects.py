@@ -121,8 +121,8 @@ DEFECTS = (
     Defect(
         "publication: the weights of the step before",
         WORKERS,
-        "        tensors, adapter = self._published()\n        manifest = None\n",
-        "        tensors, adapter = self._published()\n"
+        "        tensors, adapter = self._published(sharded=self._divided)\n        manifest = None\n",
+        "        tensors, adapter = self._published(sharded=self._divided)\n"
         "        now = [(name, tensor.clone()) for name, tensor in tensors]\n"
         '        tensors, self._before = getattr(self, "_before", now), now\n'
         "        manifest = None\n",

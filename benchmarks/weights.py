@@ -3,6 +3,7 @@
     python benchmarks/weights.py [--json] [--size-mb 540] [--rounds 7]
     python benchmarks/weights.py --deltas [--steps 200] [--lr 1e-6] [--json]
     python benchmarks/weights.py --adapters [--rank 16] [--rounds 7] [--json]
+    python benchmarks/weights.py --collective [--faults 50] [--json]
 
 The tensors have the shapes of a 135 M-parameter model in float32 (540 MB), or as many of them as fit into --size-mb.
 The floor is one memcpy of every tensor into memory that is mapped already. A memcpy into fresh memory is a second
@@ -19,6 +20,13 @@ with the adapters merged in, and apart. ``adapter_bytes`` and ``adapter_time`` a
 the time is from the trainer's tensors to the commit, through shared memory, without the proof. ``adapter_log_probs`` is
 the largest difference of a log-prob between the two engines, which get the same tokens. The adapters lie beside the
 projections of attention; figures that end with ``_all_linear`` are of adapters beside every linear module.
+
+With --collective two trainer ranks (FSDP, processes of their own) publish a model of 135 M parameters in float32, and
+two engine ranks pull the slices that tensor parallelism gives them, through gloo. ``collective_equal`` says whether all
+are bitwise equal to the gathered weights; ``collective_peak_over_shard`` is the largest growth of a rank's resident
+memory over its shard of the version and one bucket (64 MiB), while it publishes and sends, or pulls. After that ranks
+are killed or stopped at random moments of pulls: ``collective_faults_named`` is the share that the others name within
+the deadline of 2 s (and half a second for processes to be scheduled).
 """
 
 from __future__ import annotations
@@ -222,6 +230,29 @@ async def adapters(rank: int, rounds: int) -> list[dict[str, Any]]:
     return figures
 
 
+def collective(faults: int) -> list[dict[str, Any]]:
+    """Figures of slices that go from trainer ranks to engine ranks."""
+    from collective_ranks import named_faults, resharded
+
+    equal, peaks = resharded()
+    found = [("collective_equal", float(equal), "", 1.0), ("collective_peak_over_shard", max(peaks.values()), "", 1.0)]
+    print(f"peaks over shard and bucket: {peaks}", file=sys.stderr)
+    if faults:
+        named, times = named_faults(faults, deadline_s=2.0, grace_s=0.5)
+        print(f"named {named} of {faults}, after {max(times):.2f} s at most", file=sys.stderr)
+        found.append(("collective_faults_named", named / faults, "of faults", 1.0))
+    return [
+        {
+            "name": name,
+            "value": round(value, 4),
+            "unit": unit,
+            "goal": f"at most {goal:g}" if name == "collective_peak_over_shard" else f"{goal:g}",
+            "holds": value <= goal if name == "collective_peak_over_shard" else value == goal,
+        }
+        for name, value, unit, goal in found
+    ]
+
+
 async def prompt_log_probs(engine: Any, seed: int) -> list[float]:
     """Log-probs of fixed tokens by an engine."""
     ids = torch.randint(500, 20_000, (64,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -302,15 +333,20 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--deltas", action="store_true", help="measure differences between versions instead")
     arguments.add_argument("--adapters", action="store_true", help="measure versions that are adapters instead")
+    arguments.add_argument("--collective", action="store_true", help="measure slices from rank to rank instead")
+    arguments.add_argument("--faults", type=int, default=50, help="ranks that are killed or stopped with --collective")
     arguments.add_argument("--rank", type=int, default=16, help="of --adapters (default 16)")
     arguments.add_argument("--steps", type=int, default=200, help="optimizer steps of --deltas")
     arguments.add_argument("--lr", type=float, default=1e-6, help="learning rate of --deltas")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    if options.deltas or options.adapters:
-        found = (
-            deltas(options.steps, options.lr) if options.deltas else asyncio.run(adapters(options.rank, options.rounds))
-        )
+    if options.deltas or options.adapters or options.collective:
+        if options.deltas:
+            found = deltas(options.steps, options.lr)
+        elif options.adapters:
+            found = asyncio.run(adapters(options.rank, options.rounds))
+        else:
+            found = collective(options.faults)
         print(json.dumps({"machine": {"cores": os.cpu_count()}, "figures": found}) if options.json else found)
         return
 

@@ -15,14 +15,18 @@ CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator.toml"
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["disk", "object_store", "collective"])
-def test_a_run_ends_as_any_other(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "backend"), [("disk", "ray"), ("object_store", "ray"), ("collective", "ray"), ("collective", "local")]
+)
+def test_a_run_ends_as_any_other(tmp_path: Path, transport: str, backend: str) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     options = ["--weights.options.directory", str(shared)] if transport == "disk" else []
     short = ["--steps", "3", "--sft.steps", "3", "--sft.warmup-steps", "1", "--eval.tasks", "8"]
     short += ["--model.dtype", "bfloat16", "--trainer.lr", "1e-6"]  # versions are published as what they change
-    if transport == "collective":  # each of two ranks sends its rows to two engines
+    if backend == "local":
+        short += ["--cluster.backend", "local"]
+    elif transport == "collective":  # each of two ranks sends its rows to two engines
         short += ["--trainer.world-size", "2", "--rollout.replicas", "2"]
     command = [sys.executable, "-m", "asyncrl", "train", str(CALCULATOR), *short, "--weights.transport", transport]
     done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=380, check=False)

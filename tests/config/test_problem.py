@@ -44,7 +44,7 @@ def test_the_rule_the_value_and_what_is_allowed(tables, text):
         ({"trainr": {}}, "did you mean trainer?"),
         ({"trainer": {"group_sise": 4}}, "did you mean trainer.group_size?"),
         ({"trainer": {"learning_rate": 4}}, "did you mean trainer.lr?"),
-        ({"lr": 0.1}, "did you mean sft.lr or trainer.lr or critic.lr?"),
+        ({"lr": 0.1}, "did you mean trainer.lr or sft.lr or critic.lr?"),
         ({"trainer": {"temperature": 1}}, "did you mean rollout.temperature?"),
         ({"trainer": {"temprature": 1}}, "did you mean rollout.temperature?"),
         ({"algorithm": {"anchor": "proximall"}}, 'did you mean "proximal"?'),

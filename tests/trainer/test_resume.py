@@ -435,9 +435,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(small_config: MakeConfig, mesh: dic
     assert parts == ["rank-00000.safetensors", "rank-00001.safetensors"]
     before = weights(run, 2)
     same = small_config(steps=2, checkpoint={"every": 1}, eval={"tasks": 0})
-    (
-        run / "summary.json"
-    ).unlink()  # as if killed before its end: step 2 is saved again
+    (run / "summary.json").unlink()  # as if killed before its end: step 2 is saved again
     train(same, resume=run)
     after = weights(run, 2)
     assert [path.name for path in (run / "checkpoints" / "step-000002" / "trainer").glob("rank-*")] == parts[:1]

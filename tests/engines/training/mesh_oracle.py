@@ -41,7 +41,6 @@ from transformers import (
 
 from asyncrl.algorithms import CISPO, GSPO, PPO, SAPO, TOPR, PolicyObjective, ValueObjective
 from asyncrl.data import DataProto
-from engines.training.checkpoint import SavedTensors
 
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig,
@@ -293,6 +292,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    from engines.training.checkpoint import SavedTensors  # here: defects are planted before the engines are imported
+
     saved = SavedTensors(folder)
     return {name: saved.full(spec) for name, spec in saved.specs.items()}
 

@@ -11,6 +11,7 @@ process group of two for this pull alone, whose members find each other through 
       group of two, made anew      ---
       pieces, one after another    <--         copies of them together have at most a bucket
       digest of all pieces         <--
+      it is the same               -->         the transfer is over
 
 Because a group has two members and lives for one pull, an engine rank that dies, stops or joins late concerns no
 other, and a trainer rank waits for none. Every wait of a pull, on both sides, ends with its deadline; the error or
@@ -367,6 +368,7 @@ class _Pull:
                     self._receive_region(group, name, region, answer.piece_bytes, digest)
             if meeting.get("digest") != digest.digest():
                 raise WeightMismatchError(f"version {self.manifest.version} from {address} was damaged on its way")
+            meeting.set("taken", b"")
 
     def _receive_region(
         self, group: Group, name: str, region: Region, piece_bytes: int, digest: xxhash.xxh3_64
@@ -480,6 +482,7 @@ class _Sender:
             finally:
                 self._groups.discard(group)
         meeting.set("digest", sent.digest())
+        meeting.get("taken")
 
     def _pieces(self, parts: Mapping[str, _Part], regions: Sequence[tuple[str, Region]]) -> Iterator[torch.Tensor]:
         """Yield the bytes of each piece, without a copy where they lie together."""

@@ -53,11 +53,12 @@ class Stopped(Exception):
 
 
 def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The run ends by an error when it wants to train this step."""
+    """The run ends by an error when it wants to train this step, once the checkpoints before it are written."""
     update = Driver._update
 
     async def stopping(self: Driver, at: int, groups: Any) -> Any:
         if at == step:
+            await self.checkpoint_written()
             raise Stopped
         return await update(self, at, groups)
 

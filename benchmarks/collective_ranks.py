@@ -325,7 +325,7 @@ def named_by(engine: Rank, rank: str, manifest: str, struck: float) -> float:
 def warned(trainers: list[Rank], taker: str, struck: float, within_s: float) -> float:
     """Return the seconds after which a trainer rank named an engine's process."""
     while time.monotonic() < struck + within_s:
-        if found := [at for each in trainers for at, text in each.warnings if taker in text]:
+        if found := [at for each in trainers for at, text in each.warnings if taker in text and at >= struck]:
             return min(found) - struck
         time.sleep(0.02)
     return math.inf

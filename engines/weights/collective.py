@@ -138,7 +138,9 @@ class _Meeting(Store):
 
 
 _LENGTH = struct.Struct("<I")
-_LONGEST_MESSAGE = 64 << 20
+_LONGEST_MESSAGE = 16 << 20
+_MOST_CONNECTIONS = 1024
+"""Of a trainer rank at a time, strangers' included; each has a thread until its deadline, and further ones are closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +437,9 @@ class _Sender:
                 if self._closed.is_set():
                     return
                 raise
+            if len(self._sending) >= _MOST_CONNECTIONS:
+                connection.close()
+                continue
             thread = threading.Thread(target=self._send, args=(connection,), name="sending weights", daemon=True)
             self._sending[connection] = thread
             thread.start()

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -119,6 +120,25 @@ def test_an_engine_that_stops_taking_is_named_and_others_are_served(
     assert "process 7 of here did not take its part of version 1 within 1 s" in caplog.text
     del group
     connection.close()
+
+
+def test_strangers_get_nothing_and_no_more_than_so_many_threads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_MOST_CONNECTIONS", 2)
+    manifest = make(deadline_s=5.0).publish(a_model().items(), version=1)
+    address = ("127.0.0.1", int(manifest.location.rpartition(":")[2]))
+    order = collective._Order(key="guessed", version=1, digest=manifest.digest, taker="a stranger", regions=[])
+    with socket.create_connection(address) as connection:
+        meeting = collective._Meeting(connection, collective._Deadline(20.0))
+        meeting.set("order", msgspec.msgpack.encode(order))
+        with pytest.raises(ConnectionError):
+            meeting.get("answer")
+    with socket.create_connection(address) as connection:
+        connection.sendall(collective._LENGTH.pack(1 << 31))
+        assert connection.recv(1) == b""
+    connect = partial(socket.create_connection, address)
+    with connect(), connect(), connect() as third:
+        third.settimeout(20.0)
+        assert third.recv(1) == b""
 
 
 def test_what_is_damaged_on_its_way_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

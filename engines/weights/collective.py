@@ -140,7 +140,7 @@ class _Meeting(Store):
 _LENGTH = struct.Struct("<I")
 _LONGEST_MESSAGE = 16 << 20
 _MOST_CONNECTIONS = 1024
-"""Of a trainer rank at a time, strangers' included; each has a thread until its deadline, and further ones are closed."""
+"""Of a trainer rank, strangers' included: each has a thread until its deadline, and further ones are closed."""
 
 
 @dataclass(frozen=True, slots=True)

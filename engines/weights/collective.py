@@ -1,4 +1,4 @@
-"""Weights from trainer ranks to engine ranks through process groups: gloo on CPUs, NCCL on devices.
+"""Weights from trainer ranks to engine ranks through process groups of gloo, by the memory of their hosts.
 
 Every trainer rank keeps its rows of each tensor of a version, as FSDP divides them
 (:func:`engines.weights.resharding.divided`), and listens at an address of its own, which the manifest's location names.
@@ -6,7 +6,7 @@ An engine rank that pulls asks each trainer rank for the slices that it needs of
 process group of two for this pull alone, whose members find each other through the connection of the order:
 
     engine rank                              trainer rank
-      order: version, slices       -->         a thread; the trainer's own work goes on
+      key; order: version, slices  -->         a thread; the trainer's own work goes on
       answer                       <--         what is refused, or the size of pieces
       group of two, made anew      ---
       pieces, one after another    <--         copies of them together have at most a bucket
@@ -14,8 +14,9 @@ process group of two for this pull alone, whose members find each other through 
       it is the same               -->         the transfer is over
 
 Because a group has two members and lives for one pull, an engine rank that dies, stops or joins late concerns no
-other, and a trainer rank waits for none. Every wait of a pull, on both sides, ends with its deadline; the error or
-warning then names the rank that was waited for.
+other, while fewer than eight take their parts from a trainer rank at a time (others wait for a place), and a trainer
+rank waits for none. Every wait of a pull, on both sides, ends with its deadline; the error or warning then names the
+rank that was waited for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -58,7 +59,6 @@ from engines.weights.transport import (
 
 _log = logging.getLogger(__name__)
 
-BackendName: TypeAlias = Literal["gloo", "nccl"]
 Group: TypeAlias = Any  # a backend of torch, whose stubs lack send and recv
 _TRAINER, _ENGINE = 0, 1  # ranks of a group of two
 _AT_ONCE = 8
@@ -68,11 +68,9 @@ _AT_ONCE = 8
 class _Order(msgspec.Struct, frozen=True):
     """What an engine rank asks a trainer rank for: ``regions`` of tensors, by name, of what that rank holds.
 
-    ``key`` is that of the manifest's location: whoever does not have it is not answered. ``digest`` is the manifest's,
-    ``taker`` the process that asks.
+    ``digest`` is the manifest's, ``taker`` the process that asks.
     """
 
-    key: str
     version: int
     digest: bytes
     taker: str
@@ -115,10 +113,11 @@ class _Meeting(Store):
 
     def get(self, key: str) -> bytes:
         while key not in self._held:
-            (length,) = _LENGTH.unpack(self._receive(_LENGTH.size))
+            (length,) = _LENGTH.unpack(_receive(self._connection, _LENGTH.size, self._deadline))
             if length > _LONGEST_MESSAGE:
                 raise ConnectionError(f"a message of {length} bytes is no order for weights")
-            other, value = msgspec.msgpack.decode(self._receive(length), type=tuple[str, bytes])
+            message = _receive(self._connection, length, self._deadline)
+            other, value = msgspec.msgpack.decode(message, type=tuple[str, bytes])
             self._held[other] = value
         return self._held[key]
 
@@ -126,21 +125,25 @@ class _Meeting(Store):
         for key in keys:
             self.get(key)
 
-    def _receive(self, size: int) -> bytes:
-        taken = bytearray()
-        while len(taken) < size:
-            self._connection.settimeout(self._deadline.left.total_seconds())
-            part = self._connection.recv(size - len(taken))
-            if not part:
-                raise ConnectionError("it has closed the connection")
-            taken += part
-        return bytes(taken)
+
+def _receive(connection: socket.socket, size: int, deadline: _Deadline) -> bytes:
+    taken = bytearray()
+    while len(taken) < size:
+        connection.settimeout(deadline.left.total_seconds())
+        part = connection.recv(size - len(taken))
+        if not part:
+            raise ConnectionError("it has closed the connection")
+        taken += part
+    return bytes(taken)
 
 
 _LENGTH = struct.Struct("<I")
 _LONGEST_MESSAGE = 16 << 20
 _MOST_CONNECTIONS = 1024
-"""Of a trainer rank, strangers' included: each has a thread until its deadline, and further ones are closed."""
+"""Of a trainer rank, strangers' included: each has a thread, and further ones are closed."""
+_KEY_S = 10.0
+"""Most seconds until a connection has sent the key; nothing else is read before."""
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +169,6 @@ class CollectiveTransport(VersionedTransport[int]):
             without Ray the loopback address.
         deadline_s: seconds that a pull may take, both ends alike.
         bucket_bytes: memory of a trainer rank for copies of what is being sent.
-        backend: ``gloo``: through the memory of the hosts; ``nccl``: from device to device, where trainer and engine
-            have different ones.
     """
 
     name = "collective"
@@ -183,20 +184,17 @@ class CollectiveTransport(VersionedTransport[int]):
         address: str | None = None,
         deadline_s: float = 120.0,
         bucket_bytes: int = 64 << 20,
-        backend: BackendName = "gloo",
     ) -> None:
         part = rf"{re.escape(namespace)}\.[0-9a-f]{{32}}/[0-9]+@[\w.:-]+:[0-9]+"
         super().__init__(namespace=namespace, max_versions=max_versions, location=f"{part}(?: {part})*")
-        if bucket_bytes < _AT_ONCE * 8 or not deadline_s > 0 or backend not in ("gloo", "nccl"):
+        if bucket_bytes < _AT_ONCE * 8 or not deadline_s > 0:
             raise ValueError(
-                f"bucket_bytes is at least {_AT_ONCE * 8}, deadline_s positive, and backend gloo or nccl; "
-                f"got {bucket_bytes}, {deadline_s} and {backend!r}"
+                f"bucket_bytes is at least {_AT_ONCE * 8}, deadline_s positive; got {bucket_bytes} and {deadline_s}"
             )
         self.rank, self.ranks = rank, ranks
         self._address = address
         self._deadline_s = deadline_s
         self._piece_bytes = bucket_bytes // _AT_ONCE
-        self._backend: BackendName = backend
         self._sender: _Sender | None = None
 
     def pull_regions(self, manifest: WeightManifest, wanted: Mapping[str, Region]) -> dict[str, torch.Tensor]:
@@ -212,9 +210,8 @@ class CollectiveTransport(VersionedTransport[int]):
         self._located(manifest)
         check_layout(manifest)
         entries = {entry.name: entry for entry in manifest.tensors}
-        device = _device(self._backend)
         found = {
-            name: torch.empty([b - a for a, b in region], dtype=DTYPES[entries[name].dtype], device=device)
+            name: torch.empty([b - a for a, b in region], dtype=DTYPES[entries[name].dtype])
             for name, region in wanted.items()
         }
         locations = manifest.location.split(" ")
@@ -231,7 +228,6 @@ class CollectiveTransport(VersionedTransport[int]):
             wanted=wanted,
             found=found,
             deadline=_Deadline(self._deadline_s),
-            backend=self._backend,
         )
         first = secrets.randbelow(len(locations))  # not all engines begin with the same rank
         for rank in (*range(first, len(locations)), *range(first)):
@@ -259,7 +255,7 @@ class CollectiveTransport(VersionedTransport[int]):
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, int]:
         parts: dict[str, _Part] = {}
         entries: list[TensorEntry] = []
-        device, offset = _device(self._backend), HEADER_SIZE_BYTES
+        offset = HEADER_SIZE_BYTES
         for name, tensor in tensors:
             if name in parts:
                 raise WeightError(f"tensor {name} was published twice in one version")
@@ -273,7 +269,7 @@ class CollectiveTransport(VersionedTransport[int]):
                 checksum = 0 if self.rank else xxhash.xxh3_64_intdigest(tensor_bytes(name, tensor))
                 is_scalar_elsewhere = len(place) != tensor.dim()
                 shard = tensor.new_empty(0) if is_scalar_elsewhere else tensor[within(place, whole(tensor.shape))]
-            parts[name] = _Part(torch.empty(shard.shape, dtype=shard.dtype, device=device).copy_(shard), place)
+            parts[name] = _Part(torch.empty(shard.shape, dtype=shard.dtype).copy_(shard), place)
             entry = TensorEntry(
                 name=name,
                 shape=tuple(tensor.shape),
@@ -292,7 +288,6 @@ class CollectiveTransport(VersionedTransport[int]):
                     namespace=self.namespace,
                     deadline_s=self._deadline_s,
                     piece_bytes=self._piece_bytes,
-                    backend=self._backend,
                 )
             except OSError as error:
                 raise WeightError(f"trainer rank {self.rank} cannot listen at {self._address}: {error}") from error
@@ -341,7 +336,6 @@ class _Pull:
     wanted: Mapping[str, Region]
     found: Mapping[str, torch.Tensor]
     deadline: _Deadline
-    backend: BackendName
 
     def receive(self, location: str, regions: list[tuple[str, Region]]) -> None:
         """Receive regions from the trainer rank at a location."""
@@ -349,7 +343,6 @@ class _Pull:
         version, _, address = rest.partition("@")
         host, _, port = address.rpartition(":")
         order = _Order(
-            key=key,
             version=int(version),
             digest=self.manifest.digest,
             taker=f"process {os.getpid()} of {socket.gethostname()}",
@@ -357,6 +350,7 @@ class _Pull:
         )
         left_s = self.deadline.left.total_seconds()
         with socket.create_connection((host, int(port)), timeout=left_s) as connection:
+            connection.sendall(key.encode())
             meeting = _Meeting(connection, self.deadline)
             meeting.set("order", msgspec.msgpack.encode(order))
             answer = msgspec.msgpack.decode(meeting.get("answer"), type=_Answer)
@@ -365,7 +359,7 @@ class _Pull:
                 raise kind(f"version {self.manifest.version} {answer.refusal}")
             digest = xxhash.xxh3_64()
             if regions:
-                group = _group(self.backend, meeting, _ENGINE, connection.getsockname()[0], self.deadline)
+                group = _group(meeting, _ENGINE, connection.getsockname()[0], self.deadline)
                 for name, region in regions:
                     self._receive_region(group, name, region, answer.piece_bytes, digest)
             if meeting.get("digest") != digest.digest():
@@ -381,7 +375,7 @@ class _Pull:
             taken = part if part.is_contiguous() else part.new_empty(part.shape)
             data = taken.reshape(-1).view(torch.uint8)
             group.recv([data], _TRAINER, 0).wait(self.deadline.left)
-            digest.update(data.cpu().numpy().data)
+            digest.update(data.numpy().data)
             if taken is not part:
                 part.copy_(taken)
 
@@ -392,20 +386,16 @@ class _Sender:
     ``versions`` has, for each version that is held, the manifest's digest (nothing but on rank 0) and the parts.
     """
 
-    def __init__(
-        self, address: str, *, namespace: str, deadline_s: float, piece_bytes: int, backend: BackendName
-    ) -> None:
+    def __init__(self, address: str, *, namespace: str, deadline_s: float, piece_bytes: int) -> None:
         self.versions: dict[int, tuple[bytes, Mapping[str, _Part]]] = {}
         self._address, self._deadline_s = address, deadline_s
         self._piece_bytes = piece_bytes
-        self._backend: BackendName = backend
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family)
         self._listening = listening
         self._key = f"{namespace}.{secrets.token_hex(16)}"
         self._places = threading.BoundedSemaphore(_AT_ONCE)
         self._sending: dict[socket.socket, threading.Thread] = {}
-        self._groups: set[Group] = set()
         self._closed = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="orders for weights", daemon=True)
         self._accepting.start()
@@ -414,7 +404,7 @@ class _Sender:
         return f"{self._key}/{version}@{self._address}:{self._listening.getsockname()[1]}"
 
     def close(self) -> None:
-        """End the transfers that run. Idempotent."""
+        """Take no order any more; transfers that run end at the latest at their deadline. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -422,21 +412,21 @@ class _Sender:
         self._listening.shutdown(socket.SHUT_RDWR)  # which ends accept()
         self._accepting.join()
         self._listening.close()
-        for group in tuple(self._groups):
-            group.abort()
+        soon = _Deadline(1.0)
         for connection, thread in tuple(self._sending.items()):
             with contextlib.suppress(OSError):  # closed meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
-            thread.join(timeout=1.0)  # longer only where gloo connects to a process that is stopped
+            thread.join(timeout=soon.left.total_seconds())
 
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
-                if self._closed.is_set():
+            except OSError as error:
+                if self._closed.wait(_PAUSE_S):
                     return
-                raise
+                _log.warning("an order for weights was not taken: %s", error)  # too many open files, for one
+                continue
             if len(self._sending) >= _MOST_CONNECTIONS:
                 connection.close()
                 continue
@@ -448,12 +438,18 @@ class _Sender:
         deadline, order = _Deadline(self._deadline_s), None
         try:
             with connection:
+                key = self._key.encode()
+                given = _receive(connection, len(key), _Deadline(min(_KEY_S, self._deadline_s)))
+                if not secrets.compare_digest(given, key):
+                    return
                 meeting = _Meeting(connection, deadline)
                 order = msgspec.msgpack.decode(meeting.get("order"), type=_Order)
                 threading.current_thread().name = f"weights for {order.taker}"
-                if secrets.compare_digest(order.key.encode(), self._key.encode()):
-                    with self._places:
+                if self._places.acquire(timeout=deadline.left.total_seconds()):
+                    try:
                         self._answer(meeting, order, deadline)
+                    finally:
+                        self._places.release()
         except (RuntimeError, OSError, msgspec.MsgspecError) as error:
             if not self._closed.is_set() and order is not None:
                 _log.warning(
@@ -478,14 +474,10 @@ class _Sender:
             return
         sent = xxhash.xxh3_64()
         if order.regions:
-            group = _group(self._backend, meeting, _TRAINER, self._address, deadline)
-            self._groups.add(group)
-            try:
-                for data in self._pieces(parts, order.regions):
-                    sent.update(data.cpu().numpy().data)
-                    group.send([data], _ENGINE, 0).wait(deadline.left)
-            finally:
-                self._groups.discard(group)
+            group = _group(meeting, _TRAINER, self._address, deadline)
+            for data in self._pieces(parts, order.regions):
+                sent.update(data.numpy().data)
+                group.send([data], _ENGINE, 0).wait(deadline.left)
         meeting.set("digest", sent.digest())
         meeting.get("taken")
 
@@ -501,23 +493,18 @@ def _holds(parts: Mapping[str, _Part], name: str, region: Region) -> bool:
     return name in parts and common(parts[name].place, region) == region
 
 
-def _group(backend: BackendName, store: Store, rank: int, address: str, deadline: _Deadline) -> Group:
+def _group(store: Store, rank: int, address: str, deadline: _Deadline) -> Group:
     """Make a process group of two beside the process's own; it is gone with its last reference."""
-    if backend == "nccl":
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = deadline.left  # noqa: SLF001
-        return nccl(store, rank, 2, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  torch has no public way to choose the address
     options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
-    options._timeout = deadline.left  # noqa: SLF001
+    # Gloo waits five times as long for the first connection, and for ever with 0 ms.
+    options._timeout = max(deadline.left / 5, timedelta(milliseconds=1))  # noqa: SLF001
     options._threads = 1  # noqa: SLF001
-    return gloo(store, rank, 2, options)
-
-
-def _device(backend: BackendName) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    try:
+        return gloo(store, rank, 2, options)
+    finally:
+        del options  # its device would call a connection that is gone, while an error keeps this frame
 
 
 def _address() -> str:

@@ -125,12 +125,12 @@ class DurableFiles:
         Files in ``known`` are not read again: they have been written through this class, on any machine.
 
         Raises:
-            CheckpointError: one of them is not there.
+            CheckpointError: one of them is not there, or has another size.
         """
         entries = _entries(folder, known=known)
-        if missing := sorted((known or {}).keys() - entries.keys()):
+        if other := sorted(name for name, entry in (known or {}).items() if entries.get(name) != entry):
             raise CheckpointError(
-                f"{folder} has no {missing[0]}, which was written to it elsewhere: all ranks need one file system"
+                f"{folder} has no {other[0]} as it was written to it elsewhere: all ranks need one file system"
             )
         self.sync_tree(folder)
         self.write(folder / MANIFEST, _encode(entries))

@@ -30,6 +30,7 @@ import msgspec
 from asyncrl.errors import CheckpointError, RankErrors, WorkerError
 from asyncrl.io import DurableFiles, FileEntry, is_sealed, partial_name, read_sealed, verify_folder
 from asyncrl.ledger import LedgerPosition
+from asyncrl.runtime import shield_until_done
 from asyncrl.trainer.workers import EngineGroup
 
 MAX_SHARE = 0.02
@@ -131,7 +132,7 @@ class Checkpoints:
         """
         final = self._folder / f"step-{step:06d}"
         groups = {"trainer": trainer, **({"critic": critic} if critic is not None else {})}
-        partial = await asyncio.to_thread(self._begin, final, list(groups))
+        partial = await shield_until_done(asyncio.to_thread(self._begin, final, list(groups)))
         for name, group in groups.items():
             await group.snapshot(partial / name, partial / "model" if name == "trainer" else None)
         return functools.partial(self._write, groups, partial, final, msgspec.json.encode(state))
@@ -142,7 +143,7 @@ class Checkpoints:
             parts = await group.write_snapshot(partial / name)
             written[name] = {file: entry for part in parts for file, entry in part.items()}
         await groups["trainer"].export_snapshot(partial / "trainer", partial / "model")
-        await asyncio.to_thread(self._finish, partial, final, state, written)
+        await shield_until_done(asyncio.to_thread(self._finish, partial, final, state, written))
         return final
 
     def _begin(self, final: Path, parts: Sequence[str]) -> Path:
@@ -161,9 +162,12 @@ class Checkpoints:
         known = {f"{part}/{file}": entry for part, entries in written.items() for file, entry in entries.items()}
         self._files.seal(partial, known=known)
         self._files.replace(partial, final)
-        for leftover in (*self.all()[: -self._keep], *sorted(self._folder.glob(".step-*"))):
-            if leftover != self._in_use:
-                self._files.remove(leftover)
+        try:
+            for leftover in (*self.all()[: -self._keep], *sorted(self._folder.glob(".step-*"))):
+                if leftover != self._in_use:
+                    self._files.remove(leftover)
+        except OSError as error:  # the next checkpoint tries again
+            _log.warning("what %s replaces could not be removed: %s", final, error)
 
     def rewind(self, step: int) -> None:
         """Discard the checkpoints after ``step``; the next complete checkpoint removes their files."""

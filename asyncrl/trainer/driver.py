@@ -121,6 +121,8 @@ class Driver:
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _failures_in_a_row: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
+    write_cut_off: bool = False
+    """Whether a checkpoint is being written still, which an interrupted run has waited for long enough."""
     _writing: asyncio.Task[None] | None = None
     _rebase: bool = False
     _book: GroupBook = field(init=False)
@@ -418,6 +420,8 @@ class Driver:
                 await shield_until_done(running, on_cancel=lambda: loop.call_later(MOST_PATIENCE_S, running.cancel))
         except NOT_WRITTEN as error:
             self._unsaved(step, error)
+        finally:
+            self.write_cut_off = running.cancelled()
 
     def _unsaved(self, step: int, error: Exception) -> None:
         self.observer.unsaved(step, f"{type(error).__name__}: {error}")

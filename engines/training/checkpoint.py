@@ -507,8 +507,12 @@ class SavedTensors:
         for name, spec in expected.items():
             if (saved := self.specs[name]) != spec:
                 raise CheckpointError(f"{other}: {name} is {saved.dtype} {saved.shape}, here {spec.dtype} {spec.shape}")
-            if sum(torch.Size(piece.sizes).numel() for piece in self._pieces[name]) != torch.Size(spec.shape).numel():
-                raise CheckpointError(f"{self._folder} is damaged: a part of {name} is missing")
+            self._check_parts(spec)
+
+    def _check_parts(self, spec: TensorSpec) -> None:
+        there = sum(torch.Size(piece.sizes).numel() for piece in self._pieces.get(spec.name, ()))
+        if there != torch.Size(spec.shape).numel():
+            raise CheckpointError(f"{self._folder} is damaged: a part of {spec.name} is missing")
 
     def read(self, targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
         """Copy parts of tensors into ``targets``: (memory to fill, where it lies in the whole) by name."""
@@ -522,7 +526,8 @@ class SavedTensors:
                 read_parts(path, parts)
 
     def full(self, spec: TensorSpec) -> Tensor:
-        """Return a whole tensor, in the host's memory."""
+        """Return a whole tensor, in the host's memory; raise a CheckpointError if a part of it is missing."""
+        self._check_parts(spec)
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         self.read({spec.name: (tensor, tuple(slice(0, size) for size in spec.shape))})
         return tensor

@@ -27,10 +27,8 @@ import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import cast
 
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, Message, RolloutEngine, SessionEngine
 
@@ -75,6 +73,10 @@ class Past:
     @property
     def smallest(self) -> float:
         return self._sorted[0] if self._sorted else math.inf
+
+    @property
+    def median(self) -> float:
+        return self._sorted[len(self._sorted) // 2] if self._sorted else math.inf
 
 
 class ThinkTimes:
@@ -158,6 +160,9 @@ class _Session:
 class SessionAdmission:
     """The state machine for a cache of ``capacity_tokens``.
 
+    ``shares_prefixes`` says whether the engine may have read a part of a prompt for another session: then the quickest
+    reading says little of the others.
+
     Events: :meth:`begin_turn`, :meth:`end_turn`, :meth:`leave`, :meth:`tick`, :meth:`observe_reading`.
 
     >>> admission = SessionAdmission(capacity_tokens=100)
@@ -171,8 +176,9 @@ class SessionAdmission:
     Decision(granted=('b',), dropped=('a',))
     """
 
-    def __init__(self, *, capacity_tokens: float) -> None:
+    def __init__(self, *, capacity_tokens: float, shares_prefixes: bool = False) -> None:
         self._capacity_tokens = capacity_tokens
+        self._shares_prefixes = shares_prefixes
         self._sessions: dict[str, _Session] = {}  # in the order in which they entered
         self._entered = 0
         self._returned = False
@@ -239,14 +245,18 @@ class SessionAdmission:
         return min((at_s for at_s in due if at_s > now_s), default=math.inf)
 
     def observe_reading(self, tokens: int, seconds: float) -> None:
-        """Note that ``tokens`` of a prompt were read within ``seconds``; the quickest counts, as the others waited."""
+        """Note that ``tokens`` of a prompt were read within ``seconds``.
+
+        The quickest counts, as the others waited; of an engine that shares prefixes the median.
+        """
         self._reading.observe(seconds / max(tokens, 1))
 
     # -------------------------------------------------------------------------------------------------- decisions
 
     def _worth_s(self) -> float:
         """Return the longest run of a tool that is worth keeping a part for, if another session waits."""
-        return self._reading.smallest * self._capacity_tokens
+        reading_s = self._reading.median if self._shares_prefixes else self._reading.smallest
+        return reading_s * self._capacity_tokens
 
     def _peak(self, sessions: Iterable[_Session]) -> float:
         def growth(tokens: int) -> float:
@@ -314,7 +324,9 @@ class SessionCache:
     def __init__(self, engine: RolloutEngine, *, capacity_tokens: int) -> None:
         self._engine = engine
         self._forget = engine.forget_session if isinstance(engine, SessionEngine) else None
-        self._admission = SessionAdmission(capacity_tokens=capacity_tokens or math.inf)
+        self._admission = SessionAdmission(
+            capacity_tokens=capacity_tokens or math.inf, shares_prefixes=self._forget is None
+        )
         self._holds: dict[str, asyncio.Event] = {}
         self._cached: dict[str, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -332,14 +344,17 @@ class SessionCache:
         try:
             await holds.wait()
             begun_s, unread = now_s(), tokens - self._cached.get(name, 0)
-            stream = cast("AsyncGenerator[GenerationChunk, None]", self._engine.generate(request))
-            async with aclosing(stream) as chunks:
-                async for chunk in chunks:
+            stream = self._engine.generate(request)
+            try:
+                async for chunk in stream:
                     if unread > 0 and chunk.token_ids:
                         self._admission.observe_reading(unread, now_s() - begun_s)
                         unread = 0
                     tokens += len(chunk.token_ids)
                     yield chunk
+            finally:
+                if isinstance(stream, AsyncGenerator):  # an AsyncIterator need not be one
+                    await stream.aclose()
         finally:
             if name in self._holds:  # it has not left
                 self._cached[name] = tokens

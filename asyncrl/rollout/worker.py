@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,14 @@ class AgentEngine:
     In ``times`` each is an episode of its own, beside that of the agent, which is in its environment all the time.
     """
 
-    def __init__(self, engine: MeteredEngine, times: EpisodeTimes, *, session: str) -> None:
+    def __init__(self, engine: MeteredEngine, times: EpisodeTimes) -> None:
         self._engine = engine
         self._times = times
-        self._session = session
         self.tokens = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         with self._times.episode():
-            async with aclosing(self._engine.generate(replace(request, session=self._session))) as chunks:
+            async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     self.tokens += len(chunk.token_ids)
                     yield chunk
@@ -275,6 +275,7 @@ class RolloutWorker(Worker):
         self._turns = TurnFeed(gather_s=spec.gather_s)
         self._engine: RolloutEngine | None = None
         self._sessions: SessionCache | None = None
+        self._episodes = count()
         self._manifest: WeightManifest | None = None
         self._proving = asyncio.Lock()
         self._unproven: LiveWeightsError | None = None
@@ -421,11 +422,11 @@ class RolloutWorker(Worker):
                 continuation.restarted("the environment cannot be shown its turns again")
                 recorded, trial = (), 0
             turns.begin(trial=trial)
-            session = f"{name}-{trial}"
+            session = f"{next(self._episodes)}"  # its own: an earlier attempt may not have left yet
             try:
                 if isinstance(environment, AgentEnvironment):
                     return await self._agent_episode(
-                        environment, engine, account, task, sampling, session, derive_seed(seed, trial)
+                        environment, engine, account, task, sampling, f"{name}-{trial}", derive_seed(seed, trial)
                     )
                 with self._times.episode():
                     trajectory = await run_episode(
@@ -438,7 +439,8 @@ class RolloutWorker(Worker):
                         max_seq_len=limits.max_seq_len,
                         deadline_s=limits.deadline_s,
                         latency_s=limits.latency_s,
-                        request_prefix=session,
+                        request_prefix=f"{name}-{trial}",
+                        session=session,
                         seed=derive_seed(seed, trial),
                         times=self._times,
                         turns=turns,
@@ -475,7 +477,7 @@ class RolloutWorker(Worker):
     ) -> Trajectory:
         """Run an agent; tokens of turns that it gave up are wasted."""
         assert self._renderer is not None
-        limits, counted = self._spec.limits, AgentEngine(engine, self._times, session=request_prefix)
+        limits, counted = self._spec.limits, AgentEngine(engine, self._times)
         policy = EpisodePolicy(
             engine=counted,
             renderer=self._renderer,

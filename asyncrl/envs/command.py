@@ -166,6 +166,9 @@ class _Machine:
     async def prepare(self, factory: CommandFactory) -> None:
         await asyncio.to_thread(self._make_folders, factory.copy)
 
+    async def prepare_judging(self, factory: CommandFactory) -> None:
+        """Do nothing: files of this machine are where they are."""
+
     async def write(self, name: str, text: str) -> None:
         await asyncio.to_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
 
@@ -212,11 +215,18 @@ class _Sandboxed:
         self._sandbox = sandbox
 
     async def prepare(self, factory: CommandFactory) -> None:
-        archive = await asyncio.to_thread(_archive, factory.copy, factory.files)
         try:
-            await self._sandbox.restore(archive)
+            await self._sandbox.restore(await asyncio.to_thread(_archive, factory.copy, factory.files))
         except OSError as error:
             raise SandboxError(f"the agent's files cannot be written: {error}") from error
+
+    async def prepare_judging(self, factory: CommandFactory) -> None:
+        """Write what the agent must not have touched."""
+        if factory.judging_files:
+            try:
+                await self._sandbox.restore(await asyncio.to_thread(_archive, None, factory.judging_files))
+            except OSError as error:
+                raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
 
     async def write(self, name: str, text: str) -> None:
         try:
@@ -349,6 +359,7 @@ class CommandEnvironment:
             said = turns[-1]["message"].get("content") or ""
             step = await self._judge.step({"role": "assistant", "content": said})
             return _Earned(float(step.reward), info=dict(step.info))
+        await place.prepare_judging(factory)
         await place.write("turns.json", json.dumps(turns))
         command = [filled(part, names) for part in factory.judging_command]
         env = {**env, "ASYNCRL_TURNS_FILE": f"{place.folder}/turns.json"}
@@ -517,6 +528,7 @@ class CommandFactory:
             raise ConfigError(f"copy = {copy!r}: no such folder", path=f"{_KEY}.copy", remedy="check the path")
         self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
         self.files: dict[str, Path] = {}
+        self.judging_files: dict[str, Path] = {}
         self.copy = Path(copy).absolute() if copy is not None else None
         self.enforce_forms = enforce_forms
         self.limits = _Limits(deadline_s=deadline_s, output_bytes=output_bytes)
@@ -530,6 +542,9 @@ class CommandFactory:
             raise ConfigError("the reward comes from one of several", path=f"{_KEY}.reward", remedy=remedy)
         self.judged_by: Literal["rule", "exit_status", "test_command", "score_command"] = "rule"
         self.judging_command = list(test_command or score_command)
+        if self._sandbox is not None:
+            self._carry(self.command, self.files, "program")
+            self._carry(self.judging_command, self.judging_files, "judge")
         if chosen:
             self.judged_by = chosen[0]  # type: ignore[assignment]
             options |= {"reward": "none"} if tasks == "dataset" else {}
@@ -589,17 +604,19 @@ class CommandFactory:
         path, own = f"{_KEY}.sandbox", dict(given)
         require = bool(own.pop("require_isolation", False))
         try:
-            limits = SandboxLimits(**{**_SANDBOX, **own})
+            limits = SandboxLimits(**{**_SANDBOX, "deadline_s": self.limits.deadline_s, **own})
         except TypeError as error:
             remedy = "fields of SandboxLimits, or require_isolation"
             raise ConfigError(str(error), path=path, remedy=remedy) from error
         if limits.network:
             raise ConfigError("a sandbox has no network but its session", path=f"{path}.network", remedy="false")
+        return limits, NamespacesBackend(require_isolation=require, loopback=True)
+
+    def _carry(self, command: list[str], files: dict[str, Path], folder: str) -> None:
+        """Note the files of a command that a sandbox does not show, and name them as they will lie in it."""
         visible = [Path(each) for each in visible_paths()]
-        for number, part in enumerate(self.command):
-            found = shutil.which(part) if number == 0 else part
-            if found is None or not Path(found).is_file() or any(map(Path(found).is_relative_to, visible)):
-                continue
-            name = f"program/{number}/{Path(found).name}"
-            self.files[name], self.command[number] = Path(found), f"{{files}}/{name}"
-        return limits, NamespacesBackend(require_isolation=require)
+        for number, part in enumerate(command):
+            found = Path((shutil.which(part) or "") if number == 0 and "/" not in part else part)
+            if found.is_absolute() and found.is_file() and not any(map(found.is_relative_to, visible)):
+                name = f"{folder}/{number}/{found.name}"
+                files[name], command[number] = found.resolve(), f"{{files}}/{name}"

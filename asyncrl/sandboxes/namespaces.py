@@ -37,16 +37,18 @@ class NamespacesBackend:
 
     Args:
         require_isolation: whether to refuse a machine that does not allow all kinds of isolation.
+        loopback: whether programs have a loopback interface, of their sandbox's own.
     """
 
-    def __init__(self, *, require_isolation: bool = False) -> None:
+    def __init__(self, *, require_isolation: bool = False, loopback: bool = False) -> None:
         self._require_isolation = require_isolation
+        self._loopback = loopback
 
     async def create(self, limits: SandboxLimits) -> NamespacesSandbox:
         if limits.network:
             remedy = "the backend container, or network = false"
             raise ConfigError("namespaces has no network", path="network", remedy=remedy)
-        sandbox = await NamespacesSandbox.start(limits)
+        sandbox = await NamespacesSandbox.start(limits, loopback=self._loopback)
         if self._require_isolation and sandbox.isolation.missing:
             await sandbox.destroy()
             raise SandboxError(
@@ -79,9 +81,9 @@ class NamespacesSandbox(Sandbox):
         """Descriptor of the first process of its tree, readable once all processes have ended."""
 
     @classmethod
-    async def start(cls, limits: SandboxLimits) -> NamespacesSandbox:
+    async def start(cls, limits: SandboxLimits, *, loopback: bool = False) -> NamespacesSandbox:
         """Start a sandbox; raise SandboxError if it cannot be."""
-        starting = asyncio.ensure_future(cls._start(limits))
+        starting = asyncio.ensure_future(cls._start(limits, loopback=loopback))
         try:
             return await shield_until_done(starting)
         except asyncio.CancelledError:
@@ -90,7 +92,7 @@ class NamespacesSandbox(Sandbox):
             raise
 
     @classmethod
-    async def _start(cls, limits: SandboxLimits) -> NamespacesSandbox:
+    async def _start(cls, limits: SandboxLimits, *, loopback: bool) -> NamespacesSandbox:
         try:
             folder = await asyncio.to_thread(LockedTemporaryDirectory, "sandbox")
         except OSError as error:
@@ -98,7 +100,7 @@ class NamespacesSandbox(Sandbox):
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
         names = ("memory_bytes", "file_bytes", "files", "children")
-        spec: dict[str, Any] = {"folder": str(folder.path), "visible": visible_paths()}
+        spec: dict[str, Any] = {"folder": str(folder.path), "visible": visible_paths(), "loopback": loopback}
         spec |= {name: asdict(limits)[name] for name in names}
         command = [sys.executable, "-I", "-S", str(_PROGRAM), json.dumps(spec), str(theirs.fileno())]
         nothing = asyncio.subprocess.DEVNULL

@@ -5,7 +5,7 @@ client orders. Each has limits, has given up all privileges, and ends with every
 imports only the standard library, because it starts for every sandbox.
 
     user          a user without privileges, 65534 where root starts it
-    network       a network with a loopback interface of its own alone, and no abstract sockets
+    network       a network without any interface (or with a loopback interface of its own), and no abstract sockets
     processes     a separate process tree: all of it dies with this process, whatever its sessions and groups
     files         a file system of its own: the interpreter and the system's libraries, read-only, and a small one in
                   memory at ``/sandbox``, which is also ``/tmp``
@@ -13,7 +13,8 @@ imports only the standard library, because it starts for every sandbox.
                   families of sockets other than Unix and IP
 
 SPEC is JSON: ``{"folder": ..., "visible": [PATH, ...], "memory_bytes": ..., "file_bytes": ..., "files": ...,
-"children": ...}``. On the socket FD (SOCK_SEQPACKET) each message is JSON:
+"children": ..., "loopback": whether there is such an interface}``. On the socket FD (SOCK_SEQPACKET) each message is
+JSON:
 
     client                                            program
                                                   <-  {"isolation", "folder", "first": id of the tree's first}, once
@@ -97,7 +98,7 @@ def main() -> None:
     own_mounts = False
     if user is not None:
         had["network"] = _unshare(_CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS)
-        if had["network"]:
+        if had["network"] and spec["loopback"]:
             _begin_loopback()
         own_mounts = _unshare(_CLONE_NEWNS)
         had["processes"] = _unshare(_CLONE_NEWPID)
@@ -153,7 +154,9 @@ class _Server:
                 self._too_much = True
                 self._kill(wait=False)
             if self._control.fileno() in happened:
-                message, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_MESSAGE, _MOST_DESCRIPTORS)
+                message, descriptors, _, _ = socket.recv_fds(
+                    self._control, _LARGEST_MESSAGE, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
                 if not message:
                     break
                 self._do(json.loads(message), descriptors)
@@ -367,7 +370,8 @@ def _own_root(spec: dict[str, object], user: int | None, *, with_proc: bool) -> 
 
 
 def _mount_folder(path: str, size_bytes: int, user: int | None) -> None:
-    options = f"size={size_bytes},nr_inodes=4096,mode=0777,uid={user or 0}"
+    files = max(4096, size_bytes >> 12)
+    options = f"size={size_bytes},nr_inodes={files},mode=0777,uid={user or 0}"
     _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 

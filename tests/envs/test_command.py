@@ -191,6 +191,11 @@ async def test_limits_and_judges_of_a_sandbox(play: Callable[..., Any], tmp_path
     test = ["grep", "-q", "42", "given.txt", "answer.txt"]
     (tested,), _ = await play(factory_of("well", test_command=test, copy=str(tmp_path), sandbox={}))
     assert tested.reward == 1.0
+    (tmp_path / "judge.py").write_text("print(open('answer.txt').read() == open('given.txt').read() or 0.5)")
+    (tmp_path / "link.py").symlink_to(tmp_path / "judge.py")
+    score = [sys.executable, "-I", str(tmp_path / "link.py")]  # which the sandbox does not show
+    (scored,), _ = await play(factory_of("well", score_command=score, copy=str(tmp_path), sandbox={}))
+    assert scored.reward == 0.5
     with pytest.raises(EnvironmentDeadlineError, match="deadline_s = 1"):
         await play(factory_of("hangs", sandbox={}, deadline_s=1.0))
     with pytest.raises(EnvironmentFailure, match="output_bytes = 4000"):

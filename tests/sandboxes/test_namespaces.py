@@ -213,7 +213,7 @@ def test_no_program_leaves_the_sandbox_of_an_ordinary_user():
         os.chown(folder / "work", 1000, 1000)
         values = {"file": folder / "ours", "socket": "/s", "abstract": "none", "port": 1, "pid": os.getpid()}
         values["home"] = folder
-        spec = {"memory_bytes": 1 << 30, "file_bytes": 16 << 20, "files": 64, "children": 32}
+        spec = {"memory_bytes": 1 << 30, "file_bytes": 16 << 20, "files": 64, "children": 32, "loopback": False}
         spec |= {"folder": str(folder / "work"), "visible": ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"]}
         left = []
         for name in sorted(set(ESCAPES) - {"a fork bomb", "memory of many processes"}):

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
+from asyncrl.algorithms.credit import earned_by
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.interfaces import GroupSummary
 from buffers.group_ids import GroupIdHeap, GroupIdSet
@@ -161,6 +162,8 @@ class OverQuota:
 class ZeroVariance:
     """Refuses groups whose rewards are all equal, because every advantage would be 0 (arXiv:2503.14476).
 
+    Of rows that are trees the rewards of all branches are compared.
+
     After ``limit`` refused groups in a row it fails: these tasks teach nothing, and replacing them would never end.
     """
 
@@ -171,7 +174,15 @@ class ZeroVariance:
         self._in_a_row = 0
 
     def __call__(self, summary: GroupSummary) -> str | None:
-        if max(summary.rewards) > min(summary.rewards):
+        rewards = summary.rewards
+        if summary.turn_parents:
+            rows = zip(rewards, summary.turn_rewards, summary.turn_parents, strict=True)
+            rewards = tuple(
+                branch.reward
+                for reward, turns, parents in rows
+                for branch in earned_by("branch", reward=reward, turn_rewards=turns, parents=parents)
+            )
+        if max(rewards) > min(rewards):
             self._in_a_row = 0
             return None
         self._in_a_row += 1

@@ -107,6 +107,7 @@ async def run_episode(
     times: EpisodeTimes | None = None,
     turns: TurnRecorder | None = None,
     recorded: Sequence[TurnRecord] = (),
+    session: str = "",
     on_reply: Callable[[Message], None] | None = None,
 ) -> Trajectory:
     """Play ``task`` to its end; the environment, used for this episode only, is closed whatever happens.
@@ -116,7 +117,7 @@ async def run_episode(
 
     The renderer's end-of-turn token is added to the stop tokens. The seed of each turn is derived from ``seed`` and the
     turn's number, ``max_new_tokens`` is cut to what ``max_seq_len`` leaves, and turn n is the engine's request
-    ``{request_prefix}-{n}`` of the session ``request_prefix``. ``on_reply`` is called with each reply before the
+    ``{request_prefix}-{n}`` of ``session``. ``on_reply`` is called with each reply before the
     environment gets it. ``turns`` records every sampled turn. The episode begins with the ``recorded`` turns
     instead of sampling them; they are passed to the environment anew. ``times`` counts the time in the environment.
 
@@ -146,7 +147,7 @@ async def run_episode(
                 request_id=f"{request_prefix}-{number}",
                 prompt_token_ids=tuple(episode.token_ids),
                 sampling=limited,
-                session=request_prefix,
+                session=session,
             )
             if number < len(recorded):
                 generation = _recorded(recorded[number], context=episode.last_context, limit=limited.max_new_tokens)
@@ -224,15 +225,22 @@ class Players:
         self._episode = _Episode(task)
         self._conversations: dict[int, _Conversation] = {}
         self._reason: EpisodeEnd = "done"
+        self._asking = asyncio.Lock()
 
     async def ask(self, player: int, messages: Sequence[Message]) -> Message | None:
         """Return the policy's reply to a player's new messages; None where a limit ends the episode.
 
+        Players that are asked at once reply one after the other, in the order of the calls.
+
         Raises:
             EnvironmentFailure: the chat template cannot render the messages.
-            InvalidDataError: a player's first messages alone fill ``max_seq_len``.
+            InvalidDataError: the first messages of all fill ``max_seq_len``.
             RequestAbortedError: the engine aborted the turn.
         """
+        async with self._asking:
+            return await self._ask(player, messages)
+
+    async def _ask(self, player: int, messages: Sequence[Message]) -> Message | None:
         policy, number = self._policy, self._episode.turns
         conversation = self._conversations.setdefault(player, _Conversation())
         with _using(messages, what="agent"):
@@ -241,7 +249,7 @@ class Players:
             else:
                 context = policy.renderer.prompt(messages)
         room = policy.max_seq_len - len(conversation.token_ids) - len(context)
-        if not conversation.messages:
+        if number == 0:  # later ones may have what the policy has said
             _check_prompt(context, policy.max_seq_len)
         if number == policy.max_turns or room <= 0:
             self._reason = "max_turns" if number == policy.max_turns else "max_seq_len"
@@ -268,7 +276,7 @@ class Players:
         """Return the episode as a tree. The last turn of each player earns the player's reward; without turns, none."""
         for player, conversation in self._conversations.items():
             if conversation.turn >= 0:
-                self._episode.reward_turn(conversation.turn, rewards.get(player, 0.0))
+                self._episode.reward_turn(conversation.turn, float(rewards.get(player, 0.0)))
         return dataclasses.replace(self._episode.trajectory(self._reason), info=info)
 
 

@@ -265,6 +265,9 @@ def _check_tasks(config: Config, environments: EnvironmentFactory) -> None:
     if config.steps and config.algorithm.credit != credit:
         remedy = f'set algorithm.credit = "{credit}", or train one player only'
         _refuse("algorithm.credit", f' must be "{credit}": each player of an episode has its own reward', remedy)
+    if config.steps and hasattr(made, "credit") and config.reward.source != "environment":
+        what = f" = {config.reward.source!r} gives one reward to all players of an episode"
+        _refuse("reward.source", what, 'use "environment"')
     methods = ("close",) if hasattr(made, "run_agent") else ("reset", "step", "close")
     if lacks := [name for name in methods if not callable(getattr(made, name, None))]:
         remedy = "see asyncrl.interfaces.Environment"

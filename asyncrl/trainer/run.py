@@ -70,7 +70,7 @@ from asyncrl.weights import WeightManifest, joined
 
 _log = logging.getLogger(__name__)
 
-_FIXED = {
+_FIXED = {"algorithm.credit"} | {
     f"trainer.{key}"
     for key in "engine options world_size mesh num_cpus num_gpus groups_per_step group_size lora".split()  # noqa: SIM905
 }
@@ -498,9 +498,12 @@ class TrainingRun:
     async def _save_interrupted(self, driver: Driver) -> None:
         """Save the last step that is done, if a checkpoint takes little time and there is none of it."""
         step = driver.whole_step
-        if step is None or self._config.checkpoint.every == 0 or self._save_s > MOST_PATIENCE_S:
+        if step is None or self._config.checkpoint.every == 0:
             return
         if step > max((step_of(path) for path in self._checkpoints.all()), default=0):
+            if driver.write_cut_off or self._save_s > MOST_PATIENCE_S:
+                self._progress.note(f"interrupted: step {step} is not saved, since that takes too long")
+                return
             self._progress.note(f"interrupted: saving step {step}")
             try:
                 async with asyncio.timeout(2 * MOST_PATIENCE_S):
@@ -517,10 +520,12 @@ class TrainingRun:
         state = driver_state(driver, balance, step=step, history=self._recorder.history, position=position)
         async with self._devices.trainer_turn():
             write = await self._checkpoints.take(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
+        take_s = time.monotonic() - begun_s
 
         async def written() -> None:
+            begun_s = time.monotonic()  # it may have waited for its version to serve
             await write()
-            self._save_s = time.monotonic() - begun_s
+            self._save_s = take_s + time.monotonic() - begun_s
 
         return written
 

@@ -26,7 +26,7 @@ from asyncrl.interfaces import Environment, Message, SamplingParams, Step, Task,
 from asyncrl.rollout.branches import unfold
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import Diverged, EpisodePolicy, Players, run_episode
-from asyncrl.rollout.trajectory import Trajectory, trajectories_to_batch
+from asyncrl.rollout.trajectory import Trajectory, encode_rows, trajectories_to_batch
 from asyncrl.rollout.turns import TurnFeed, TurnRecorder, decode_turns
 from asyncrl.testing import EchoEnvironment, ScriptedEngine
 
@@ -509,6 +509,25 @@ async def test_each_player_is_a_branch_with_what_it_has_seen_and_its_own_reward(
         assert reward == {0: 1.0, 1: -1.5, 2: 0.25}[player]
     assert trajectory.sampled_tokens == sum(values_of(batch.batch["loss_mask"]).tolist())
     assert [request.request_id for request in engine.requests] == [f"row-{number}" for number in range(len(asked))]
+
+
+async def test_players_that_are_asked_at_once_reply_one_after_the_other(scratch: ChatRenderer) -> None:
+    engine = engine_answering(scratch)
+    await engine.start()
+    players = players_of(engine, scratch)
+    await asyncio.gather(*(players.ask(player, [{"role": "user", "content": "go"}]) for player in (0, 1)))
+    trajectory = players.trajectory({0: np.float32(1.0), 1: np.float32(-1.0)}, {})
+    assert [(turn.parent, turn.reward) for turn in trajectory.turns] == [(-1, 1.0), (-1, -1.0)]
+    encode_rows([trajectory])
+
+
+async def test_what_a_player_is_told_may_be_too_long_because_of_what_another_has_said(scratch: ChatRenderer) -> None:
+    engine = engine_answering(scratch)
+    await engine.start()
+    players = players_of(engine, scratch)
+    assert await players.ask(0, [{"role": "user", "content": "go"}])
+    assert await players.ask(1, [{"role": "user", "content": 200 * "1"}]) is None
+    assert players.trajectory({}, {}).finish_reason == "max_seq_len"
 
 
 async def test_limits_end_a_game_of_players(scratch: ChatRenderer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_a_file_that_was_not_sealed_is_refused(tmp_path: Path) -> None:
         verify_folder(folder)
     with pytest.raises(CheckpointError, match="other is damaged"):
         read_sealed(folder, "other")
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b"1"), lambda file: file.unlink()])
+def test_a_file_that_is_not_as_it_was_written_elsewhere_is_not_sealed(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    files = DurableFiles()
+    known = {name: files.write(tmp_path / name, b"12345") for name in ("first", "second")}
+    damage(tmp_path / "second")
+    with pytest.raises(CheckpointError, match="has no second as it was written"):
+        files.seal(tmp_path, known=known)
 
 
 def test_every_change_of_the_manifest_is_noticed(tmp_path: Path) -> None:

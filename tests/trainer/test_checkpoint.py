@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import CheckpointError
-from asyncrl.io import is_sealed, verify_folder
+from asyncrl.io import DurableFiles, FileEntry, is_sealed, verify_folder
 from asyncrl.trainer.checkpoint import (
     MAX_SHARE,
     MIN_INTERVAL_S,
@@ -152,6 +155,27 @@ async def test_a_checkpoint_that_failed_half_way_does_not_count(tmp_path: Path):
     trainer.fails = False
     await checkpoints.save(trainer, state(2), step=2)
     assert checkpoints.latest().name == "step-000002"
+
+
+async def test_a_write_that_is_cancelled_while_it_is_sealed_ends_first(tmp_path: Path):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(DurableFiles):
+        def seal(self, folder: Path, *, known: Mapping[str, FileEntry] | None = None) -> None:
+            begun.set()
+            goes_on.wait()
+            super().seal(folder, known=known)
+
+    checkpoints = Checkpoints(tmp_path, keep=1, files=Slow())
+    saving = asyncio.create_task(checkpoints.save(FolderTrainer(), state(1), step=1))
+    await asyncio.to_thread(begun.wait)
+    saving.cancel()
+    await asyncio.sleep(0)
+    assert not saving.done()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert [path.name for path in checkpoints.all()] == ["step-000001"]
 
 
 async def test_every_flipped_bit_of_the_state_is_noticed(tmp_path: Path):

@@ -328,6 +328,7 @@ def test_an_interrupted_run_seals_the_checkpoint_that_is_being_written(monkeypat
         made.save_checkpoint = save
         finish(interrupted())
         assert [event.step for event in sealed if isinstance(event, Committed)] == commits
+        assert made.write_cut_off == (not commits)
 
 
 def test_pinned_evaluations_do_not_hold_checkpoints_up_and_take_turns() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, Protocol
 
 from asyncrl.algorithms.credit import earned_by
@@ -216,14 +217,16 @@ class RateLimit:
     - With ``r < max_uses`` groups stay when they have had it and fill the places; then the most used one makes room
       (``BufferState.make_room``). If none was used, at least the k groups of the last sample were replaced since, and
       owe at least k together, so sampling is allowed again. With ``r < 1`` they would owe less: refused.
+
+    Counts are exact: rounded ones could forbid both where a bound is met.
     """
 
     def __init__(self, samples_per_insert: float = 0.0, *, tolerance: float = math.inf) -> None:
-        self._ratio = samples_per_insert
         self._tolerance = tolerance
         self._inserts = 0
-        self._samples = 0.0
         self.limits = tolerance < math.inf
+        self._ratio = Fraction(samples_per_insert) if self.limits else 0
+        self._samples: Fraction | int = 0
 
     def may_insert(self) -> bool:
         return self._ratio * (self._inserts + 1) - self._samples <= self._tolerance
@@ -241,10 +244,10 @@ class RateLimit:
 
     def settled(self, uses: int) -> None:
         """Count the missing uses of a group that left before it had had its share."""
-        self._samples += max(0.0, self._ratio - uses)
+        self._samples += max(0, self._ratio - uses)
 
     def __str__(self) -> str:
-        return f"{self._samples:g} uses of {self._inserts} groups"
+        return f"{float(self._samples):g} uses of {self._inserts} groups"
 
 
 # ------------------------------------------------------------------------------------------------------------ quotas

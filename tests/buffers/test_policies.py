@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data import DataProto, DataProtoFuture
@@ -362,6 +362,9 @@ class ProducersAndTrainer:
     ratio=st.floats(1.0, 4.0),
     tolerance=st.none() | st.floats(0.5, 10.0),
     selection=st.sampled_from(["fifo", "fifo_ready", "uniform", "freshest", "prioritized"]),
+)
+@example(
+    seed=1503, batch=1, extra=0, max_uses=3, ratio=2.8942626047961935, tolerance=2.8942626047961935, selection="fifo"
 )
 def test_an_accepted_rate_never_deadlocks(
     seed: int, batch: int, extra: int, max_uses: int, ratio: float, tolerance: float | None, selection: str

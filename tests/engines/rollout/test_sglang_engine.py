@@ -570,7 +570,7 @@ async def test_requests_of_a_killed_sglang_go_on_elsewhere(
         return RemoteEngine(str(folder_of()), engine=ENGINE, python=PYTHON, threads=1, options=given)
 
     async with ReplicaPool({"a": make, "b": make}, options=options) as pool:
-        requests = [request_of(n, [n + 1, 2, 3], 400, temperature=0.0) for n in range(8)]
+        requests = [request_of(n, [n + 1, 2, 3], 240, temperature=0.0) for n in range(8)]
         alone = [await collect(pool, one) for one in requests]
         running = [asyncio.ensure_future(collect(pool, one)) for one in requests]
         begin = pool.statistics().tokens

@@ -524,9 +524,11 @@ class BackgroundProgram(Generic[_T]):
 
     def _start(self) -> None:
         _wait_at_exit(self)
-        self._thread.start()
-        # Only now: a thread that is started and goes on working keeps the interpreter from its starter for 5 ms.
-        self._may_run.set()
+        try:
+            self._thread.start()
+        finally:  # at a second Ctrl-C, too: the program's end is waited for
+            # Only now: a thread that is started and goes on working keeps the interpreter from its starter for 5 ms.
+            self._may_run.set()
 
     def _result(self, interrupted: Callable[[], int], timeout_s: float | None = None) -> _T:
         deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else math.inf)

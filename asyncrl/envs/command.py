@@ -216,7 +216,7 @@ class _Sandboxed:
 
     async def prepare(self, factory: CommandFactory) -> None:
         try:
-            await self._sandbox.restore(await asyncio.to_thread(_archive, factory.copy, factory.files))
+            await self._sandbox.restore(await asyncio.to_thread(_archive, {"work": factory.copy, **factory.files}))
         except OSError as error:
             raise SandboxError(f"the agent's files cannot be written: {error}") from error
 
@@ -224,7 +224,7 @@ class _Sandboxed:
         """Write what the agent must not have touched."""
         if factory.judging_files:
             try:
-                await self._sandbox.restore(await asyncio.to_thread(_archive, None, factory.judging_files))
+                await self._sandbox.restore(await asyncio.to_thread(_archive, factory.judging_files))
             except OSError as error:
                 raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
 
@@ -273,18 +273,17 @@ async def _serve_on_what_comes(ours: socket.socket, session: AgentSession) -> No
         await session.listen_on(socket.socket(fileno=descriptors[0]))
 
 
-def _archive(copied: Path | None, files: Mapping[str, Path]) -> bytes:
-    """Return the folder ``work`` and further files as a tar archive, for whoever extracts it."""
+def _archive(files: Mapping[str, Path | None]) -> bytes:
+    """Return files and folders by their names in a tar archive; None is an empty folder."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
-        if copied is not None:
-            archive.add(copied, "work")
-        else:
-            folder = tarfile.TarInfo("work")
+        for name, path in files.items():
+            if path is not None:
+                archive.add(path, name)
+                continue
+            folder = tarfile.TarInfo(name)
             folder.type, folder.mode = tarfile.DIRTYPE, 0o755
             archive.addfile(folder)
-        for name, path in files.items():
-            archive.add(path, name)
     return made.getvalue()
 
 

@@ -72,7 +72,7 @@ class AgentEnvironment(Protocol):
     """An environment with an agent of its own, which asks the policy when it likes, instead of ``reset`` and ``step``.
 
     The episode is what it has asked, a tree of turns (:mod:`asyncrl.rollout.branches`). It is not replayed. Where its
-    branches are of several players, an attribute ``credit`` names the ``algorithm.credit`` that tells them apart.
+    branches are of several players, an attribute ``credit`` names the ``algorithm.credit`` that the run has to have.
     """
 
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:

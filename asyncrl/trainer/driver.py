@@ -121,7 +121,7 @@ class Driver:
     _resumed: asyncio.Event = field(default_factory=asyncio.Event)
     _failures_in_a_row: int = 0
     _evaluations: set[asyncio.Task[None]] = field(default_factory=set)
-    write_cut_off: bool = False
+    write_cut_off: bool = field(default=False, init=False)
     """Whether a checkpoint is being written still, which an interrupted run has waited for long enough."""
     _writing: asyncio.Task[None] | None = None
     _rebase: bool = False

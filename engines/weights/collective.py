@@ -432,7 +432,12 @@ class _Sender:
                 continue
             thread = threading.Thread(target=self._send, args=(connection,), name="sending weights", daemon=True)
             self._sending[connection] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread left
+                del self._sending[connection]
+                connection.close()
+                _log.warning("an order for weights was not taken: %s", error)
 
     def _send(self, connection: socket.socket) -> None:
         deadline, order = _Deadline(self._deadline_s), None

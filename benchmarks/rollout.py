@@ -1,6 +1,7 @@
 """The embedded rollout engine against batched `generate` of the same model on the same requests.
 
     python benchmarks/rollout.py [--json] [--model tiny|smollm2|all|none] [--rounds 5] [--threads 1]
+    python benchmarks/rollout.py --continuous [--device cuda] [--model tiny|135m] [--counts 64 256]
 
 Requests come as 1, 8, 32 and 64 at a time, with equal and with log-normal lengths. The floor is transformers' batched
 `generate` (left-padded, sampling at temperature 1, every row until the longest is done), which neither streams nor
@@ -15,6 +16,10 @@ asyncrl.rollout.sessions against the engine alone, which gets every turn at once
 used for the longest time (sticky routing: there is one replica). `kv_aware_ratio` is that of the tokens per second, on
 the engine with a small llama, and in the simulation, where the time is also compared with a bound that no schedule can
 undercut. `--model none` measures sessions alone.
+
+`--continuous` has transformers' own continuous batching (`generate_batch`, kept between calls) as the floor, on
+requests of equal lengths, and prints one JSON object a line. On CUDA both compute in bfloat16; 135m is a shape of
+random weights.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +125,60 @@ async def serve(engine: TransformersEngine, load: Workload) -> None:
             raise AssertionError(f"asked for {tokens} tokens, got {got}")
 
     await asyncio.gather(*(one(i, prompt, tokens) for i, (prompt, tokens) in enumerate(load.requests)))
+
+
+def make_135m(folder: Path) -> None:
+    from trainer import MODELS, random_model
+
+    model = random_model(MODELS["135m"], device="cpu")
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.save_pretrained(folder)
+
+
+async def against_continuous(folder: Path, name: str, options: argparse.Namespace) -> AsyncIterator[Figure]:
+    """Rates of the engine and of transformers' continuous batching, which take turns."""
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    device = options.device
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    for count in options.counts:
+        load = workloads(512, options.tokens, [count])[0]
+        engine = TransformersEngine(
+            str(folder), device=device, dtype=dtype, threads=options.threads, max_running_requests=count
+        )
+        await engine.start()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+        settings = GenerationConfig(
+            max_new_tokens=options.tokens, do_sample=True, eos_token_id=-1, pad_token_id=0, top_k=0
+        )
+        memory: dict[str, Any] = {"max_memory_percent": 0.2} if device == "cuda" else {"num_blocks": 64}
+        batching = ContinuousBatchingConfig(**memory)
+        prompts = [prompt for prompt, _ in load.requests]
+
+        def floor(
+            model: Any = model, settings: Any = settings, prompts: Any = prompts, batching: Any = batching
+        ) -> int:
+            found = model.generate_batch(
+                prompts, generation_config=settings, continuous_batching_config=batching, persistent_manager=True
+            )
+            return sum(len(each.generated_tokens) for each in found.values())
+
+        ours, theirs = list[float](), list[float]()
+        try:
+            for turn in range(options.rounds + 1):
+                begin = time.perf_counter()
+                await serve(engine, load)
+                middle = time.perf_counter()
+                made = await asyncio.to_thread(floor)
+                end = time.perf_counter()
+                if turn:  # the first turn warms both up
+                    ours.append(load.tokens / (middle - begin))
+                    theirs.append(made / (end - middle))
+        finally:
+            await engine.close()
+            model.destroy_cached_continuous_batching_manager()
+        value, peer = statistics.median(ours), statistics.median(theirs)
+        yield Figure(f"{name} x{count}", value, "tokens/s", peer, value / peer, "reported", True)
 
 
 async def throughput(
@@ -360,15 +419,29 @@ async def measure(
     return figures
 
 
+async def print_continuous(options: argparse.Namespace) -> None:
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        (make_135m if options.model == "135m" else make_tiny)(Path(folder))
+        async for figure in against_continuous(Path(folder), options.model, options):
+            print(json.dumps({"device": device, "torch": torch.__version__, **asdict(figure)}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--model", choices=("tiny", "smollm2", "all", "none"), default="all")
+    parser.add_argument("--model", choices=("tiny", "smollm2", "135m", "all", "none"), default="all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--continuous", action="store_true", help="compare with generate_batch, and nothing else")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --continuous")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer, with --continuous")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.continuous:
+        asyncio.run(print_continuous(options))
+        return
 
     figures = simulated_sessions()
     with tempfile.TemporaryDirectory() as folder:

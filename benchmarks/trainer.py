@@ -2,6 +2,7 @@
 
     python benchmarks/trainer.py [--json] [--model 25m|0.5m|135m] [--rows 32] [--rounds 3] [--threads 1]
     python benchmarks/trainer.py --device cuda --model 135m --rows 256    # bfloat16; prints MFU too
+    python benchmarks/trainer.py --device cuda --shape 135m 1.5b 8b       # large models of random weights
     python benchmarks/trainer.py --trl-python trl/bin/python              # a Python that has TRL, torch, transformers
     python benchmarks/trainer.py --attention                              # ways to attend within packed rows
     python benchmarks/trainer.py --shared                                 # rows that begin with the same prompt
@@ -32,6 +33,10 @@ snapshot in wall time, and the difference between steps beside the write of shar
 the thread's own CPU time (medians). ``checkpoint_step`` is the same with both in wall time: it needs two cores that
 nothing else uses. ``checkpoint_snapshot`` is the snapshot alone, beside a copy of as many bytes.
 
+``--shape`` prints one JSON object a line, as soon as it is known: the rate, the MFU and the reserved memory of updates
+of models whose weights are drawn on the device, without files. The work is what the model's forward pass needs, times
+three (twice with LoRA, where weights need no gradients), without what checkpointing computes again.
+
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
 
@@ -42,6 +47,7 @@ same update without sharing. The model has 16M parameters, a fifth of them its h
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -52,10 +58,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -70,6 +78,7 @@ from asyncrl.algorithms import PolicyObjective
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import rows_of
 from asyncrl.io import DurableFiles
+from engines.training import fsdp_engine, loading
 from engines.training.checkpoint import Snapshot
 from engines.training.fsdp_engine import FSDPEngine
 
@@ -114,6 +123,43 @@ MODELS = {
         num_key_value_heads=3,
         tie_word_embeddings=True,
     ),
+    "1.5b": LlamaConfig(
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    ),
+    "8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+class Shape(NamedTuple):
+    """How a model is trained by ``--shape``; ``row_tokens`` None: lognormal lengths, beside the plain loop."""
+
+    rows: int
+    microbatches: tuple[int, ...]  # most tokens of each
+    row_tokens: int | None = None
+    lora: dict[str, Any] | None = None
+
+
+SHAPES = {
+    "0.5m": Shape(rows=8, microbatches=(1024, 2048)),
+    "135m": Shape(rows=256, microbatches=(16_384, 65_536)),
+    "1.5b": Shape(rows=128, microbatches=(4_096, 8_192, 16_384)),
+    "8b": Shape(rows=3, microbatches=(8_192,), row_tokens=8_192, lora={"rank": 16, "alpha": 32.0}),
 }
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0}
 """Dense bfloat16, by a part of the device's name; vendors' figures."""
@@ -133,10 +179,10 @@ class Figure:
 class PlainLoop:
     """The peer."""
 
-    def __init__(self, folder: str, *, device: str, max_tokens: int) -> None:
+    def __init__(self, model: Any, *, device: str, max_tokens: int) -> None:
         self.device = device
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+        self.model = model
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
         self.objective = PolicyObjective()
         self.max_tokens = max_tokens
@@ -242,10 +288,10 @@ class Trl:
         raise RuntimeError(f"TRL's process ended with {self._process.wait()}; see what it printed above")
 
 
-def ragged_rows(count: int, vocabulary: int) -> DataProto:
+def ragged_rows(count: int, vocabulary: int, *, row_tokens: int | None = None) -> DataProto:
     draw = torch.Generator().manual_seed(0)
     lengths = torch.exp(torch.randn(count, generator=draw) + torch.tensor(float(MEAN)).log() - 0.5)
-    lengths = lengths.round().clamp(PROMPT + 1, LONGEST).int().tolist()
+    lengths = lengths.round().clamp(PROMPT + 1, LONGEST).int().tolist() if row_tokens is None else [row_tokens] * count
     return DataProto.from_dict(
         tensors={
             "input_ids": [torch.randint(0, vocabulary, (length,), generator=draw) for length in lengths],
@@ -280,7 +326,8 @@ def measure(arguments: argparse.Namespace, notes: dict[str, object]) -> list[Fig
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        plain = PlainLoop(folder, device=arguments.device, max_tokens=arguments.max_tokens)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(arguments.device)
+        plain = PlainLoop(model, device=arguments.device, max_tokens=arguments.max_tokens)
         notes["padding_of_the_plain_loop"] = round(plain.padding(batch), 3)
         engine = FSDPEngine(
             folder,
@@ -330,16 +377,117 @@ def measure(arguments: argparse.Namespace, notes: dict[str, object]) -> list[Fig
         _at_most("gather_weights_for_publishing", publish_s * 1e3, "ms", copy_s * 1e3 + 2.0, 1.5),
     ]
     if arguments.device == "cuda":
-        device = torch.cuda.get_device_name()
-        peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), float("nan"))
-        figures.append(
-            Figure("mfu", flops / engine_s / 1e12, "TFLOP/s", peak, flops / engine_s / 1e12 / peak, "ratio > 0", True)
-        )
+        figures.append(_mfu("mfu", flops / engine_s))
     return figures
+
+
+def _mfu(name: str, flops: float, *, at_least: float = 0.0) -> Figure:
+    """Work per second, over what the device can do."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), float("nan"))
+    ratio = flops / 1e12 / peak
+    return Figure(name, flops / 1e12, "TFLOP/s", peak, ratio, f"ratio >= {at_least:g}", ratio >= at_least)
 
 
 def _at_most(name: str, value: float, unit: str, floor: float, bound: float) -> Figure:
     return Figure(name, value, unit, floor, value / floor, f"ratio <= {bound}", value / floor <= bound)
+
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+
+class DrawnWeights:
+    """Stands in for a model's files: every tensor is drawn where it lies."""
+
+    def check(self, shapes: object) -> None:
+        """Every name and shape will do."""
+
+    def read(self, targets: Mapping[str, tuple[Tensor, object]]) -> None:
+        for memory, _ in targets.values():
+            if memory.ndim < 2:
+                memory.fill_(1.0)
+            else:
+                memory.normal_(std=0.02)
+
+
+@contextmanager
+def drawn_weights() -> Iterator[None]:
+    """Let engines load folders that have a configuration only; also one rank makes its model without memory then."""
+    load = fsdp_engine.load_policy_model
+    with (
+        mock.patch.object(loading.WeightFiles, "of", return_value=DrawnWeights()),
+        mock.patch.object(
+            fsdp_engine, "load_policy_model", lambda *given, **named: load(*given, **named | {"sharded": True})
+        ),
+    ):
+        yield
+
+
+def random_model(config: LlamaConfig, *, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def measure_shape(name: str, arguments: argparse.Namespace) -> Iterator[Figure]:
+    config, shape, device = MODELS[name], SHAPES[name], arguments.device
+    batch = ragged_rows(shape.rows, config.vocab_size, row_tokens=shape.row_tokens)
+    assert batch.batch is not None
+    lengths = batch.batch["input_ids"].offsets().diff().tolist()
+    turns = {"rounds": arguments.rounds, "device": device, "threads": arguments.threads}
+    rates: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        for max_tokens, checkpointing in [(each, False) for each in shape.microbatches] + [
+            (each, True) for each in shape.microbatches if shape.lora
+        ]:
+            case = f"{name}{' LoRA' if shape.lora else ''}, {max_tokens} tokens{', checkpointing' * checkpointing}"
+            if device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            begun_s = time.perf_counter()
+            try:
+                with drawn_weights():
+                    engine = FSDPEngine(
+                        folder,
+                        objective=PolicyObjective(),
+                        lr=1e-6,
+                        device=device,
+                        dtype="bfloat16" if device == "cuda" else "float32",
+                        lora=shape.lora,
+                        gradient_checkpointing=checkpointing,
+                        threads=arguments.threads,
+                        max_tokens_per_microbatch=max_tokens,
+                    )
+                loaded_s = time.perf_counter() - begun_s
+                engine.update(batch)
+                (update_s,) = interleaved(lambda engine=engine: bool(engine.update(batch)), **turns)
+                work = sum(engine._cost.of(length, length - PROMPT) for length in lengths)
+                engine.close()
+            except torch.OutOfMemoryError as error:
+                yield Figure(f"{case}: does not fit", float("nan"), "", float("nan"), float("nan"), str(error), False)
+                continue
+            finally:
+                engine = None
+                gc.collect()
+            rates[max_tokens] = sum(lengths) / update_s
+            yield Figure(f"{case}: load", loaded_s, "s", float("nan"), float("nan"), "reported", True)
+            yield Figure(f"{case}: update", rates[max_tokens], "tokens/s", float("nan"), float("nan"), "reported", True)
+            flops = (2 if shape.lora else 3) * 2 * work / update_s
+            yield _mfu(f"{case}: mfu", flops, at_least=0.35 if name == "1.5b" else 0.0)
+            if device == "cuda":
+                used, most = torch.cuda.max_memory_reserved() / 1e9, torch.cuda.mem_get_info()[1] / 1e9
+                yield _at_most(f"{case}: memory", used, "GB", min(most, 80.0), 1.0)
+    if shape.lora:
+        return
+    max_tokens = shape.microbatches[0]
+    plain = PlainLoop(random_model(config, device=device), device=device, max_tokens=max_tokens)
+    plain.update(batch)
+    (plain_s,) = interleaved(lambda: bool(plain.update(batch)), **turns)
+    peer = sum(lengths) / plain_s
+    for tokens, rate in rates.items():
+        what = f"{name}, {tokens} tokens: update against plain loop of {max_tokens}"
+        yield Figure(what, rate, "tokens/s", peer, rate / peer, "ratio >= 1", rate >= peer)
 
 
 # -------------------------------------------------------------------------------------------------------- peak memory
@@ -735,6 +883,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=4096, help="padded tokens of a micro-batch")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", help="models of random weights, and nothing else")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     parser.add_argument("--attention", action="store_true", help="compare ways of attention, and nothing else")
     parser.add_argument("--shared", action="store_true", help="rows that begin with the same prompt, and nothing else")
@@ -761,6 +910,12 @@ def main() -> None:
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured", file=sys.stderr)
+        return
+    if arguments.shape:
+        device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+        for figure in (each for name in arguments.shape for each in measure_shape(name, arguments)):
+            known = {key: None if value != value else value for key, value in asdict(figure).items()}  # NaN: none
+            print(json.dumps({"device": device, "torch": torch.__version__, **known}), flush=True)
         return
     notes: dict[str, object] = {}
     if arguments.attention:

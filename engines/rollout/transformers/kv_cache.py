@@ -234,7 +234,7 @@ class KVCache(Cache):
             q = q.view(rows, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
             mask = mask.repeat(1, 1, group, 1)
         got = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return got.view(rows, heads, queries, dim).transpose(1, 2).reshape(rows * queries, heads, dim)
+        return got.reshape(rows, heads, queries, dim).transpose(1, 2).reshape(rows * queries, heads, dim)
 
     def _gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         stored = self._storage.view(self.blocks * 2 * self.layers_cached, -1)

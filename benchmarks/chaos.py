@@ -69,6 +69,7 @@ DEATHS = "(?:died|dead|lost|killed|gone|exited|ended|signal)"
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask for the end."""
 HANG_S = 240.0
+TOGETHER_S = 5.0
 """A run that makes no step for so long hangs."""
 
 
@@ -429,8 +430,16 @@ class HurtRun:
                 if line is None and any(other is not kill and other.lives == kill.lives for other in self.kills):
                     # Of two that die in one life the run names the one that ends it; the other is in Ray's own line.
                     line = re.search(rf"^(?=.*\bWorker PID: {kill.pid}\b)(?=.*\b{DEATHS}\b).*$", news, re.MULTILINE)
-                kill.witness = line.group(0).strip()[:500] if line else ""
+                kill.witness = line.group(0).strip()[:500] if line else self._ended_beside(kill)
         return bool(kill.witness)
+
+    def _ended_beside(self, kill: Kill) -> str:
+        """Return a witness if the life ended by name because of another kill, TOGETHER_S from this one at most."""
+        for other in self.kills:
+            together = other is not kill and other.lives == kill.lives and abs(other.at - kill.at) <= TOGETHER_S
+            if together and other.witness.startswith("error: ") and self.lives > kill.lives:
+                return f"the life had ended by then: {other.witness}"[:500]
+        return ""
 
     def _last_words(self) -> str:
         return " | ".join("".join(self.said().values()).strip().splitlines()[-6:])

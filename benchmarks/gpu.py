@@ -40,7 +40,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 QUICKSTART = HERE.parent / "examples" / "calculator.toml"
-QUIET = {"telemetry.progress": "none", "telemetry.trajectories_per_step": 0, "checkpoint.every": 0}
+QUIET = {"telemetry.progress": "plain", "telemetry.trajectories_per_step": 0, "checkpoint.every": 0}
 
 
 def emit(name: str, value: float | None, unit: str, **more: Any) -> None:

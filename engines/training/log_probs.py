@@ -48,7 +48,7 @@ def token_log_probs(
     vocabulary: int,
     extras: Extras = "none",
     temperature: float = 1.0,
-    chunk_bytes: int = 64 * 2**20,
+    chunk_bytes: int | None = None,
     kept_bytes: int = 256 * 2**20,
 ) -> TokenScores:
     """Score ``targets`` [N] under softmax(logits / temperature), with logits = ``head`` of ``hidden``.
@@ -56,13 +56,16 @@ def token_log_probs(
     ``hidden`` [N, H] are last hidden states, each at the position *before* its target; ``temperature`` is the one the
     tokens were sampled with; ``head`` is a matrix, or (slower) any function [n, H] -> [n, V].
 
-    Tokens are processed in chunks of ``chunk_bytes`` of float32 logits. The logits of the first chunks, at most
+    Tokens are processed in chunks of ``chunk_bytes`` of float32 logits, by default 64 MiB on a CPU and 512 MiB on a
+    device, where each chunk also costs a pass over the gradient of the matrix. The logits of the first chunks, at most
     ``kept_bytes``, are kept for the backward pass; those of the others are computed again, one chunk at a time, and
     their gradient is added to those of hidden states and head at once. No other logits are in memory than the kept
     ones, one chunk, and its gradient.
     """
     if isinstance(head, Head):
         vocabulary = len(head.weight)
+    if chunk_bytes is None:
+        chunk_bytes = (64 if hidden.device.type == "cpu" else 512) * 2**20
     chunk = max(1, chunk_bytes // (4 * vocabulary))
     if isinstance(head, Head):
         kept = kept_bytes // (4 * vocabulary)

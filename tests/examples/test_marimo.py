@@ -62,7 +62,7 @@ def test_a_run_shows_itself_and_is_awaited(tmp_path: Path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     shown = (tmp_path / "notebook.html").read_text()
-    steps = [int(step) for step in re.findall(r"training, step (\d+) of 30", shown)]
+    steps = [int(step) for step in re.findall(r"(?:training|finished), step (\d+) of 30", shown)]
     assert steps
     assert steps[0] > 0, "it was not drawn again"
     assert "30 of 30 steps" in shown

@@ -69,8 +69,9 @@ DEATHS = "(?:died|dead|lost|killed|gone|exited|ended|signal)"
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask for the end."""
 HANG_S = 240.0
-TOGETHER_S = 5.0
 """A run that makes no step for so long hangs."""
+TOGETHER_S = 5.0
+"""Of two kills within so long in one life, the later one may find the life at its end."""
 
 
 @dataclass

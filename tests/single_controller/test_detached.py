@@ -88,7 +88,7 @@ PROGRAM = """
 
     made = RayClassWithInitArgs(Counter, 10)
     group = RayWorkerGroup(RayResourcePool([2], detached=True), made, name="counters", detached=True)
-    print(group.add(5).result())
+    print(group.add(5).result(), flush=True)  # what is buffered is lost with the process
     group.add(1)
     os._exit(0)  # without a word to anybody
 """

@@ -399,7 +399,7 @@ class LedgerArchive(Protocol):
 
     @property
     def weights(self) -> Mapping[int, str]:
-        """Return the fingerprints of the published weights, by version."""
+        """Return the fingerprints, by version, of weights that were published or that a process started from."""
         ...
 
     def group(self, group_id: int) -> RecordedGroup | None:

@@ -62,7 +62,7 @@ class History:
         undone: the same for steps that a resumption has undone and that are to be repeated, unless a later event rules
             that out: a process that died before it had repeated them leaves them to the next one.
         processes: processes that trained, in order. Step ``s`` was trained by the last one that began before it.
-        weights: fingerprints by version.
+        weights: fingerprints by version: of what was published, and of what a process started from.
         dropped_tokens: tokens of groups that were not trained on, by reason.
         first_step: step after which the ledger begins: 0, or that of the checkpoint that it was rebased on.
         running: by number of a ``turns_appended`` event, the groups in it that are neither completed nor ended.
@@ -113,6 +113,8 @@ class History:
                     dropped[event.reason if isinstance(event, Dropped) else event.failure] += event.tokens
                 case RunStarted():
                     started.append(event)
+                    # A process may have died between a checkpoint and the commit of that version's publication.
+                    self.weights.setdefault(event.step, event.weights)
                 case Published():
                     self.weights[event.version] = event.weights
                 case _:

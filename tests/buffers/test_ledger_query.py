@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -68,6 +69,18 @@ def append_turns(ledger: SQLiteLedger, *records: TurnRecord) -> bool:
     return ledger.append(TurnsAppended(turns=sampled_turns(content)), rows=content)
 
 
+def test_weights_whose_publication_was_not_committed_are_those_that_the_next_process_starts_from(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path) as ledger:
+        ledger.append(RunStarted(step=0, config="", model="model", weights="a"))
+        ledger.append(Published(version=1, weights="b"))
+        ledger.append(Resumed(2))  # from the checkpoint of step 2, sealed by a driver that was killed right after
+        ledger.append(RunStarted(step=2, config="", model="model", weights="c"))
+        ledger.append(Published(version=3, weights="d"))
+    with contextlib.closing(SQLiteLedger.archive(path)) as archive:
+        assert dict(archive.weights) == {0: "a", 1: "b", 2: "c", 3: "d"}
+
+
 def test_an_archive_has_every_batch_and_the_processes_that_trained(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     with SQLiteLedger(path) as ledger:
@@ -85,7 +98,7 @@ def test_an_archive_has_every_batch_and_the_processes_that_trained(tmp_path: Pat
         ledger.append(Published(version=2, weights="d"))
     archive = SQLiteLedger.archive(path)
     assert dict(archive.batches) == {1: (1, 0), 2: (3, 2)}
-    assert dict(archive.weights) == {1: "b", 2: "d"}
+    assert dict(archive.weights) == {0: "a", 1: "b", 2: "d"}
     assert [(process.step, process.config) for process in archive.processes] == [(0, "lr = 1"), (1, "lr = 2")]
     group = archive.group(1)
     assert group is not None

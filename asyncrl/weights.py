@@ -7,7 +7,7 @@ equal tensors, whatever their version and location. A manifest has all of that, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -161,10 +161,38 @@ def lacking(manifest: WeightManifest, held: Mapping[str, int]) -> list[WeightMan
 
 def dtype_and_checksum(tensor: Tensor) -> tuple[str, int]:
     """Return the dtype and the checksum that the :class:`TensorEntry` of a full tensor has."""
+    checksum = xxhash.xxh3_64()
+    for chunk in host_chunks(tensor):
+        checksum.update(chunk)
+    return str(tensor.dtype).removeprefix("torch."), checksum.intdigest()
+
+
+def host_chunks(tensor: Tensor, *, size_bytes: int = 4 << 20) -> Iterator[memoryview]:
+    """Yield the bytes of a full tensor in row-major order, ``size_bytes`` at a time.
+
+    A chunk is valid until the next one is asked for: those of a device come through two buffers of pinned memory, of
+    which one is filled while the other is read. Elsewhere they are the tensor's own memory where it is row-major.
+    """
     import torch
 
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return str(tensor.dtype).removeprefix("torch."), xxhash.xxh3_64_intdigest(plain.data)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    chunks = plain.split(size_bytes) if len(plain) else ()
+    if not plain.is_cuda:
+        yield from (chunk.cpu().numpy().data for chunk in chunks)
+        return
+    stream = torch.cuda.Stream(plain.device)  # beside what the device computes, if that was begun later
+    stream.wait_stream(torch.cuda.current_stream(plain.device))
+    buffers = [torch.empty(len(chunk), dtype=torch.uint8, pin_memory=True) for chunk in chunks[:2]]
+    arriving: list[tuple[Tensor, Any]] = []
+    for number in range(len(chunks) + 1):
+        if number < len(chunks):
+            with torch.cuda.stream(stream):
+                buffer = buffers[number % 2][: len(chunks[number])].copy_(chunks[number], non_blocking=True)
+            arriving.append((buffer, stream.record_event()))
+        if number:
+            buffer, arrival = arriving.pop(0)
+            arrival.synchronize()
+            yield buffer.numpy().data
 
 
 def entries_of(tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorEntry, ...]:

@@ -39,7 +39,7 @@ import torch
 import xxhash
 
 from asyncrl.errors import WeightError, WeightMismatchError
-from asyncrl.weights import TensorEntry, WeightManifest
+from asyncrl.weights import TensorEntry, WeightManifest, host_chunks
 from engines.weights.transport import (
     HEADER_SIZE_BYTES,
     PlacedTensor,
@@ -140,11 +140,11 @@ class VersionFile:
         entries = []
         for part in batch:
             checksum = xxhash.xxh3_64()
-            for start in range(0, len(part.data), _CHUNK_SIZE_BYTES):
-                chunk = part.data[start : start + _CHUNK_SIZE_BYTES]
+            end = part.offset
+            for chunk in host_chunks(part.tensor, size_bytes=_CHUNK_SIZE_BYTES):
                 checksum.update(chunk)
-                self._write_at(part.offset + start, chunk)
-            end = part.offset + len(part.data)
+                self._write_at(end, chunk)
+                end += len(chunk)
             self._write_at(end, bytes(aligned(end) - end))
             entries.append(part.entry(checksum.intdigest()))
         batch.clear()  # the pool of threads lets go of it only after it has reported the end

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Generic, TypeVar
@@ -40,12 +41,20 @@ ALIGNMENT = 64
 HEADER_SIZE_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlacedTensor:
     name: str
     tensor: torch.Tensor
     offset: int
-    data: memoryview
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    @cached_property
+    def data(self) -> memoryview:
+        """The bytes, all of them in the host's memory; :func:`~asyncrl.weights.host_chunks` yields them in pieces."""
+        return tensor_bytes(self.name, self.tensor)
 
     def entry(self, checksum: int) -> TensorEntry:
         return TensorEntry(
@@ -53,7 +62,7 @@ class PlacedTensor:
             shape=tuple(self.tensor.shape),
             dtype=str(self.tensor.dtype).removeprefix("torch."),
             offset=self.offset,
-            size_bytes=len(self.data),
+            size_bytes=self.size_bytes,
             checksum=checksum,
         )
 
@@ -72,10 +81,10 @@ def in_batches(tensors: Iterable[tuple[str, torch.Tensor]], *, size_bytes: int) 
         if name in names:
             raise WeightError(f"tensor {name} was published twice in one version")
         names.add(name)
-        data = tensor_bytes(name, tensor)
-        batch.append(PlacedTensor(name, tensor, offset, data))
-        offset = aligned(offset + len(data))
-        reached += len(data)
+        _check_plain(name, tensor)
+        batch.append(PlacedTensor(name, tensor, offset))
+        offset = aligned(offset + batch[-1].size_bytes)
+        reached += batch[-1].size_bytes
         if reached >= size_bytes:
             yield batch
             batch, reached = [], 0
@@ -84,12 +93,16 @@ def in_batches(tensors: Iterable[tuple[str, torch.Tensor]], *, size_bytes: int) 
 
 def tensor_bytes(name: str, tensor: torch.Tensor) -> memoryview:
     """Return the elements of a plain strided tensor in row-major order, without a copy if they lie so in memory."""
+    _check_plain(name, tensor)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if hasattr(tensor, "full_tensor"):
         raise WeightError(f"{name} is sharded (DTensor); publish full tensors: call full_tensor() on every rank")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         raise WeightError(f"{name} is not a plain tensor with data: {tensor.layout}, {tensor.dtype}, {tensor.device}")
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 DTYPES: Mapping[str, torch.dtype] = {

@@ -103,8 +103,18 @@ def test_layouts_that_are_not_row_major_are_put_in_order(transport: SharedMemory
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 def test_tensors_of_a_device_arrive_on_the_host(transport: SharedMemoryTransport):
-    tensor = torch.randn(1000, 3, device="cuda")
-    assert torch.equal(copies(transport, transport.publish([("x", tensor)], version=0))["x"], tensor.cpu())
+    """In chunks of 4 MiB, through pinned memory; more batches than threads, each of tensors that nothing else holds."""
+    tensors = {
+        "small": torch.randn(1000, 3, device="cuda"),
+        "transposed": torch.randn(1501, 1003, device="cuda").t(),
+        **{str(number): torch.randn(2_500_000 + number, device="cuda") for number in range(12)},
+    }
+    expected = {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
+    for version in range(2):
+        published = ((name, tensor.bfloat16()) for name, tensor in tensors.items())
+        found = copies(transport, transport.publish(published, version=version))
+        transport.release(version)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

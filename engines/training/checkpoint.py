@@ -32,6 +32,7 @@ from asyncrl.io import DurableFiles, FileEntry, partial_name, verify_folder
 from engines.training.loading import Target, model_file, place_of_shard, read_parts
 from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
+from engines.training.offload import host_memory
 from engines.training.optimizer import MOMENTS, ShardedAdamW
 from engines.training.rank_group import RankGroup
 
@@ -93,16 +94,20 @@ class HostMemory:
     divided: tuple[list[str], dict[str, _Place]] = field(default=([], {}))  # of these tensors this rank writes those
 
     def copy(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        on_device = any(shard.is_cuda for shard in shards.values())
+        new = {name: shard for name, shard in shards.items() if not _alike(self.tensors.get(name), shard)}
+        memory = host_memory([shard.nbytes for shard in new.values()], pinned=on_device)
+        for (name, shard), held in zip(new.items(), memory, strict=True):
+            self.tensors[name] = held.view(shard.dtype).view(shard.shape)
         for name, shard in shards.items():
-            held = self.tensors.get(name)
-            if held is None or held.shape != shard.shape or held.dtype != shard.dtype:
-                held = self.tensors[name] = torch.empty(
-                    shard.shape, dtype=shard.dtype, device="cpu", pin_memory=shard.is_cuda
-                )
-            held.copy_(shard, non_blocking=True)
-        if any(shard.is_cuda for shard in shards.values()):
+            self.tensors[name].copy_(shard, non_blocking=True)
+        if on_device:
             torch.cuda.synchronize()
         return {name: self.tensors[name] for name in shards}
+
+
+def _alike(held: Tensor | None, shard: Tensor) -> bool:
+    return held is not None and held.shape == shard.shape and held.dtype == shard.dtype
 
 
 @dataclass(kw_only=True, eq=False)

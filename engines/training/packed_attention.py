@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from engines.training.packing import sent
 from engines.training.parallel import piece_of_all_heads, whole_of_some_heads
 
 PACKED_ATTENTION = "asyncrl_packed"
@@ -61,7 +62,7 @@ class RowLayout:
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0)
         shared = tuple(prefixes) if any(each is not None for each in prefixes) else ()
-        return RowLayout(tuple(rectangles), cu_seqlens.to(device), prefixes=shared, cp=cp)
+        return RowLayout(tuple(rectangles), sent(cu_seqlens, device), prefixes=shared, cp=cp)
 
     @property
     def max_seqlen(self) -> int:

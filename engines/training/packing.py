@@ -145,6 +145,15 @@ class PackedMicroBatch:
         return column.new_zeros(1) if self.is_dummy else column[self.rows]
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on ``device``.
+
+    From memory that is not pinned, a copy would wait for all that the device still computes, which then idles until the
+    host has launched what comes next.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class PackedRows:
     """The columns of a batch, row after row without padding; T tokens in B rows.
 

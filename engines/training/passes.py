@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncrl.algorithms import TokenLosses
 from engines.training.log_probs import Extras, TokenScores
 from engines.training.model import PolicyModel
-from engines.training.packing import Layout, MicroBatch, PackedMicroBatch, PackedRows, plan_microbatches
+from engines.training.packing import Layout, MicroBatch, PackedMicroBatch, PackedRows, plan_microbatches, sent
 from engines.training.prefixes import plan_shared
 from engines.training.rank_group import RankGroup
 
@@ -125,10 +125,10 @@ class Passes:
             device = scores.log_probs.device
             mask = torch.full_like(scores.log_probs, not micro_batch.is_dummy, dtype=torch.bool)
             packed = {**rows.columns, "row_of": rows.row_of}
-            columns = {name: micro_batch.token_values(column).to(device) for name, column in packed.items()}
+            columns = {name: sent(micro_batch.token_values(column), device) for name, column in packed.items()}
             try:
                 losses = loss_fn(scores, columns, mask)
-                weighted = (losses.loss * micro_batch.row_values(weights).to(device)).sum()
+                weighted = (losses.loss * sent(micro_batch.row_values(weights), device)).sum()
             except Exception as error:  # a user's code; the other ranks wait in the backward pass
                 if self._ranks.world_size == 1:
                     raise
@@ -160,10 +160,10 @@ class Passes:
             # A token of a prefix is scored for all of its rows at once.
             (predictors, targets), places = torch.stack([predictors, targets]).unique(dim=1, return_inverse=True)
         scores: TokenScores = self._model(
-            micro_batch.input_ids.to(device),
-            micro_batch.positions.to(device),
-            predictors.to(device),
-            targets.to(device),
+            sent(micro_batch.input_ids, device),
+            sent(micro_batch.positions, device),
+            sent(predictors, device),
+            sent(targets, device),
             rectangles=micro_batch.rectangles,
             prefixes=micro_batch.prefixes,
             extras=extras,
@@ -171,5 +171,5 @@ class Passes:
         )
         if places is None:
             return scores
-        places = places.to(device)
+        places = sent(places, device)
         return TokenScores(*(each.index_select(0, places) if len(each) else each for each in scores))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ import torch
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.data import DataProto
 from asyncrl.errors import EngineError
+from engines.training import offload
 from engines.training.fsdp_engine import FSDPEngine
 from engines.training.model import local_shard
-from engines.training.offload import Offload, resizable
+from engines.training.offload import Offload, host_memory, resizable
 
 LENGTHS = [9, 4, 17, 6]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -94,3 +97,57 @@ def test_memory_that_numpy_has_seen_is_copied_before_it_is_freed():
     assert resizable(tensor) is tensor
     tensor.numpy()
     assert resizable(tensor) is not tensor
+
+
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=GPU)])
+def test_host_memory_lies_side_by_side_in_few_allocations(monkeypatch: pytest.MonkeyPatch, pinned: bool):
+    """Slabs of 1024 bytes: 128 + 832 + 64 of them fill the first, 320 + 256 the second; 1536 get one of their own."""
+    monkeypatch.setattr(offload, "_SLAB_BYTES", 1024)
+    sizes = [100, 800, 300, 40, 0, 1500, 200]
+    memory = host_memory(sizes, pinned=pinned)
+    assert [each.numel() for each in memory] == sizes
+    for number, each in enumerate(memory):
+        each.fill_(number)
+    assert all(bool((each == number).all()) for number, each in enumerate(memory))
+    assert [each.is_pinned() for each in memory if each.numel()] == [pinned] * 6
+    assert all(each.data_ptr() % 64 == 0 for each in memory)
+    slabs = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in memory}
+    # The third has the next power of two for 1536, but no more than is left: 1536 + 256.
+    assert sorted(slabs.values()) == [1024, 1024, 1792]
+    assert host_memory([], pinned=pinned) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_that_sleeps_leaves_the_device_and_comes_back_as_it_was(
+    model_folder: Callable[..., str], trajectories: Callable[..., DataProto], tmp_path: Path, dtype: Any
+):
+    """A snapshot lies in pinned memory of its own: it is that of the update before it, whatever is done meanwhile."""
+    folder = model_folder("llama", intermediate_size=65536)  # 24 MiB a layer, and as much for each moment
+    engine = FSDPEngine(folder, objective=PolicyObjective(), lr=1e-2, device="cuda", dtype=dtype)
+
+    def state() -> list[torch.Tensor]:
+        moments = (each for pair in engine._optimizer.moments().values() for each in pair.values())
+        return [each.detach().cpu() for each in (*(tensor for _, tensor in engine.named_tensors()), *moments)]
+
+    engine.sleep()  # before it has moments
+    engine.wake()
+    for seed in range(2):
+        engine.update(trajectories(LENGTHS, seed=seed))
+        snapshot, before = engine.snapshot(), state()
+        held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        engine.sleep()
+        assert torch.cuda.memory_allocated() <= held[0] - 2 * 3 * (24 << 20)
+        assert torch.cuda.memory_reserved() <= held[1] - 2 * 3 * (24 << 20), "another process has to be able to take it"
+        engine.wake()
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(state(), before, strict=True))
+        engine.update(trajectories(LENGTHS, seed=9))
+        assert not torch.equal(state()[0], before[0])
+        saved = tmp_path / str(seed)
+        saved.mkdir()
+        snapshot.write(saved)
+        engine.files.seal(saved)
+        engine.load(saved)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(state(), before, strict=True))
+    engine.close()

@@ -50,13 +50,13 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     def __post_init__(self) -> None:
         lora = lora_of(self.lora)
         self._open(
-            lambda: load_policy_model(
+            lambda sharded: load_policy_model(
                 self.model_path,
                 gradient_checkpointing=self.gradient_checkpointing,
                 layout=self.layout,
                 lora=lora,
                 seed=self.seed,
-                sharded=self.world_size > 1,
+                sharded=sharded,
                 dtype=self.dtype,
             ),
             temperature=self.temperature,

@@ -232,8 +232,8 @@ def small_causal_lm(config: Any) -> Any:
 def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: torch.device) -> None:
     """Give a model on the meta device, sharded or not, memory on ``device``, and read its weights.
 
-    ``model`` has ``causal_lm`` inside, and may be sharded itself. Parameters that have memory already (adapters, a new
-    head) stay as they are; tied ones stay tied.
+    ``model`` has ``causal_lm`` inside, and may be sharded itself. What has memory already (adapters, a new head,
+    buffers) is moved; tied parameters stay tied.
 
     Raises:
         ConfigError: a file cannot be read any more.
@@ -244,7 +244,7 @@ def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: 
         for name, parameter in module.named_parameters(recurse=False):
             names.setdefault(id(parameter), []).append((module, name))
     model._apply(  # noqa: SLF001  # to_empty() would also take the memory of what has some
-        lambda tensor: torch.empty_like(tensor, device=device) if _local(tensor).is_meta else tensor
+        lambda tensor: torch.empty_like(tensor, device=device) if _local(tensor).is_meta else tensor.to(device)
     )
     for (module, name), *others in names.values():
         for other, its_name in others:

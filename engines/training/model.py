@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,13 +15,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from asyncrl.errors import ConfigError
 from asyncrl.mesh import MeshShape
 from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors
 from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
 from engines.training.lora import LoRA, adapter_modules, add_adapters, merged_tensors
-from engines.training.packed_attention import PACKED_ATTENTION, ROWS, RowLayout, register_packed_attention
+from engines.training.packed_attention import (
+    PACKED_ATTENTION,
+    ROWS,
+    RowLayout,
+    packed_attention,
+    register_packed_attention,
+)
 from engines.training.packing import Layout
 from engines.training.parallel import divide_products, sum_of_ranks
 from engines.training.partition import RowCost
@@ -65,6 +72,7 @@ class PolicyModel(nn.Module):
         self.unread: WeightFiles | None = None  # what :func:`shard` fills a model without memory from
         self.tp: ProcessGroup | None = None  # set by :func:`shard`, as the next one
         self.cp: ProcessGroup | None = None
+        self.backend: str | None = None  # of torch.compile
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -124,6 +132,7 @@ class PolicyModel(nn.Module):
             vocabulary=self.vocabulary,
             extras=extras,
             temperature=temperature,
+            backend=self.backend,
         )
 
     def hidden_states(
@@ -270,7 +279,7 @@ def load_policy_model(
     Layout ``auto`` packs rows if the model allows it, and logs a warning if not. With ``lora`` the model is frozen and
     gets adapters, drawn from ``seed``. Dropout is switched off: the trained policy must be the one that is sampled
     from, and a training step is then a function of its batch alone. A ``sharded`` model gets memory and weights in
-    :func:`shard` only, where it can (:func:`~engines.training.loading.empty_causal_lm`).
+    :func:`shard` only, on the device, where it can (:func:`~engines.training.loading.empty_causal_lm`).
 
     Raises:
         ConfigError: the model changes its logits in an unsupported way, cannot be packed although ``layout`` is
@@ -378,10 +387,11 @@ def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
         )
 
 
-def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype) -> None:
+def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype, backend: str | None = None) -> None:
     """Divide products over tensor-parallel ranks; shard every decoder layer, then the rest, over the others.
 
     Trained weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
+    With a ``backend`` of ``torch.compile`` layers, and the passes over logits, are compiled.
 
     A model without memory gets its shards, and reads them, afterwards (:class:`~asyncrl.errors.ConfigError` if a file
     cannot be read).
@@ -394,8 +404,12 @@ def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype) -> None:
     if ranks.tp is not None:
         model.tp = ranks.tp.get_group()
         divide_products(model.causal_lm, ranks.tp, divide_head=model.divides_head)
+    names = set(model.causal_lm._no_split_modules or ())  # noqa: SLF001  # as transformers' own sharding plan does
+    layers = [module for module in model.causal_lm.modules() if type(module).__name__ in names]
+    if backend is not None:
+        _compile(model, layers, backend)
     if ranks.world_size > 1 or dtype != "float32":
-        _shard_layers(model, ranks.mesh, dtype=dtype)
+        _shard_layers(model, layers, ranks.mesh, dtype=dtype)
     elif model.unread is None:
         model.to(device)
     if model.unread is not None:
@@ -403,17 +417,41 @@ def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype) -> None:
         model.unread = None
 
 
-def _shard_layers(model: PolicyModel, mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
+def _shard_layers(model: PolicyModel, layers: Iterable[nn.Module], mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # On one rank resharding between forward and backward frees nothing.
     reshard = None if mesh.size() > 1 else False
-    layers = set(model.causal_lm._no_split_modules or ())  # noqa: SLF001  # as transformers' own sharding plan does
-    for module in model.causal_lm.modules():
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _compile(model: PolicyModel, layers: Iterable[Any], backend: str) -> None:
+    """Compile every decoder layer, and what is done to logits: at the second length of a stream, for any length.
+
+    With ``dynamic=True`` the sizes of the model, which never change, would be variables of the code, too.
+    Packed attention stays as it is, since how rows divide a stream is no shape of a tensor; so do the hooks of FSDP,
+    which lie around a layer's ``forward``. torch compiles nothing inside a checkpoint, as transformers' layers have in
+    ``forward``, so it lies around the compiled code instead. The class that FSDP gives a layer would have another
+    ``forward`` around it, to be compiled as well: this comes before.
+    """
+    from transformers import AttentionInterface
+
+    model.backend = backend
+    if model.layout == "packed":
+        AttentionInterface.register(_OUTSIDE, torch.compiler.disable(packed_attention))
+        model.causal_lm.set_attn_implementation(_OUTSIDE)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.gradient_checkpointing = False
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+_OUTSIDE = f"{PACKED_ATTENTION}_outside"
+"""Name of the packed attention that compiled layers call."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:

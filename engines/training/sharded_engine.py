@@ -64,6 +64,8 @@ class ShardedEngine(Generic[ModelT]):
         total_steps: optimizer steps; needed unless the learning rate is constant.
         max_tokens_per_microbatch: tokens a rank computes at once, padding included. A longer row is computed alone.
         gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
+        compile: torch.compile of every decoder layer and of the passes over logits, the first time that they are
+            computed; True for its default backend, or the name of one. Not with a mesh that has ``tp``.
         layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
             without variable-length attention), ``auto``: packed where the model allows it.
         num_mini_batches, epochs: optimizer steps per pass over a batch, and passes.
@@ -98,6 +100,7 @@ class ShardedEngine(Generic[ModelT]):
     total_steps: int | None = None
     max_tokens_per_microbatch: int = 8192
     gradient_checkpointing: bool = False
+    compile: bool | str = False
     layout: Layout | Literal["auto"] = "auto"
     num_mini_batches: int = 1
     epochs: int = 1
@@ -107,9 +110,13 @@ class ShardedEngine(Generic[ModelT]):
     seed: int = 0
     collective_timeout_s: float = 1800.0
 
-    def _open(self, load: Callable[[], ModelT], *, temperature: float = 1.0) -> None:
-        """Check the options, join the ranks, and shard the model that ``load`` makes."""
+    def _open(self, load: Callable[[bool], ModelT], *, temperature: float = 1.0) -> None:
+        """Check the options, join the ranks, and shard the model that ``load`` makes.
+
+        ``load(True)`` makes one that gets its weights where they belong, if it can: one rank on a CPU has them there.
+        """
         self._check_options(temperature)
+        backend = "inductor" if self.compile is True else self.compile or None
         self._rate = LearningRate(
             peak=self.lr,
             lr_scheduler_type=self.lr_scheduler_type,
@@ -133,7 +140,7 @@ class ShardedEngine(Generic[ModelT]):
         )
 
         def checked() -> ModelT:
-            model = load()
+            model = load(self.world_size > 1 or self._ranks.device.type != "cpu")
             check_mesh(model, self._ranks.shape)
             return model
 
@@ -141,7 +148,7 @@ class ShardedEngine(Generic[ModelT]):
             self._model: ModelT = self._ranks.call_together(checked, doing="loading the model")
             self._cost = self._model.row_cost()
             self._ranks.call_together(
-                lambda: shard(self._model, self._ranks, dtype=self.dtype), doing="reading the weights"
+                lambda: shard(self._model, self._ranks, dtype=self.dtype, backend=backend), doing="reading the weights"
             )
             self._optimizer = ShardedAdamW(
                 self._model.parameters_by_name(),
@@ -169,6 +176,15 @@ class ShardedEngine(Generic[ModelT]):
         norm = self.max_grad_norm
         if norm is not None and not norm > 0:
             raise ConfigError(f"max_grad_norm is {norm}", path="max_grad_norm", remedy="positive, or None")
+        if isinstance(self.compile, str) and self.compile not in torch.compiler.list_backends(()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise ConfigError(f"compile is {self.compile!r}", path="compile", remedy=f"true, or one of {known}")
+        if self.compile and (tp := MeshShape.of(self.mesh, world_size=self.world_size).tp) > 1:
+            raise ConfigError(
+                f"compile with mesh.tp = {tp}: torch does not trace divided products of streams of any length",
+                path="compile",
+                remedy="false, or a mesh without tp",
+            )
         check_range("temperature", temperature, low=0.0, open_low=True)
         check_range("weight_decay", self.weight_decay, low=0.0)
         check_range("eps", self.eps, low=0.0, open_low=True)

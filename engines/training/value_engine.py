@@ -178,11 +178,11 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
 
     def __post_init__(self) -> None:
         self._open(
-            lambda: load_value_model(
+            lambda sharded: load_value_model(
                 self.model_path,
                 gradient_checkpointing=self.gradient_checkpointing,
                 layout=self.layout,
-                sharded=self.world_size > 1,
+                sharded=sharded,
             )
         )
 

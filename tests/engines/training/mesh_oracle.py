@@ -96,6 +96,7 @@ class Case:
     lora: bool = False
     dtype: str = "float32"
     temperature: float = 1.0
+    compile: str | bool = False  # of the mesh; one rank computes without
 
     @staticmethod
     def draw(seed: int) -> Case:
@@ -247,6 +248,7 @@ class Rank:
             "max_tokens_per_microbatch": case.max_tokens,
             "num_mini_batches": case.num_mini_batches,
             "gradient_checkpointing": case.checkpointing,
+            "compile": case.compile if self.world_size > 1 else False,
             "rank": self.rank,
             "world_size": self.world_size,
             "master_port": self.port,

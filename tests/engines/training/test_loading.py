@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from asyncrl.algorithms import PolicyObjective
 from asyncrl.errors import ConfigError
 from engines.training import loading
+from engines.training.fsdp_engine import FSDPEngine
 from engines.training.lora import LoRA
 from engines.training.model import PolicyModel, load_policy_model, local_shard, shard
 from engines.training.rank_group import RankGroup
@@ -177,3 +179,23 @@ def test_files_that_do_not_fit_are_refused_before_memory_is_asked_for(
     harm(tmp_path)
     with pytest.raises(ConfigError, match=said):
         load_policy_model(str(tmp_path), sharded=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_read_to_the_device_and_not_to_the_host(
+    model_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch, dtype: Any, lora: dict[str, Any] | None
+) -> None:
+    folder = model_folder("llama", tied=False)
+    expected = load_file(Path(folder) / "model.safetensors")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # which reads all of them to the host
+    engine = FSDPEngine(folder, objective=PolicyObjective(), lr=0.0, device="cuda", dtype=dtype, lora=lora)
+    found = dict(engine.base_tensors() if lora else engine.named_tensors())
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.is_cuda
+        rounded = expected[name].to(torch.bfloat16).float() if lora and dtype == "bfloat16" else expected[name]
+        assert torch.equal(tensor.float().cpu(), rounded), name
+    engine.close()

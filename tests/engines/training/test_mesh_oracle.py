@@ -26,6 +26,14 @@ def test_a_mesh_does_what_one_rank_does(oracle: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2}], ids=str)
+def test_a_compiled_mesh_does_what_one_rank_does_without(oracle: Any, tmp_path: Path, mesh: dict[str, int]) -> None:
+    case = oracle.Case(seed=0, ranks=2, mesh=mesh, resumed=mesh, compile="aot_eager", checkpointing="dp_shard" in mesh)
+    assert oracle.judged([case], tmp_path) == {}
+
+
+@pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
 def test_hundreds_of_meshes_do_what_one_rank_does(oracle: Any, tmp_path: Path, capsys: Any) -> None:
     """``ASYNCRL_ORACLE`` is the range of seeds, as in ``0:300``."""

@@ -1,12 +1,14 @@
 """What runs do on one GPU: learning beside staleness, turns of trainer and engine on one device, and new weights.
 
-    python benchmarks/gpu.py learn [--task calculator|smollm2] [--staleness 0 2 1 4] [--steps 50]
-    python benchmarks/gpu.py colocate [--shape 1.5b] [--steps 4]
+    python benchmarks/gpu.py host
     python benchmarks/gpu.py weights [--shape 1.5b] [--transports shared_memory collective]
+    python benchmarks/gpu.py colocate [--shape 1.5b] [--steps 4]
+    python benchmarks/gpu.py learn [--task calculator|smollm2] [--staleness 0 2 1 4] [--steps 50]
     python benchmarks/gpu.py learn --device cpu --steps 3          # the same on a machine without a GPU
     python benchmarks/gpu.py colocate --device cpu --shape 0.5m
 
-Every line is a JSON object that is printed as soon as it is known, so that a program that is cut off loses little.
+Every line is a JSON object that is printed as soon as it is known, so that a program that is cut off loses little;
+standard error has where the program is, with the seconds since its beginning.
 Trainer and embedded engine are processes on Ray, each with half of the device, or take turns on it (``colocate``);
 where Ray is not installed, both are threads of this program.
 
@@ -14,10 +16,13 @@ where Ray is not installed, both are threads of this program.
   sums of two numbers below 60 (``--model``: a folder, or gguf: and a file). One seed, one number of steps; the
   synchronous loop (0) comes first. Held-out success, seconds of training, and the shares of the trainer's time by
   cause. The ratio of seconds is that of the synchronous loop over each other one.
-* ``colocate``: a model of random weights answers with up to 256 tokens, 16 groups of 16 a step. Memory of the whole
-  device at its peak, apart (2 steps) and in turns; the share of the time that hand-overs take, from the second step on:
-  in the first one the host's memory is pinned. On a CPU no memory is measured.
+* ``host``: the rates of what hand-overs and publications consist of: copies to and from the device, pinned memory,
+  checksums, files in /dev/shm and in the temporary folder.
 * ``weights``: benchmarks/engine_swap.py for each transport.
+* ``colocate``: a model of random weights answers with up to ``--new-tokens``, ``--rows`` a step in groups of 8. Memory
+  of the whole device at its peak, in turns and apart (2 steps); the share of the time that hand-overs take, from the
+  second step on: in the first one the host's memory is pinned. Runs are stopped after their last step: a checkpoint of
+  all weights and moments takes longer than they do. On a CPU no memory is measured.
 """
 
 from __future__ import annotations
@@ -34,13 +39,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 QUICKSTART = HERE.parent / "examples" / "calculator.toml"
 QUIET = {"telemetry.progress": "plain", "telemetry.trajectories_per_step": 0, "checkpoint.every": 0}
+
+
+BEGUN_S = time.perf_counter()
+
+
+def note(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGUN_S:7.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def emit(name: str, value: float | None, unit: str, **more: Any) -> None:
@@ -66,16 +79,6 @@ def placed(device: str, *, turns: bool = False) -> dict[str, Any]:
     gpus = 0.0 if device == "cpu" or backend() == "local" else 1.0 if turns else 0.5
     keys = {"cluster.backend": backend(), "trainer.num_gpus": gpus, "rollout.num_gpus": gpus}
     return keys | ({"cluster.colocate": ["trainer", "rollout"]} if turns else {})
-
-
-def train(config: Any, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """Train once; return the summary, and the events of the timeline in the order of their beginnings."""
-    import asyncrl
-
-    run = asyncrl.train(config, **settings)
-    summary = run.wait()
-    events = json.loads((run.path / "timeline.json").read_text())["traceEvents"]
-    return summary, sorted((each for each in events if each["ph"] == "X"), key=lambda each: float(each["ts"]))
 
 
 # --------------------------------------------------------------------------------------------------------------- learn
@@ -129,6 +132,8 @@ def smollm2(folder: Path, given: argparse.Namespace) -> tuple[dict[str, Any], di
 
 
 def learn(given: argparse.Namespace) -> None:
+    import asyncrl
+
     task = {"calculator": calculator, "smollm2": smollm2}[given.task]
     with tempfile.TemporaryDirectory() as made:
         tables, more = task(Path(made), given)
@@ -137,7 +142,8 @@ def learn(given: argparse.Namespace) -> None:
             begun_s = time.perf_counter()
             settings = {**QUIET, **placed(given.device), "runs": made, "seed": given.seed, "steps": given.steps}
             settings |= {"max_staleness": staleness, "eval.on_start": staleness == given.staleness[0]}
-            summary, _ = train(copy.deepcopy(tables), **settings, **more)
+            note(f"staleness {staleness}")
+            summary = asyncrl.train(copy.deepcopy(tables), **settings, **more).wait()
             seconds[staleness] = summary.phases_s["train"]
             name = f"learn {given.task}, staleness {staleness}"
             emit(
@@ -219,12 +225,15 @@ def make_model(folder: Path, given: argparse.Namespace) -> None:
     model = random_model(config, device=given.device, dtype=torch.bfloat16 if given.device == "cuda" else torch.float32)
     emit("colocate: parameters", sum(each.numel() for each in model.parameters()) / 1e9, "billions")
     model.save_pretrained(folder)
+    note("the model is made")
     del model
     if given.device == "cuda":
         torch.cuda.empty_cache()
 
 
 def colocate(given: argparse.Namespace) -> None:
+    import asyncrl
+
     small = given.device == "cpu"
     rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(16) for b in range(16)]
     with tempfile.TemporaryDirectory() as made:
@@ -239,8 +248,8 @@ def colocate(given: argparse.Namespace) -> None:
             "eval.tasks": 0,
             "rollout.max_new_tokens": 16 if small else given.new_tokens,
             "rollout.options": {"max_running_requests": 256},
-            "trainer.groups_per_step": 2 if small else 16,
-            "trainer.group_size": 4 if small else 16,
+            "trainer.groups_per_step": 2 if small else max(given.rows // 8, 1),
+            "trainer.group_size": 4 if small else 8,
             "trainer.max_tokens_per_microbatch": 1024 if small else 8_192,
             "trainer.options": {} if small else {"publish_dtype": "bfloat16"},
         }
@@ -248,13 +257,23 @@ def colocate(given: argparse.Namespace) -> None:
         for name in ("in turns", "apart"):
             turns = name == "in turns"
             memory = DeviceMemory(given.device)
+            note(f"{name}: the run begins")
             steps = given.steps if turns else min(2, given.steps)
-            summary, events = train(None, **settings, **placed(given.device, turns=turns), steps=steps)
+            run = asyncrl.train(None, **settings, **placed(given.device, turns=turns), steps=steps + 1)
+            before_s = 0.0
+            for record in run:
+                tokens, taken_s = record["train/tokens_trained"], record["time_s"] - before_s
+                since = "the step before" if before_s else "the run's beginning"
+                emit(f"colocate, {name}: step {record['step']}", taken_s, "s", since=since, tokens=tokens)
+                before_s = record["time_s"]
+                if record["step"] == steps:
+                    break
+            run.stop()
+            note(f"{name}: the run is stopped")
             peaks[name] = memory.end()
-            emit(f"colocate, {name}: device memory at its peak", peaks[name], "GB", steps=steps, idle=summary.idle)
-            emit(f"colocate, {name}: step", summary.phases_s["train"] / steps, "s", tokens=summary.tokens.trained)
+            emit(f"colocate, {name}: device memory at its peak", peaks[name], "GB", steps=steps)
             if turns:
-                hand_overs(events)
+                hand_overs(json.loads((run.path / "timeline.json").read_text())["traceEvents"])
         if peaks["apart"]:
             emit("colocate: memory in turns over apart", (peaks["in turns"] or math.nan) / peaks["apart"], "ratio")
 
@@ -265,8 +284,9 @@ def hand_overs(events: list[dict[str, Any]]) -> None:
     def begin_and_end_s(each: dict[str, Any]) -> tuple[float, float]:
         return each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6
 
-    waits = [begin_and_end_s(each) for each in events if each["name"] == "wait: hand-over"]
-    updates = [begin_and_end_s(each) for each in events if each["cat"] == "span,train"]
+    spans = sorted((each for each in events if each["ph"] == "X"), key=lambda each: float(each["ts"]))
+    waits = [begin_and_end_s(each) for each in spans if each["name"] == "wait: hand-over"]
+    updates = [begin_and_end_s(each) for each in spans if each["cat"] == "span,train"]
     seconds = [end - begin for begin, end in waits]
     emit("colocate: hand-over", statistics.median(seconds), "s", seconds=seconds)
     first, last = updates[0][1], updates[-1][1]
@@ -279,27 +299,74 @@ def hand_overs(events: list[dict[str, Any]]) -> None:
 
 
 def weights(given: argparse.Namespace) -> None:
-    for transport in given.transports:
-        program = [sys.executable, str(HERE / "engine_swap.py"), "--json", "--device", given.device]
-        program += ["--shape", given.shape, "--transport", transport, "--swaps", str(given.swaps)]
-        done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            emit(f"weights {transport}: failed", None, "", status=done.returncode)
-            continue
-        for figure in figures_of(done.stdout):
-            print(json.dumps({**figure, "shape": given.shape, **machine()}), flush=True)
+    program = [sys.executable, str(HERE / "engine_swap.py"), "--lines", "--device", given.device, "--tokens", "64"]
+    program += ["--shape", given.shape, "--swaps", str(given.swaps), "--transport", *given.transports]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as measuring:
+        assert measuring.stdout is not None
+        for line in measuring.stdout:
+            if line.startswith("{"):
+                print(json.dumps({**json.loads(line), "shape": given.shape, **machine()}), flush=True)
+    if measuring.returncode:
+        emit("weights: failed", None, "", status=measuring.returncode)
 
 
-def figures_of(printed: str) -> Iterator[Mapping[str, Any]]:
-    yield from json.loads(printed.strip().splitlines()[-1])["figures"]
+# ---------------------------------------------------------------------------------------------------------------- host
+
+
+def host(given: argparse.Namespace) -> None:
+    import torch
+    import xxhash
+
+    from asyncrl.weights import host_chunks
+
+    size = (2 << 30) if given.device == "cuda" else (32 << 20)
+
+    def rate(name: str, call: Callable[[], object]) -> None:
+        begun_s = time.perf_counter()
+        call()
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        emit(f"host: {name}", size / 1e9 / (time.perf_counter() - begun_s), "GB/s")
+
+    def checksum(threads: int) -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda part: xxhash.xxh3_64_intdigest(part.numpy().data), memory.chunk(threads)))
+
+    def write(folder: str, *, synced: bool) -> None:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            data = memory.numpy().data
+            while data:
+                data = data[file.write(data) :]
+            if synced:
+                os.fsync(file.fileno())
+
+    memory = torch.empty(size, dtype=torch.uint8)
+    rate("memory touched first", lambda: memory.fill_(1))
+    other = torch.ones_like(memory)
+    rate("copy within it", lambda: other.copy_(memory))
+    for threads in (1, 4):
+        rate(f"checksum, threads: {threads}", lambda threads=threads: checksum(threads))
+    rate("file in /dev/shm", lambda: write("/dev/shm", synced=False))
+    rate("file in the temporary folder, synced", lambda: write(tempfile.gettempdir(), synced=True))
+    if given.device != "cuda":
+        return
+    there = memory.cuda()
+    rate("to the device, of memory that is not pinned", lambda: there.copy_(memory))
+    rate("to new memory of the host", there.cpu)
+    rate("to memory of the host that is not pinned", lambda: other.copy_(there))
+    rate("to the host in pieces through pinned memory", lambda: sum(map(len, host_chunks(there))))
+    pinned: list[torch.Tensor] = []
+    rate("pinned memory allocated", lambda: pinned.append(torch.empty(size, dtype=torch.uint8, pin_memory=True)))
+    rate("to pinned memory", lambda: pinned[0].copy_(there, non_blocking=True))
+    rate("from pinned memory", lambda: there.copy_(pinned[0], non_blocking=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(required=True)
-    programs = {name: parts.add_parser(name) for name in ("learn", "colocate", "weights")}
+    programs = {name: parts.add_parser(name) for name in ("host", "weights", "colocate", "learn")}
     for name, program in programs.items():
-        program.set_defaults(part={"learn": learn, "colocate": colocate, "weights": weights}[name])
+        program.set_defaults(part={"host": host, "weights": weights, "colocate": colocate, "learn": learn}[name])
         program.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
         program.add_argument("--seed", type=int, default=0)
     programs["learn"].add_argument("--task", choices=("calculator", "smollm2"), default="calculator")
@@ -310,9 +377,10 @@ def main() -> None:
     for name in ("colocate", "weights"):
         programs[name].add_argument("--shape", choices=("0.5m", "135m", "1.5b"), default="1.5b")
     programs["colocate"].add_argument("--steps", type=int, default=4)
-    programs["colocate"].add_argument("--new-tokens", type=int, default=256)
+    programs["colocate"].add_argument("--new-tokens", type=int, default=48)
+    programs["colocate"].add_argument("--rows", type=int, default=64, help="of a step")
     programs["weights"].add_argument("--transports", nargs="+", default=["shared_memory", "collective"])
-    programs["weights"].add_argument("--swaps", type=int, default=10)
+    programs["weights"].add_argument("--swaps", type=int, default=5)
     given = parser.parse_args()
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -3,6 +3,7 @@
     python benchmarks/trainer.py [--json] [--model 25m|0.5m|135m] [--rows 32] [--rounds 3] [--threads 1]
     python benchmarks/trainer.py --device cuda --model 135m --rows 256    # bfloat16; prints MFU too
     python benchmarks/trainer.py --device cuda --shape 135m 1.5b 8b       # large models of random weights
+    python benchmarks/trainer.py --device cuda --shape 1.5b --microbatch 16384 --compile --profile kernels.txt
     python benchmarks/trainer.py --trl-python trl/bin/python              # a Python that has TRL, torch, transformers
     python benchmarks/trainer.py --attention                              # ways to attend within packed rows
     python benchmarks/trainer.py --shared                                 # rows that begin with the same prompt
@@ -35,7 +36,9 @@ nothing else uses. ``checkpoint_snapshot`` is the snapshot alone, beside a copy 
 
 ``--shape`` prints one JSON object a line, as soon as it is known: the rate, the MFU and the reserved memory of updates
 of models whose weights are drawn on the device, without files. The work is what the model's forward pass needs, times
-three (twice with LoRA, where weights need no gradients), without what checkpointing computes again.
+three (twice with LoRA, where weights need no gradients), without what checkpointing computes again. With ``--compile``
+the first update also makes the code. ``--profile`` writes a table of the kernels of one more update, and prints for how
+long the device computes in it.
 
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
@@ -438,10 +441,12 @@ def measure_shape(name: str, arguments: argparse.Namespace) -> Iterator[Figure]:
     rates: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        for max_tokens, checkpointing in [(each, False) for each in shape.microbatches] + [
-            (each, True) for each in shape.microbatches if shape.lora
+        microbatches = [each for each in shape.microbatches if arguments.microbatch in (None, each)]
+        for max_tokens, checkpointing in [(each, False) for each in microbatches] + [
+            (each, True) for each in microbatches if shape.lora
         ]:
             case = f"{name}{' LoRA' if shape.lora else ''}, {max_tokens} tokens{', checkpointing' * checkpointing}"
+            case += ", compiled" * arguments.compile
             if device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -456,13 +461,20 @@ def measure_shape(name: str, arguments: argparse.Namespace) -> Iterator[Figure]:
                         dtype="bfloat16" if device == "cuda" else "float32",
                         lora=shape.lora,
                         gradient_checkpointing=checkpointing,
+                        compile=arguments.compile,
                         threads=arguments.threads,
                         max_tokens_per_microbatch=max_tokens,
                     )
                 loaded_s = time.perf_counter() - begun_s
+                yield Figure(f"{case}: load", loaded_s, "s", float("nan"), float("nan"), "reported", True)
                 engine.update(batch)
+                first_s = time.perf_counter() - begun_s - loaded_s
+                yield Figure(f"{case}: first update", first_s, "s", float("nan"), float("nan"), "reported", True)
                 (update_s,) = interleaved(lambda engine=engine: bool(engine.update(batch)), **turns)
                 work = sum(engine._cost.of(length, length - PROMPT) for length in lengths)
+                if arguments.profile:
+                    busy_s = profile(lambda engine=engine: engine.update(batch), arguments.profile)
+                    yield Figure(f"{case}: device busy", busy_s, "s", update_s, busy_s / update_s, "reported", True)
                 engine.close()
             except torch.OutOfMemoryError as error:
                 yield Figure(f"{case}: does not fit", float("nan"), "", float("nan"), float("nan"), str(error), False)
@@ -471,14 +483,13 @@ def measure_shape(name: str, arguments: argparse.Namespace) -> Iterator[Figure]:
                 engine = None
                 gc.collect()
             rates[max_tokens] = sum(lengths) / update_s
-            yield Figure(f"{case}: load", loaded_s, "s", float("nan"), float("nan"), "reported", True)
             yield Figure(f"{case}: update", rates[max_tokens], "tokens/s", float("nan"), float("nan"), "reported", True)
             flops = (2 if shape.lora else 3) * 2 * work / update_s
             yield _mfu(f"{case}: mfu", flops, at_least=0.35 if name == "1.5b" else 0.0)
             if device == "cuda":
                 used, most = torch.cuda.max_memory_reserved() / 1e9, torch.cuda.mem_get_info()[1] / 1e9
                 yield _at_most(f"{case}: memory", used, "GB", min(most, 80.0), 1.0)
-    if shape.lora:
+    if shape.lora or arguments.compile or arguments.profile:
         return
     max_tokens = shape.microbatches[0]
     plain = PlainLoop(random_model(config, device=device), device=device, max_tokens=max_tokens)
@@ -488,6 +499,22 @@ def measure_shape(name: str, arguments: argparse.Namespace) -> Iterator[Figure]:
     for tokens, rate in rates.items():
         what = f"{name}, {tokens} tokens: update against plain loop of {max_tokens}"
         yield Figure(what, rate, "tokens/s", peer, rate / peer, "ratio >= 1", rate >= peer)
+
+
+def profile(call: Callable[[], object], path: Path) -> float:
+    """Append a table of the kernels of one call to a file; return the seconds that they took on the device."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+    found = profiler.key_averages()
+    kernels = sorted(found, key=lambda each: -each.self_device_time_total)
+    with path.open("a") as file:
+        for each in kernels[:120]:
+            times = f"{each.self_device_time_total / 1e3:10.2f} ms {each.self_cpu_time_total / 1e3:10.2f} ms on the CPU"
+            print(f"{times} {each.count:7d} {each.device_type.name:5s} {each.key[:400]}", file=file)
+    return sum(each.self_device_time_total for each in kernels if each.device_type != DeviceType.CPU) / 1e6
 
 
 # -------------------------------------------------------------------------------------------------------- peak memory
@@ -884,6 +911,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4096, help="padded tokens of a micro-batch")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", help="models of random weights, and nothing else")
+    parser.add_argument("--microbatch", type=int, help="of --shape: the most tokens of the only one that is measured")
+    parser.add_argument("--compile", action="store_true", help="of --shape: torch.compile, without the plain loop")
+    parser.add_argument("--profile", type=Path, help="of --shape: a file for the kernels, without the plain loop")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     parser.add_argument("--attention", action="store_true", help="compare ways of attention, and nothing else")
     parser.add_argument("--shared", action="store_true", help="rows that begin with the same prompt, and nothing else")

@@ -285,7 +285,7 @@ class TrainingRun:
                 )
             await asyncio.gather(
                 *loading,
-                assembly.pool.start(serving, weight_version=step - 1 if apart else step),
+                self._start_replicas(serving, weight_version=step - 1 if apart else step),
                 *([assembly.reference.build(origin, trainer_options(config))] if assembly.reference else []),
                 *([assembly.reward.start(origin)] if assembly.reward else []),
                 *([self._load_critic(assembly.critic, origin)] if assembly.critic else []),
@@ -386,6 +386,11 @@ class TrainingRun:
             await self._assembly.trainer.load(self._checkpoint / "trainer")
         if published is not None:
             published.append(joined(await self._assembly.trainer.publish(weight_version)))
+        self._progress.note("the trainer is loaded")
+
+    async def _start_replicas(self, model: str, *, weight_version: int) -> None:
+        await self._assembly.pool.start(model, weight_version=weight_version)
+        self._progress.note("replicas serve")
 
     async def _load_critic(self, critic: CriticGroup, origin: str) -> None:
         path = self._config.critic.path

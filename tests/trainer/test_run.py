@@ -39,12 +39,14 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_tells_where_every_token_went_and_keeps_its_bound(
-    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     statuses: list[report.RunStatus] = []
     monkeypatch.setattr(report, "write_status", lambda path, status: statuses.append(status))
-    config = small_config(steps=4, max_staleness=2)
+    config = small_config(steps=4, max_staleness=2, telemetry={"progress": "plain"})
     summary = train(config)
+    noted = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+    assert {*noted[noted.index("serve") : noted.index("train")]} >= {"the trainer is loaded", "replicas serve"}
     assert statuses[0].causes[0].startswith("start: for ")  # before and after the training there are statuses, too
     assert statuses[-1].causes[0].startswith(("save: for ", "score after: for "))
     tokens = summary["tokens"]

@@ -30,6 +30,7 @@
     │   └── RewardError             ... inside a reward function
     ├── DispatchError               a call that cannot be split over the ranks of a group
     ├── CheckpointError             a checkpoint is missing, damaged or of another run
+    │   └── StorageError                ... or its store has no such bucket, refuses, or cannot be reached
     ├── InvariantError              a rule that a run checks of itself does not hold: a defect of asyncrl or of a part
     │   └── TokenBalanceError           ... tokens were lost or counted twice
     ├── LedgerError                 a run's ledger cannot be written or is of another kind
@@ -269,6 +270,10 @@ class DispatchError(AsyncRLError, ValueError):
 
 
 class CheckpointError(AsyncRLError): ...
+
+
+class StorageError(CheckpointError):
+    """A store has no such bucket, refuses, or cannot be reached. The message has the URL, never a credential."""
 
 
 class InvariantError(AsyncRLError):

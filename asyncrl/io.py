@@ -133,7 +133,7 @@ class DurableFiles:
                 f"{folder} has no {other[0]} as it was written to it elsewhere: all ranks need one file system"
             )
         self.sync_tree(folder)
-        self.write(folder / MANIFEST, _encode(entries))
+        self.write(folder / MANIFEST, encode_manifest(entries))
         self.sync(folder)
 
     def replace(self, partial: Path, folder: Path) -> None:
@@ -188,7 +188,7 @@ def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> None:
     Raises:
         CheckpointError: the folder is not sealed, or a file is missing, changed, or not in the manifest.
     """
-    expected = _manifest(folder)
+    expected = read_manifest(folder)
     others = [name for number, name in enumerate(sorted(expected)) if number % parts != part]
     found = _entries(folder, known={name: expected[name] for name in others})
     for name in sorted({*expected, *found}):
@@ -205,7 +205,7 @@ def read_sealed(folder: Path, name: str) -> bytes:
     Raises:
         CheckpointError: the folder is not sealed, or the file is missing or changed.
     """
-    expected = _manifest(folder)
+    expected = read_manifest(folder)
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -219,13 +219,13 @@ def _compare(path: Path, found: Mapping[str, Any], expected: Any) -> None:
         raise CheckpointError(f"{path} is damaged: it is {found}, its manifest says {expected}")
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """Return size and checksum of every file by its path below ``folder``, as they were sealed."""
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
         entries: dict[str, Any] = json.loads(content)["files"]
-        damaged = _encode(entries) != content
+        damaged = encode_manifest(entries) != content
     except OSError as error:
         raise CheckpointError(f"{folder} is not a complete checkpoint: {MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -235,7 +235,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def _encode(entries: Mapping[str, Any]) -> bytes:
+def encode_manifest(entries: Mapping[str, Any]) -> bytes:
     """Encode a manifest. There is one encoding of the same entries, so any other bytes are damaged."""
     checksum = xxhash.xxh3_64_hexdigest(json.dumps(entries, sort_keys=True).encode())
     return json.dumps({"files": entries, "xxh3_64": checksum}, sort_keys=True, indent=1).encode()
@@ -253,10 +253,15 @@ def _entries(folder: Path, *, known: Mapping[str, FileEntry] | None = None) -> d
             if known and (entry := known.get(name)) and entry["size_bytes"] == path.stat().st_size:
                 entries[name] = entry
                 continue
-            with path.open("rb") as file:
-                digest: Any = hashlib.file_digest(file, xxhash.xxh3_128)
-                entries[name] = _entry(file.tell(), digest)
+            entries[name] = file_entry(path)
     return entries
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Return size and checksum of a file, as it is now."""
+    with path.open("rb") as file:
+        digest: Any = hashlib.file_digest(file, xxhash.xxh3_128)
+        return _entry(file.tell(), digest)
 
 
 def _entry(size_bytes: int, digest: xxhash.xxh3_128) -> FileEntry:

@@ -350,6 +350,10 @@ class Ledger(Protocol):
         """Wait until everything appended so far is on disk; return the position of its end."""
         ...
 
+    def copy(self, path: Path) -> None:
+        """Write what is on disk now to a file of its own, from which a run can be resumed; or raise OSError. Blocks."""
+        ...
+
     def attempt(self, group_id: int) -> int:
         """Return the number of the newest attempt at a live group; -1 before the first."""
         ...

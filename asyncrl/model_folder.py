@@ -1,4 +1,4 @@
-"""What can be known of a model before it is loaded. A model is a folder, or a name on the Hugging Face hub."""
+"""What can be known of a model before it is loaded. A model is a folder, a URL of one, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.storage import local_model
 
 HUB_TIMEOUT_S = 3.0
 
@@ -13,14 +14,16 @@ HUB_TIMEOUT_S = 3.0
 def check_model(model: str, *, key: str) -> Any:
     """Return the configuration of transformers (Any: a vendor's) of a model that can be loaded, as far as can be seen.
 
-    Of a folder the files and their headers are checked, of a name on the hub that it is in the cache or can be reached.
+    Of a folder the files and their headers are checked, of a URL the files without weights, which are fetched; of a
+    name on the hub that it is in the cache or can be reached.
 
     Raises:
         ConfigError: it cannot be loaded, with the reason under the configuration's ``key``.
     """
+    given, model = model, local_model(model, weights=False)
     folder = Path(model)
     if folder.is_dir():
-        reason = _lacks(folder)
+        reason = _lacks(folder) if model == given else ""
     elif folder.suffix == ".gguf":
         reason = f"a GGUF file is no model folder; write gguf:{model}"
     elif folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:

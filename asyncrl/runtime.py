@@ -633,7 +633,7 @@ async def in_thread(function: Callable[_P, _T], /, *arguments: _P.args, **keywor
     return await asyncio.to_thread(call)
 
 
-async def in_abandonable_thread(function: Callable[[], _T], *, hopeless: Callable[[], bool]) -> _T:
+async def in_abandonable_thread(function: Callable[[], _T], *, hopeless: Callable[[], bool] = lambda: True) -> _T:
     """Run a function that may block for ever. A cancelled call waits for its end first, unless that is ``hopeless``.
 
     Then the thread is left behind, as a daemon: nothing waits for it, and its result is dropped.

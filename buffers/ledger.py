@@ -374,6 +374,19 @@ class SQLiteLedger:
                     await asyncio.to_thread(self._files.sync, path)
         return position
 
+    def copy(self, path: Path) -> None:
+        witness = Witness(path, files=self._files)
+        witness.create()
+        newest = "SELECT sequence, checksum FROM events ORDER BY sequence DESC LIMIT 1"
+        try:
+            with closing(self._connect(self._path)) as source, closing(self._connect(path)) as target:
+                source.backup(target)  # of one moment: it reads in one transaction
+                last = target.execute(newest).fetchone()
+        except sqlite3.Error as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
+        if last is not None:
+            witness.write(LedgerPosition(sequence=last[0], checksum=last[1]))
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         self._waiters.add((loop, changed))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.cli.output import FAILED, show, show_json, show_status
 from asyncrl.cli.page import page_beside
 from asyncrl.errors import ConfigError
+from asyncrl.storage import path_or_url
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -57,15 +58,22 @@ def _add_run_argument(parser: argparse.ArgumentParser, help_text: str = "folder 
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue a run; FILE.toml defaults to its own")
+    help_text = "folder or URL of a run to continue; FILE.toml defaults to its own"
+    parser.add_argument("--resume", type=path_or_url, metavar="RUN", help=help_text)
     parser.add_argument("--page", action="store_true", help="show the runs in the browser meanwhile; prints an address")
     add_json_option(parser)
 
 
 def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
-    file = namespace.file
-    if file is None and namespace.resume is not None:
-        file = namespace.resume / "config.toml"
+    file, resume = namespace.file, namespace.resume
+    if isinstance(resume, str):
+        from asyncrl.config.file import parse_overrides
+        from asyncrl.trainer.stored_run import restore
+
+        settings = ["--runs", "runs", *settings]
+        resume = restore(resume, Path({each.path: each.text for each in parse_overrides(settings)}["runs",]))
+    if file is None and resume is not None:
+        file = resume / "config.toml"
     config = _configuration(file, settings)
     if namespace.dry_run:
         return _dry_run(config)
@@ -74,7 +82,7 @@ def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int
     with contextlib.ExitStack() as stack:
         if namespace.page:
             show_status(f"page: {stack.enter_context(page_beside(Path(config.runs)))}")
-        summary = train(config, resume=namespace.resume)
+        summary = train(config, resume=resume)
     if namespace.json:
         show_json(summary)
     else:
@@ -126,7 +134,7 @@ def _add_answer_options(parser: argparse.ArgumentParser, *, tasks: str) -> None:
         metavar="FILE",
         help="file for the answers, .jsonl or .parquet; an unfinished one is resumed",
     )
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="weights to use; else the model's own")
+    parser.add_argument("--checkpoint", type=path_or_url, metavar="DIR", help="weights to use; else the model's own")
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
@@ -271,8 +279,12 @@ def trajectories_command(namespace: argparse.Namespace, settings: Sequence[str])
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
-    _add_run_argument(parser, "folder of a run, or of one of its checkpoints")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument(
+        "run", type=path_or_url, metavar="RUN", help="folder or URL of a run, or folder of a checkpoint"
+    )
+    out = parser.add_mutually_exclusive_group(required=True)
+    out.add_argument("--out", type=path_or_url, metavar="FOLDER", help="folder or URL to write")
+    out.add_argument("--push", metavar="OWNER/NAME", help="repository of the Hugging Face hub; private, if it is new")
     parser.add_argument(
         "--step", type=_whole_number, metavar="N", help="version of the weights (the newest checkpoint)"
     )
@@ -285,7 +297,8 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 def export_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     from asyncrl.tasks.export import export
 
-    summary = export(namespace.run, namespace.out, step=namespace.step, part=namespace.part)
+    out = namespace.out if namespace.push is None else f"hf://{namespace.push.removeprefix('hf://')}"
+    summary = export(namespace.run, out, step=namespace.step, part=namespace.part)
     _show_summary({name: value for name, value in summary.items() if value is not None}, as_json=namespace.json)
     return 0
 
@@ -514,8 +527,8 @@ def _check_data(data: Sequence[str] | None) -> None:
         check_files(data, key="--data")
 
 
-def _check_path(path: Path | None, key: str) -> None:
-    if path is None:
+def _check_path(path: Path | str | None, key: str) -> None:
+    if not isinstance(path, Path):
         return
     try:
         exists = path.exists()

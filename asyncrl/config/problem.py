@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from asyncrl.config.reference import keys_named
 from asyncrl.config.toml import key_to_toml, value_to_toml
 from asyncrl.errors import ConfigError
+from asyncrl.storage import without_secrets
 
 LONGEST_VALUE = 60
 MOST_PROBLEMS = 20
@@ -34,7 +35,7 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        given = f"{self.path} = {self.value}" if self.value else self.path
+        given = f"{self.path} = {without_secrets(self.value)}" if self.value else self.path
         return f"{given}: {self.rule}" + (f"; {self.remedy}" if self.remedy else "")
 
 
@@ -214,6 +215,7 @@ def _range(metadata: Iterable[Any]) -> str:
 
 _PATTERNS = {
     r"^[^\x00]+$": "without NUL",
+    r"^[A-Za-z][A-Za-z0-9+.\-]*://[^\x00]+$": "that is a URL, as in s3://bucket/folder",
     r"^[A-Za-z0-9][A-Za-z0-9._\-]*$": "of letters, digits, '.', '_' and '-'",
     r"^[A-Za-z_][\w.\-]*(:[A-Za-z_][\w.]*)?$": "that is an installed name or package.module:Name",
 }

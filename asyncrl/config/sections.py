@@ -141,7 +141,7 @@ class ModelConfig(Section):
     """The policy: either a checkpoint (`path`) or a part that creates one (`source`)."""
 
     path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")] | None = None
-    """Hugging Face model: a folder, a name on the hub, or `gguf:` and a GGUF file."""
+    """Hugging Face model: a folder or its URL, a name on the hub, or `gguf:` and a GGUF file."""
     source: Part | None = None
     """Part that creates the model: `scratch` (random weights), `gguf` (a GGUF file), or `package.module:function`."""
     options: Table = Field(default_factory=dict)
@@ -511,6 +511,9 @@ class CheckpointConfig(Section):
     steps wait for 2 % of the time, at most one a minute; 0: only at the end. The ledger covers the time in between."""
     keep_last: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Number of newest checkpoints that are kept."""
+    url: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9+.\-]*://[^\x00]+$")] | None = None
+    """Where they are written as well, with the run's ledger and records, below the name of the run's folder: `s3://`,
+    `gs://` or another protocol of fsspec. `asyncrl train --resume URL/RUN` needs nothing else of the run."""
 
 
 class TelemetryConfig(Section):

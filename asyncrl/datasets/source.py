@@ -1,6 +1,6 @@
-"""Sources of rows: files of JSON lines and parquet, folders of them, and the Hugging Face hub.
+"""Sources of rows: files of JSON lines and parquet, folders of them, URLs, and the Hugging Face hub.
 
-    train.parquet   data/*.jsonl   data/          hub:openai/gsm8k?name=main&split=train
+    train.parquet   data/*.jsonl   data/   s3://bucket/train.parquet   hub:openai/gsm8k?name=main&split=train
 
 A source has a length and reads any record by its number, so a shuffled run reads rows on demand. Parquet needs the
 package pyarrow, and the hub the package datasets (``pip install asyncrl[hub]`` installs both).
@@ -21,6 +21,7 @@ import numpy as np
 
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.plugins import install_command
+from asyncrl.storage import is_url, local_copy
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -205,7 +206,7 @@ def open_sources(files: str | Path | Sequence[str | Path], *, key: str = "files"
     """Open all sources in their order; files of a folder or pattern are sorted by name.
 
     Args:
-        files: paths, patterns with ``*``, folders, or ``hub:owner/name?split=train``.
+        files: paths or URLs of files, folders and patterns with ``*``, or ``hub:owner/name?split=train``.
         key: dotted key of the configuration, for messages.
 
     Raises:
@@ -219,7 +220,7 @@ def open_sources(files: str | Path | Sequence[str | Path], *, key: str = "files"
 
 
 def check_files(files: str | Path | Sequence[str | Path], *, key: str) -> None:
-    """Raise ConfigError unless all ``files`` exist, without reading them or contacting the hub."""
+    """Raise ConfigError unless all ``files`` exist, without reading them or contacting the hub; URLs are fetched."""
     for each in [files] if isinstance(files, str | Path) else files:
         if not str(each).startswith(_HUB):
             _found(str(each), key=key)
@@ -233,8 +234,8 @@ def _open(text: str, *, key: str) -> list[RowSource]:
 
 
 def _found(text: str, *, key: str) -> list[Path]:
-    """Return the files of a path, folder or pattern, or a folder that the package datasets wrote."""
-    path = Path(text).expanduser()
+    """Return the files of a path, folder, pattern or URL, or a folder that the package datasets wrote."""
+    path = local_copy(text, key=key) if is_url(text) else Path(text).expanduser()
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return [path]
@@ -249,7 +250,7 @@ def _found(text: str, *, key: str) -> list[Path]:
         raise ConfigError(
             f"{key}: {what}",
             path=key,
-            remedy=f'a path, a pattern or a folder of {", ".join(_SUFFIXES)}; or "hub:owner/name?split=train"',
+            remedy=f'a path, a URL, a pattern or a folder of {", ".join(_SUFFIXES)}; or "hub:owner/name?split=train"',
         )
     return paths
 

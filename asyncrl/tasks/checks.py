@@ -24,6 +24,7 @@ from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message
 from asyncrl.model_folder import check_model
 from asyncrl.plugins import Part, check_part, install_command, is_model_source, offered_options, part_text
 from asyncrl.rollout.chat import load_renderer
+from asyncrl.storage import Store, is_url
 from asyncrl.telemetry.trackers import check_tracker
 from asyncrl.trainer.assembly import (
     Assembly,
@@ -39,17 +40,25 @@ from asyncrl.trainer.sft import file_conversations
 from asyncrl.weights import TransportSpec
 
 
-def check_start(config: Config, *, loads_model: bool = True, uses_tasks: bool = True) -> EnvironmentFactory:
+def check_start(
+    config: Config, *, loads_model: bool = True, uses_tasks: bool = True, stores: bool = False
+) -> EnvironmentFactory:
     """Check what a run needs beside its configuration; return its environments, which were made for that. Blocks.
 
     Nothing is started or loaded, and no weights are read. ``loads_model`` is whether the configured model counts,
-    ``uses_tasks`` whether the environment's tasks do.
+    ``uses_tasks`` whether the environment's tasks do. With ``stores`` a small file is written to ``checkpoint.url``
+    and removed.
 
     Raises:
         ConfigError: with every problem.
+        StorageError: the store refuses, or cannot be reached.
     """
     quiet_vendors(config.model)
     _run(*(partial(check, config) for check in (_check_paths, _check_resources, _check_runs)))
+    if stores and config.checkpoint.url is not None:
+        store = Store(config.checkpoint.url, key="checkpoint.url")
+        store.write(".check", b"")
+        store.remove(".check")
     made: list[Assembly] = []
 
     def assemble() -> None:
@@ -227,7 +236,7 @@ def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
         _check_mesh(settings, trainer=config.trainer)
         if needs_critic(config) and config.critic.path is None:
             _check_mesh(settings, critic=config.critic)
-        if Path(model.path).is_dir():
+        if is_url(model.path) or Path(model.path).is_dir():
             load_renderer(model.path, **chat_options(config))
     positions = config.rollout.options.get("max_model_tokens", positions)
     if isinstance(positions, int) and config.rollout.max_seq_len > positions:

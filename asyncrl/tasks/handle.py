@@ -22,15 +22,17 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, InfrastructureError, RunStoppedError
 from asyncrl.plugins import Part
 from asyncrl.runtime import BackgroundProgram, in_thread
+from asyncrl.storage import path_or_url
 from asyncrl.tasks import run
 from asyncrl.tasks.checks import check_start
-from asyncrl.tasks.settings import Data, python_config, with_row_files, with_stored_rows, write_rows
+from asyncrl.tasks.settings import Data, python_config, with_moved_rows, with_row_files, with_stored_rows, write_rows
 from asyncrl.telemetry.notebook import marimo_output, run_html, show_while
 from asyncrl.telemetry.report import report_text
 from asyncrl.telemetry.run_directory import RunDirectory, is_locked, read_json_lines
 from asyncrl.trainer.control import give_order
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.report import RunSummary, StalenessSummary
+from asyncrl.trainer.stored_run import restore
 
 if TYPE_CHECKING:
     from asyncrl.data import DataProto
@@ -64,14 +66,18 @@ def train(
 
     Arguments are those of :func:`asyncrl.tasks.settings.python_config`; ``settings`` are the keys of a configuration
     file, nested (``trainer={"lr": 1e-5}``) or dotted (``**{"trainer.lr": 1e-5}``). ``resume`` is the folder of a run to
-    continue; what its configuration says need not be given again, except for functions that have no module.
+    continue, or its URL; what its configuration says need not be given again, except for functions that have no module.
 
     Raises:
         ConfigError: what a file would be refused for; what only the start can show is raised by :meth:`Run.wait`.
         CheckpointError: there is nothing to resume.
     """
-    if resume is not None and config is None:
-        config = Path(resume) / "config.toml"
+    folder = path_or_url(resume) if resume is not None else None
+    if isinstance(folder, str):
+        settings = {"runs": "runs", **settings}
+        folder = restore(folder, Path(settings["runs"]))
+    if folder is not None and config is None:
+        config = folder / "config.toml"
     made, rows = python_config(
         config,
         model=model,
@@ -85,9 +91,9 @@ def train(
     )
     if made.telemetry.progress == "auto" and "ipykernel" in sys.modules:  # the run shows itself
         made = made.model_copy(update={"telemetry": made.telemetry.model_copy(update={"progress": "none"})})
-    directory, checkpoint = run.open_run(made, resume=Path(resume) if resume is not None else None)
+    directory, checkpoint = run.open_run(made, resume=folder)
     try:
-        final = with_row_files(made, rows, directory.path)
+        final = with_row_files(with_moved_rows(made, directory.path), rows, directory.path)
         if resume is None:
             directory.write_config(final.to_toml())
         program = BackgroundProgram(_training(final, rows, directory, checkpoint)).start()
@@ -102,7 +108,7 @@ async def _training(
 ) -> RunSummary:
     with directory:  # also where nothing waits for the run: others see that it has ended
         await asyncio.to_thread(write_rows, config, rows)
-        environments = await in_thread(check_start, config)
+        environments = await in_thread(check_start, config, stores=True)
         return await run.working(
             config, directory, lambda training: training.train(), checkpoint=checkpoint, environments=environments
         )
@@ -135,7 +141,7 @@ def evaluate(
     made = _answering(config, model, data, reward, env, tools, checkpoint, settings)
     return run.evaluate(
         made,
-        checkpoint=Path(checkpoint) if checkpoint is not None else None,
+        checkpoint=path_or_url(checkpoint) if checkpoint is not None else None,
         tasks=tasks if tasks is not None or (data is None and made.eval.tasks) else _ALL,
         samples=samples,
         temperature=temperature,
@@ -176,7 +182,7 @@ def generate(
     return run.generate(
         made,
         prompt=prompt,
-        checkpoint=Path(checkpoint) if checkpoint is not None else None,
+        checkpoint=path_or_url(checkpoint) if checkpoint is not None else None,
         tasks=_ALL if tasks is None and data is not None else tasks,
         samples=samples,
         temperature=temperature,

@@ -43,6 +43,7 @@ from asyncrl.plugins import load_part
 from asyncrl.rollout.chat import load_renderer
 from asyncrl.runtime import BackgroundProgram
 from asyncrl.staleness import merge
+from asyncrl.tasks.settings import with_moved_rows
 from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory, open_log
 from asyncrl.telemetry.trackers import open_trackers
@@ -137,7 +138,8 @@ class Recording:
             ConfigError: it is of another version of this package, and not valid now.
             RecordingError: it is not recorded.
         """
-        return Config.from_mapping(tomllib.loads(self.life(step).config), origin=f"{self.path}, step {step}")
+        config = Config.from_mapping(tomllib.loads(self.life(step).config), origin=f"{self.path}, step {step}")
+        return with_moved_rows(config, self.path)
 
     def model_of(self, step: int) -> str:
         """Return the folder or hub id of the model that the policy of ``step`` was built from.

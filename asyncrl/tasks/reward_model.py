@@ -24,7 +24,7 @@ from asyncrl.datasets.rows import PREFERENCE_COLUMNS
 from asyncrl.errors import InvalidDataError
 from asyncrl.interfaces import Message
 from asyncrl.plugins import make_part
-from asyncrl.rollout.chat import ChatRenderer
+from asyncrl.rollout.chat import ChatRenderer, load_renderer
 from asyncrl.runtime import in_thread
 from asyncrl.telemetry.progress import Progress
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -176,9 +176,7 @@ def _model(config: RewardTrainingConfig, run: RunDirectory, preferences: list[Pr
 
 
 def _encoded(model: str, preferences: list[Preference], *, max_seq_len: int) -> tuple[list[EncodedPair], int]:
-    from transformers import AutoTokenizer
-
-    return encode_pairs(ChatRenderer(AutoTokenizer.from_pretrained(model)), preferences, max_seq_len=max_seq_len)
+    return encode_pairs(load_renderer(model), preferences, max_seq_len=max_seq_len)
 
 
 def _batches(pairs: list[EncodedPair], config: RewardTrainingConfig) -> list[list[EncodedPair]]:

@@ -25,6 +25,7 @@ from asyncrl.runtime import Terminated, in_thread, run_with_signals
 from asyncrl.tasks import reward_model as reward_training
 from asyncrl.tasks.checks import check_reward_training, check_start
 from asyncrl.tasks.generate import AnswersFile, FailedTask, answer_tasks
+from asyncrl.tasks.settings import with_moved_rows
 from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory, open_log
 from asyncrl.telemetry.timeline import Timeline
@@ -54,10 +55,12 @@ def train(config: Config, *, resume: Path | None = None) -> dict[str, Any]:
 
     Raises:
         CheckpointError: nothing to resume from, or the run is over already: all steps done, and its summary written.
+        StorageError: a store refuses, or cannot be reached.
         ConfigError: ``config`` names another model than the run to be resumed, ``resume`` is no run's folder, or a part
             cannot be used as configured.
     """
-    environments = check_start(config)
+    config = with_moved_rows(config, resume) if resume is not None else config
+    environments = check_start(config, stores=True)
     run, checkpoint = open_run(config, resume=resume)
     try:
         done = _in_run(config, run, lambda training: training.train(), checkpoint=checkpoint, environments=environments)
@@ -138,7 +141,7 @@ def train_reward_model(config: RewardTrainingConfig) -> dict[str, Any]:
 def evaluate(
     config: Config,
     *,
-    checkpoint: Path | None = None,
+    checkpoint: Path | str | None = None,
     data: Sequence[str] | None = None,
     tasks: int | None = None,
     samples: int = 1,
@@ -155,7 +158,7 @@ def evaluate(
 
     Args:
         config: model, environment and sampling.
-        checkpoint: weights of a run, a checkpoint or a model folder.
+        checkpoint: weights of a run, a checkpoint or a model folder; or the URL of a model.
         data: files of prompts, in place of the environment's held-out tasks (:mod:`asyncrl.datasets`).
         tasks: how many; by default ``eval.tasks``, or all rows of ``data``.
         samples: answers to each task.
@@ -195,7 +198,7 @@ def generate(
     tasks: int | None = None,
     samples: int = 1,
     temperature: float | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: Path | str | None = None,
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Answer held-out tasks, the rows of files, or one user ``prompt`` without tools; return a record per answer.
@@ -261,7 +264,7 @@ def _answer(
     config: Config,
     *,
     made_with: Config,
-    checkpoint: Path | None,
+    checkpoint: Path | str | None,
     tasks: int | None,
     samples: int,
     sampling: Mapping[str, Any],
@@ -342,7 +345,7 @@ def _answer(
 
 @asynccontextmanager
 async def _serving(
-    config: Config, checkpoint: Path | None, *, made_with: Config, rewarded: bool
+    config: Config, checkpoint: Path | str | None, *, made_with: Config, rewarded: bool
 ) -> AsyncIterator[tuple[Assembly, ChatRenderer, Score | None]]:
     """Serve the configured model, or a checkpoint's; yield the workers, the renderer and the reward model, if any.
 
@@ -370,11 +373,13 @@ async def _serving(
         yield assembly, renderer, score
 
 
-def _weights_of(checkpoint: Path) -> tuple[str, int]:
-    """Return the model folder meant by a run's folder, a checkpoint's, or a model's own, and its weight version.
+def _weights_of(checkpoint: Path | str) -> tuple[str, int]:
+    """Return the model folder meant by a run's folder, a checkpoint's, or a model's own or its URL, and its version.
 
     A model that is not of a checkpoint is version 0.
     """
+    if isinstance(checkpoint, str):
+        return checkpoint, 0
     if (checkpoint / "checkpoints").is_dir():
         checkpoint = Checkpoints(checkpoint / "checkpoints", keep=1).latest()
     if is_sealed(checkpoint):

@@ -126,6 +126,12 @@ def with_row_files(config: Config, rows: Mapping[str, Data], folder: Path) -> Co
     return config.model_copy(update={"env": env}) if paths else config
 
 
+def with_moved_rows(config: Config, run: Path) -> Config:
+    """Return ``config`` with rows that another machine had in its folder of this run named as those in ``run``."""
+    given = {option: Path(str(config.env.options.get(option, ""))).parts[-2:] for option in _FILES}
+    return with_row_files(config, {each: None for each in _FILES if given[each] == (run.name, _FILES[each])}, run)
+
+
 def write_rows(config: Config, rows: Mapping[str, Data]) -> None:
     """Write rows to the JSON lines that ``config`` names. Blocks.
 

@@ -37,6 +37,7 @@ from asyncrl.runtime import failure_of_program, in_abandonable_thread, program_h
 from asyncrl.single_controller import ClassWithInitArgs, Restart, Worker, WorkerGroup, create_colocated_worker_cls
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
+from asyncrl.storage import is_url
 from asyncrl.trainer.group import Score
 from asyncrl.trainer.learner import Advantages
 from asyncrl.trainer.workers import (
@@ -655,8 +656,8 @@ def proof_spec(config: Config) -> ProofSpec:
 
 
 def quiet_vendors(model: ModelConfig) -> None:
-    """Switch progress bars off where nothing is downloaded; without effect once Hugging Face's libraries are loaded."""
-    if model.path is None or Path(model.path).is_dir():
+    """Switch progress bars off where the hub is not asked; without effect once Hugging Face's libraries are loaded."""
+    if model.path is None or is_url(model.path) or Path(model.path).is_dir():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # A warning about a deprecated call inside torch.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -12,7 +12,8 @@ that the disk has changed it since, the checkpoint before it is used. The next c
 left.
 
 It is taken between two steps, where every rank copies its shards into its host's memory, and written while training
-goes on: every rank writes its shards, rank 0 makes the model of them, the folder is sealed.
+goes on: every rank writes its shards, rank 0 makes the model of them, the folder is sealed. Then it counts as written;
+where the run has a URL (:mod:`asyncrl.trainer.stored_run`) it is sent there beside what follows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +33,9 @@ from asyncrl.io import DurableFiles, FileEntry, is_sealed, partial_name, read_se
 from asyncrl.ledger import LedgerPosition
 from asyncrl.runtime import shield_until_done
 from asyncrl.trainer.workers import EngineGroup
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.stored_run import StoredRun
 
 MAX_SHARE = 0.02
 """Share of the time that checkpoints may take where ``checkpoint.every`` is not set."""
@@ -102,7 +106,10 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoints:
-    """The checkpoints of one run in ``folder``: the newest ``keep``, and ``in_use``, which replicas load again."""
+    """The checkpoints of one run in ``folder``: the newest ``keep``, and ``in_use``, which replicas load again.
+
+    Each that is whole is sent to the ``stored`` run, if there is one, and stays here as long as that takes.
+    """
 
     def __init__(
         self, folder: Path, *, keep: int, in_use: Path | None = None, files: DurableFiles | None = None
@@ -111,6 +118,7 @@ class Checkpoints:
         self._keep = keep
         self._in_use = in_use
         self._files = files or DurableFiles()
+        self.stored: StoredRun | None = None
 
     async def save(
         self,
@@ -144,7 +152,22 @@ class Checkpoints:
             written[name] = {file: entry for part in parts for file, entry in part.items()}
         await groups["trainer"].export_snapshot(partial / "trainer", partial / "model")
         await shield_until_done(asyncio.to_thread(self._finish, partial, final, state, written))
+
+        async def send(to: str) -> list[str]:
+            """Let every rank copy the files that it has written to a URL; return their names."""
+            for name, group in groups.items():
+                await group.send_snapshot(final / name, f"{to}/{name}")
+            return [f"{name}/{file}" for name, files in written.items() for file in files]
+
+        if self.stored is not None:
+            self.stored.send(final, send)
         return final
+
+    async def sent(self, *, patience_s: float | None = None) -> None:
+        """Wait until the stored run has what was sent to it, or has refused it; after ``patience_s`` give it up."""
+        if self.stored is not None:
+            await self.stored.sent(patience_s=patience_s)
+            await shield_until_done(asyncio.to_thread(self._remove_old))
 
     def _begin(self, final: Path, parts: Sequence[str]) -> Path:
         partial = partial_name(final)
@@ -162,12 +185,16 @@ class Checkpoints:
         known = {f"{part}/{file}": entry for part, entries in written.items() for file, entry in entries.items()}
         self._files.seal(partial, known=known)
         self._files.replace(partial, final)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        held = self.stored.held if self.stored is not None else set[Path]()
         try:
             for leftover in (*self.all()[: -self._keep], *sorted(self._folder.glob(".step-*"))):
-                if leftover != self._in_use:
+                if leftover not in (self._in_use, *held):
                     self._files.remove(leftover)
         except OSError as error:  # the next checkpoint tries again
-            _log.warning("what %s replaces could not be removed: %s", final, error)
+            _log.warning("what is replaced in %s could not be removed: %s", self._folder, error)
 
     def rewind(self, step: int) -> None:
         """Discard the checkpoints after ``step``; the next complete checkpoint removes their files."""
@@ -208,9 +235,9 @@ class Checkpoints:
         )
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path | str) -> int:
     """Return the step of a checkpoint by the name of its folder."""
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(str(checkpoint).rpartition("-")[2])
 
 
 def read_driver_state(folder: Path) -> DriverState:

@@ -54,7 +54,7 @@ class RunSummary:
         scores: of each evaluation, its ``step``, the ``version`` and ``newest_version`` of its tokens, ``success`` and
             ``reward``.
         unscored: why steps that were to be evaluated have no score, by step.
-        unsaved: why checkpoints that were due were not written, by step.
+        unsaved: why checkpoints that were due were not written, or not to ``checkpoint.url``, by step.
         success_before: held-out success before the first step (None if it was not evaluated); ``success_after`` the
             last.
         reward_first: mean reward of the first step (None without one); ``reward_last`` of the last.

@@ -65,6 +65,7 @@ from asyncrl.trainer.learner import Advantages, Learner
 from asyncrl.trainer.recovery import check_batches, driver_state, ledger_base, lost_scores, starting_point
 from asyncrl.trainer.report import Recorder, RunSummary, StalenessSummary, Watch
 from asyncrl.trainer.sft import demonstrations, file_conversations, supervise
+from asyncrl.trainer.stored_run import StoredRun
 from asyncrl.trainer.workers import CriticGroup
 from asyncrl.weights import WeightManifest, joined
 
@@ -144,6 +145,7 @@ class TrainingRun:
                 with self._phase("save"):
                     await (await self._save(driver, config.steps))()
                     driver.journal.record(Committed(config.steps))
+                    await self._checkpoints.sent()
                 if config.eval.tasks and config.steps not in self._evaluated:  # a resumed run may have done it
                     with self._phase("score after"):
                         await driver.score(config.steps)
@@ -198,10 +200,20 @@ class TrainingRun:
 
     def _open_records(self) -> None:
         """Open the ledger; a resumed run also removes what was written after its checkpoint."""
-        run, resumed = self._run, self._resumed
+        run, resumed, checkpoint = self._run, self._resumed, self._config.checkpoint
+        if checkpoint.url is not None:  # first of all: a store that refuses changes nothing
+            self._checkpoints.stored = StoredRun(
+                checkpoint.url,
+                run.path,
+                keep=checkpoint.keep_last,
+                resumed=run.resumed,
+                failed=lambda *why: self._recorder.unsaved(*why),  # noqa: PLW0108  it is made later
+            )
         self._ledger = self._assembly.make_ledger(
             run.ledger_path, resume=ledger_base(resumed) if resumed is not None else None
         )
+        if self._checkpoints.stored is not None:
+            self._checkpoints.stored.ledger = self._ledger
         found = self._ledger.recovered if self._ledger is not None else None
         if found is not None:
             for note in found.notes:
@@ -529,6 +541,8 @@ class TrainingRun:
 
         async def written() -> None:
             begun_s = time.monotonic()  # it may have waited for its version to serve
+            if self._ledger is not None:
+                await self._ledger.durable()  # what its weights were published as is there before it counts
             await write()
             self._save_s = take_s + time.monotonic() - begun_s
 
@@ -593,7 +607,10 @@ class TrainingRun:
 
     async def _close(self) -> None:
         try:
-            await self._assembly.aclose()
+            try:
+                await self._checkpoints.sent(patience_s=MOST_PATIENCE_S)
+            finally:
+                await self._assembly.aclose()
         finally:
             self._trackers.close()
             self._timeline.save(self._run.timeline_path)

@@ -31,9 +31,10 @@ from asyncrl.io import FileEntry
 from asyncrl.mesh import MeshShape
 from asyncrl.plugins import Part, make_part, offered_options
 from asyncrl.rollout.branches import unfold
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_abandonable_thread, in_thread
 from asyncrl.single_controller import Dispatch, Worker, register
 from asyncrl.single_controller.mesh import MeshDispatch
+from asyncrl.storage import Store, local_model
 from asyncrl.weights import (
     Adapter,
     Canary,
@@ -62,6 +63,8 @@ class EngineGroup(Protocol):
     def snapshot(self, folder: Path, model: Path | None = None) -> Awaitable[Any]: ...
 
     def write_snapshot(self, folder: Path) -> Awaitable[Sequence[Mapping[str, FileEntry]]]: ...
+
+    def send_snapshot(self, folder: Path, to: str) -> Awaitable[Any]: ...
 
     def export_snapshot(self, saved: Path, folder: Path) -> Awaitable[Any]: ...
 
@@ -346,6 +349,7 @@ class EngineRank(Worker, Generic[EngineT]):
         )
         self._engine: EngineT | None = None
         self._snapshot: Snapshot | None = None
+        self._written: Mapping[str, FileEntry] = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot(self, folder: Path, model: Path | None = None) -> None:
@@ -364,7 +368,14 @@ class EngineRank(Worker, Generic[EngineT]):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def write_snapshot(self, folder: Path) -> Mapping[str, FileEntry]:
         """Write this rank's files of the last snapshot, beside other calls; return size and checksum of each."""
-        return {} if self._snapshot is None else await in_thread(self._snapshot.write, folder)
+        self._written = {} if self._snapshot is None else await in_thread(self._snapshot.write, folder)
+        return self._written
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def send_snapshot(self, folder: Path, to: str) -> None:
+        """Copy the files that this rank writes of each snapshot from ``folder`` to a URL."""
+        files = {name: folder / name for name in self._written}
+        await in_abandonable_thread(lambda: Store(to).put(files))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def export_snapshot(self, saved: Path, folder: Path) -> None:
@@ -418,7 +429,7 @@ class EngineRank(Worker, Generic[EngineT]):
         self._engine = make_part(
             self._group,
             self._name,
-            model_path,
+            local_model(model_path),
             options=self._options,
             path=self._path,
             rank=self.rank,
@@ -729,6 +740,7 @@ class RewardWorker(Worker):
 
     async def _make(self, model_path: str) -> RewardModel:
         group, path = "asyncrl.reward_models", "reward.source"
+        model_path = await in_thread(local_model, model_path, weights=False)
         options = offered_options(group, self._source, {"tokenizer": model_path}, path=path) | self._options
         # In a thread: loading a model takes seconds, and this loop serves other calls.
         model: RewardModel = await in_thread(make_part, group, self._source, options=options, path=path)

@@ -11,6 +11,7 @@ import torch
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.model_folder import check_model
+from asyncrl.storage import local_model
 
 if TYPE_CHECKING:
     from engines.training.model import ComputeDtype
@@ -50,6 +51,7 @@ class ModelReward:
     ) -> None:
         from engines.training.value_engine import FSDPValueEngine
 
+        path = local_model(path)
         if tokenizer is not None:
             _check_tokenizer(path, tokenizer)
         self._path = path

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles, FileEntry, partial_name, verify_folder
+from asyncrl.storage import origin
 from engines.training.loading import Target, model_file, place_of_shard, read_parts
 from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
@@ -355,7 +356,8 @@ def _model_settings(
         if model.causal_lm.generation_config is not None:
             model.causal_lm.generation_config.save_pretrained(partial)
         if model.lora is not None:
-            files.write(partial / "adapter" / "adapter_config.json", _json(model.lora.adapter_config(base=model_path)))
+            config = model.lora.adapter_config(base=origin(model_path))
+            files.write(partial / "adapter" / "adapter_config.json", _json(config))
         for name in _TOKENIZER_FILES:
             if (source := model_file(model_path, name)) is not None:
                 shutil.copyfile(source, partial / name)

@@ -104,6 +104,33 @@ def test_a_resumed_run_recovers_the_checkpoint_and_later_events(tmp_path: Path):
         assert ledger.statistics().unaccounted == 0
 
 
+@pytest.mark.parametrize("groups", [0, 3])
+def test_a_copy_of_a_ledger_that_is_being_written_is_resumed_like_the_ledger(tmp_path: Path, groups: int):
+    path, copy = tmp_path / "ledger.sqlite", tmp_path / "copies" / "ledger.sqlite"
+    copy.parent.mkdir()
+    with SQLiteLedger(path, threaded=False) as ledger:
+        for group_id in range(groups):
+            ledger.append(Issued(group_id))
+            roll_out(ledger, group_id)
+        ledger.copy(copy)
+        ledger.append(Issued(groups))
+    assert sorted(each.name for each in copy.parent.iterdir()) == ["ledger.sqlite", "ledger.sqlite-witness"]
+    base = LedgerBase(step=0, next_group_id=0, consumed=0, outstanding=())
+    with SQLiteLedger(copy, resume=base) as resumed:
+        assert resumed.recovered is not None
+        assert resumed.recovered.notes == ()
+        assert list(resumed.recovered.groups) == list(range(groups))
+        assert resumed.recovered.next_group_id == groups
+
+
+def test_a_copy_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path):
+    (tmp_path / "copy").write_bytes(b"not a database" * 1000)
+    with SQLiteLedger(tmp_path / "ledger.sqlite", threaded=False) as ledger:
+        with pytest.raises(OSError, match="copy cannot be written: file is not a database"):
+            ledger.copy(tmp_path / "copy")
+        assert ledger.append(Issued(0))
+
+
 def test_batches_of_steps_after_the_checkpoint_are_recovered(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     first, _ = record_run(path)

@@ -17,7 +17,7 @@ from asyncrl.data.ragged import rows_of
 from asyncrl.datasets import Preference
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.tasks.reward_model import EncodedPair, encode_pairs, pair_rows, split_held_out
+from asyncrl.tasks.reward_model import EncodedPair, _encoded, encode_pairs, pair_rows, split_held_out
 from asyncrl.tasks.run import train, train_reward_model
 from engines.training.scratch import make_scratch_model
 
@@ -153,3 +153,9 @@ def test_the_command_tells_what_is_missing(
     assert main(["train-reward-model", str(file), "--trainer.lrr", "1"]) == 2
     assert "did you mean" in capsys.readouterr().err
     assert main(["train-reward-model"]) == 2
+
+
+def test_a_reward_model_may_begin_with_a_model_at_a_url(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
+    pairs = [Preference(prompt=question(1), chosen=answer("1"), rejected=answer("no"))]
+    assert _encoded(f"file://{model}", pairs, max_seq_len=64) == _encoded(model, pairs, max_seq_len=64)

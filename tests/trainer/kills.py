@@ -1,8 +1,9 @@
 """Kills a small run at random moments, with SIGKILL, resumes it each time, and says what became of its prompts.
 
-    python tests/trainer/kills.py FOLDER [--kills 10] [--seed 0] [--max-staleness 0]
+    python tests/trainer/kills.py FOLDER [--kills 10] [--seed 0] [--max-staleness 0] [--lose-folder]
 
 Each life is a fork of this process, which has imported everything and computed nothing: it begins within milliseconds.
+With ``--lose-folder`` the run's folder ends with each life, and the next begins with what is at ``checkpoint.url``.
 Prints one JSON object.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import sys
@@ -33,9 +35,10 @@ from asyncrl.config import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.tasks.rerun import Recording
 from asyncrl.tasks.run import train
+from asyncrl.trainer.stored_run import restore
 
 
-def config_of(runs: Path, *, max_staleness: int, steps: int = 8) -> Config:
+def config_of(runs: Path, *, max_staleness: int, steps: int = 8, url: str | None = None) -> Config:
     return Config.from_mapping(
         {
             "name": "killed",
@@ -52,13 +55,13 @@ def config_of(runs: Path, *, max_staleness: int, steps: int = 8) -> Config:
             "rollout": {"max_new_tokens": 6, "max_seq_len": 64, "options": {"max_running_requests": 1}},
             "trainer": {"groups_per_step": 2, "group_size": 4, "lr": 1e-2},
             "eval": {"tasks": 4, "every": 3},
-            "checkpoint": {"every": 2, "keep_last": 2},
+            "checkpoint": {"every": 2, "keep_last": 2, **({"url": url} if url is not None else {})},
             "telemetry": {"progress": "none"},
         }
     )
 
 
-def live(config: Config, run: Path | None) -> int:
+def live(config: Config, run: Path | str | None) -> int:
     """One life, in a fork; returns its process id."""
     process = os.fork()
     if process:
@@ -66,7 +69,7 @@ def live(config: Config, run: Path | None) -> int:
     code = 1
     try:
         torch.set_num_threads(1)
-        train(config, resume=run)
+        train(config, resume=restore(run, config.runs) if isinstance(run, str) else run)
         code = 0
     except CheckpointError:
         code = 3  # killed before there was anything to go on from
@@ -131,6 +134,7 @@ def main() -> None:
     arguments.add_argument("--kills", type=int, default=10)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--max-staleness", type=int, default=0)
+    arguments.add_argument("--lose-folder", action="store_true")
     options = arguments.parse_args()
     dice = random.Random(options.seed)
 
@@ -142,8 +146,11 @@ def main() -> None:
     assert status == 0, "the run that nobody hurts failed"
     assert calm_run is not None
 
-    config = config_of(options.folder / "hurt", max_staleness=options.max_staleness)
-    kills, restarts, kept = 0, 0, None
+    store = options.folder / "store"
+    url = f"file://{store}" if options.lose_folder else None
+    config = config_of(options.folder / "hurt", max_staleness=options.max_staleness, url=url)
+    kills, restarts = 0, 0
+    kept: Path | str | None = None
     while True:
         process = live(config, kept)
         if kills < options.kills:
@@ -153,9 +160,15 @@ def main() -> None:
             kills += 1
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
-        over = kept is not None and (kept / "summary.json").is_file()  # killed between its end and the process's
-        assert code != 3 or kept is None or over, f"{kept} cannot be gone on with"
         run = the_run(config)
+        over = run is not None and (run / "summary.json").is_file()  # killed between its end and the process's
+        assert code != 3 or kept is None or over, f"{kept} cannot be gone on with"
+        if options.lose_folder and code != 0 and not over:
+            shutil.rmtree(config.runs, ignore_errors=True)
+            whole = sorted(store.glob("*/*/manifest.json"))
+            kept = f"{url}/{whole[-1].parts[-3]}" if whole else None
+            restarts += not whole
+            continue
         kept = run if run is not None and (run / "config.toml").is_file() else None
         if kept is not None and not list((kept / "checkpoints").glob("step-*")):
             kept, restarts = None, restarts + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.run import train
 from asyncrl.trainer.assembly import Assembly
+from asyncrl.trainer.run import TrainingRun
 
 MakeConfig = Callable[..., Config]
 
@@ -123,3 +125,18 @@ def test_roles_in_one_process_have_as_many_ranks(small_config: MakeConfig) -> No
         small_config(
             cluster={"backend": "ray", "colocate": ["trainer", "reference"]}, trainer={"world_size": 2, "lr": 1e-2}
         )
+
+
+async def test_the_ranks_of_a_critic_fetch_the_model_of_a_url_themselves(
+    small_config: MakeConfig, tmp_path: Path
+) -> None:
+    built: list[str] = []
+
+    class Critic:
+        async def build(self, path: str, *_: object) -> None:
+            built.append(path)
+
+    config = small_config(algorithm=GAE, critic={"path": "memory://bucket/critic"})
+    run = SimpleNamespace(_config=config, _run=SimpleNamespace(path=tmp_path), _checkpoint=None)
+    await TrainingRun._load_critic(run, Critic(), "policy")
+    assert built == ["memory://bucket/critic"]

@@ -11,7 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -368,12 +368,21 @@ def test_a_meter_outlives_its_process(tmp_path: Path):
     assert metered_tokens(tmp_path / "absent", "train") == 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("max_staleness", "seed"), [(0, 4), (2, 1)])
-def test_killed_at_random_moments_every_prompt_is_trained_on_once(tmp_path: Path, max_staleness: int, seed: int):
+@pytest.mark.parametrize(
+    ("max_staleness", "seed", "more"),
+    [
+        pytest.param(0, 4, (), marks=pytest.mark.slow),
+        pytest.param(2, 1, (), marks=pytest.mark.slow),
+        pytest.param(0, 5, ("--lose-folder",), marks=pytest.mark.long),
+        pytest.param(2, 6, ("--lose-folder",), marks=pytest.mark.long),
+    ],
+)
+def test_killed_at_random_moments_every_prompt_is_trained_on_once(
+    tmp_path: Path, max_staleness: int, seed: int, more: Sequence[str]
+):
     program = Path(__file__).parent / "kills.py"
-    arguments = [str(tmp_path), "--kills", "8", "--seed", str(seed), "--max-staleness", str(max_staleness)]
+    arguments = [str(tmp_path), "--kills", "8", "--seed", str(seed), "--max-staleness", str(max_staleness), *more]
     done = subprocess.run(
         [sys.executable, str(program), *arguments],
         capture_output=True,

@@ -564,10 +564,7 @@ class RayWorkerGroup(WorkerGroup):
 
         # Neither returns where Ray's head has died.
         groups = await in_abandonable_thread(acquire, hopeless=is_head_lost)
-        waits = [
-            in_abandonable_thread(partial(group.wait, pool.placement_timeout_s), hopeless=lambda: True)
-            for group in groups
-        ]
+        waits = [in_abandonable_thread(partial(group.wait, pool.placement_timeout_s)) for group in groups]
         if not all(await asyncio.gather(*waits)):
             raise await asyncio.to_thread(pool.placement_timeout_error)
         for rank, placement in enumerate(await asyncio.to_thread(pool.placements)):

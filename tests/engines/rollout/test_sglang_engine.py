@@ -78,11 +78,14 @@ class Served:
         assert self.engine.weight_version == version
         return version
 
+    async def sampled(self) -> int:
+        """Return how many tokens have been sampled until now."""
+        return (await current(self.engine)).tokens_generated
+
     async def reaches(self, tokens: int) -> None:
-        """Wait until so many tokens more have been sampled."""
-        begin = (await current(self.engine)).tokens_generated
+        """Wait until so many tokens have been sampled."""
         async with asyncio.timeout(WAIT_S):
-            while (await current(self.engine)).tokens_generated < begin + tokens:
+            while await self.sampled() < tokens:
                 await asyncio.sleep(0.005)
 
 
@@ -244,7 +247,7 @@ async def test_both_sides_of_each_cut_are_exact(
     others = [load(folder_of(seed=seed)) for seed in (1, 2)]
     tasks = [asyncio.ensure_future(collect(served.engine, one)) for one in requests]
     for other in others:
-        await served.reaches(400)
+        await served.reaches(await served.sampled() + 400)
         models[await served.swap(tensors_of(other), kv_cache)] = other
     done: list[Generation] = await asyncio.gather(*tasks)
     assert {version for got in done for version in got.weight_versions} == set(models)
@@ -279,9 +282,10 @@ async def test_nothing_computed_under_older_weights_serves_a_later_request(
 
 async def test_pauses(served: Served, request_of: RequestOf, collect: Collect) -> None:
     engine = served.engine
-    kept = asyncio.ensure_future(collect(engine, request_of("kept", [1, 2, 3], 120)))
-    ended = asyncio.ensure_future(collect(engine, request_of("ended", [4, 5], 120)))
-    await served.reaches(20)
+    before = await served.sampled()
+    kept = asyncio.ensure_future(collect(engine, request_of("kept", [1, 2, 3], 240)))
+    ended = asyncio.ensure_future(collect(engine, request_of("ended", [4, 5], 240)))
+    await served.reaches(before + 20)
     await engine.pause()
     later = asyncio.ensure_future(collect(engine, request_of("later", [6], 5)))
     frozen = (await current(engine)).tokens_generated
@@ -295,7 +299,7 @@ async def test_pauses(served: Served, request_of: RequestOf, collect: Collect) -
     assert (await current(engine)).paused
     await engine.resume()
     done: tuple[Generation, Generation] = await asyncio.gather(kept, later)
-    assert [(len(one.token_ids), one.finish_reason) for one in done] == [(120, "length"), (5, "length")]
+    assert [(len(one.token_ids), one.finish_reason) for one in done] == [(240, "length"), (5, "length")]
     assert (await engine.health(WAIT_S)).healthy
 
 
@@ -307,18 +311,19 @@ async def test_sleep_and_wake(
     other = load(folder_of(seed=1))
     model_version = await served.swap(tensors_of(load(folder_of())))
     requests = [request_of(f"begun {n}", [n + 1], 60) for n in range(24)]
+    before = await served.sampled()
     tasks = [asyncio.ensure_future(collect(engine, one)) for one in requests]
-    await served.reaches(40)
+    await served.reaches(before + 40)
     await asyncio.gather(engine.sleep(), engine.sleep())
     assert "asleep" in (await engine.health(5.0)).error
     version = await served.prepare(tensors_of(other))
     with pytest.raises(WeightError, match="asleep"):
         await engine.commit_weights(version)
-    before = (await current(engine)).tokens_generated
+    asleep = await served.sampled()
     await engine.pause()
     await engine.resume()
     assert await engine.abort("begun 23")
-    assert (await current(engine)).tokens_generated == before
+    assert (await current(engine)).tokens_generated == asleep
     await engine.wake()
     await engine.wake()
     async with asyncio.timeout(WAIT_S):
@@ -346,10 +351,11 @@ async def test_a_commit_in_a_pause_restarts_what_is_queued(
     """Requests that a pause froze, and that wait for a place."""
     engine = served.engine
     version = await served.prepare(tensors_of(load(folder_of(seed=1))))
-    kept = asyncio.ensure_future(collect(engine, request_of("kept", [1, 2, 3], 120)))
-    await served.reaches(8)
+    before = await served.sampled()
+    kept = asyncio.ensure_future(collect(engine, request_of("kept", [1, 2, 3], 240)))
+    await served.reaches(before + 8)
     crowd = [asyncio.ensure_future(collect(engine, request_of(f"crowd {n}", [n + 1], 60))) for n in range(24)]
-    await served.reaches(40)  # twelve at a time: half of them are queued in SGLang
+    await served.reaches(await served.sampled() + 40)  # twelve at a time: half of them are queued in SGLang
     await engine.pause()
     later = asyncio.ensure_future(collect(engine, request_of("later", [9], 5)))
     await engine.commit_weights(version)
@@ -359,7 +365,7 @@ async def test_a_commit_in_a_pause_restarts_what_is_queued(
     async with asyncio.timeout(WAIT_S):
         done: list[Generation] = await asyncio.gather(kept, *crowd, later)
     ends = [(len(one.token_ids), one.finish_reason) for one in done]
-    assert ends == [(120, "length"), *[(60, "length")] * 24, (5, "length")]
+    assert ends == [(240, "length"), *[(60, "length")] * 24, (5, "length")]
     assert sum({*one.weight_versions} == {version} for one in done) >= 12
 
 

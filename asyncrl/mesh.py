@@ -12,7 +12,10 @@ from asyncrl.errors import ConfigError
 TP_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Entries of a transformers tensor-parallel plan that the trainer carries out."""
 
-NOT_YET = {"pp": "pipeline parallelism", "ep": "expert parallelism"}
+EXPERTS_STYLE = "ep_dispatch_experts"
+"""Entry of a transformers expert-parallel plan: a module whose tensors have an expert a row."""
+
+NOT_YET = {"pp": "pipeline parallelism"}
 """Dimensions of other trainers' meshes that this one does not have."""
 
 
@@ -25,19 +28,22 @@ class MeshShape:
         dp_shard: ranks that rows and weights are divided over.
         cp: ranks that the tokens of a row are divided over, and weights too.
         tp: ranks that heads, features and vocabulary are divided over.
+        ep: of the ``dp_shard * cp`` ranks of a copy, which have different tokens, those that follow one another and
+            that the experts of a layer are divided over; the other dimensions alone make up the number of ranks.
     """
 
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @staticmethod
     def of(options: Mapping[str, int] | MeshShape | None, *, world_size: int) -> MeshShape:
         """Make the mesh of ``world_size`` ranks; ``dp_shard`` is what the other dimensions leave, if it is not given.
 
         Raises:
-            ConfigError: a dimension does not exist, or their product is not ``world_size``.
+            ConfigError: a dimension does not exist, their product is not ``world_size``, or ``ep`` divides no ranks.
         """
         given = asdict(options) if isinstance(options, MeshShape) else dict(options or {})
         names = [field.name for field in fields(MeshShape)]
@@ -47,12 +53,19 @@ class MeshShape:
                 raise ConfigError(f"mesh.{name}: {what}", path=f"mesh.{name}", remedy=f"use {', '.join(names)}")
             if size < 1:
                 raise ConfigError(f"mesh.{name} is {size}", path=f"mesh.{name}", remedy="at least 1")
-        others = math.prod(size for name, size in given.items() if name != "dp_shard")
+        others = math.prod(size for name, size in given.items() if name not in ("dp_shard", "ep"))
         shape = MeshShape(**({"dp_shard": max(1, world_size // others)} | given))
-        if (product := math.prod(asdict(shape).values())) != world_size:
-            sizes = " * ".join(f"{name} {size}" for name, size in asdict(shape).items() if size > 1) or "1"
+        factors = {name: size for name, size in asdict(shape).items() if name != "ep"}
+        if (product := math.prod(factors.values())) != world_size:
+            sizes = " * ".join(f"{name} {size}" for name, size in factors.items() if size > 1) or "1"
             remedy = f"sizes whose product is world_size = {world_size}, or world_size = {product}"
             raise ConfigError(f"mesh: {sizes} is {product} ranks, there are {world_size}", path="mesh", remedy=remedy)
+        if (tokens := shape.dp_shard * shape.cp) % shape.ep:
+            raise ConfigError(
+                f"mesh.ep = {shape.ep} does not divide the {tokens} ranks of dp_shard * cp, whose tokens differ",
+                path="mesh.ep",
+                remedy=f"use a divisor of {tokens}",
+            )
         return shape
 
     @property
@@ -72,17 +85,36 @@ class MeshShape:
         """Check that a model can be divided; ``config`` is transformers' (Any: a vendor's), ``path`` the key.
 
         Raises:
-            ConfigError: it has no tensor-parallel plan that can be used, or a size that does not divide.
+            ConfigError: it has no tensor- or expert-parallel plan that can be used, or a size that does not divide.
         """
         text = config.get_text_config()
         heads = int(text.num_attention_heads)
         if self.tp > 1:
             self._check_products(text, heads, f"{path}.tp")
+        if self.ep > 1:
+            self._check_experts(text, f"{path}.ep")
         if heads // self.tp % self.cp:
             raise ConfigError(
                 f"{path}.cp = {self.cp} does not divide the {heads // self.tp} attention heads of a rank",
                 path=f"{path}.cp",
                 remedy=f"use a divisor of {heads // self.tp}",
+            )
+
+    def _check_experts(self, text: Any, path: str) -> None:
+        plan: Mapping[str, str] = getattr(text, "base_model_ep_plan", None) or {}
+        if EXPERTS_STYLE not in plan.values():
+            raise ConfigError(
+                f"{path} = {self.ep}: {text.model_type} has no expert-parallel plan in transformers",
+                path=path,
+                remedy="use ep = 1, or a mixture of experts such as qwen3_moe",
+            )
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((int(size) for name in names if (size := getattr(text, name, None))), 0)
+        if experts % self.ep:
+            raise ConfigError(
+                f"{path} = {self.ep} does not divide the model's {experts} experts",
+                path=path,
+                remedy=f"use a divisor of {experts}",
             )
 
     def _check_products(self, text: Any, heads: int, path: str) -> None:

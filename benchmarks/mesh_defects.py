@@ -40,7 +40,7 @@ ATTENTION, ENGINE, SHAPE = "engines/training/packed_attention.py", "engines/trai
 @dataclass(frozen=True)
 class Defect:
     what: str
-    on: str  # the dimensions that a configuration must have, one of them if there are several; empty: any
+    on: str  # the dimensions that a configuration must have, one of them if there are several (a+b: both); empty: any
     file: str
     old: str
     new: str
@@ -88,20 +88,26 @@ DEFECTS = (
         "(replicas, shards) if shape.dp_replicate > 1 else (shards,)",
         "(shards,)",
     ),
-    Defect("the gradient is the mean over ranks", "", PASSES, "(weighted * self._ranks.mesh.size())", "(weighted * 1)"),
     Defect(
-        "the gradient is scaled by data ranks alone",
-        "cp",
-        PASSES,
-        "(weighted * self._ranks.mesh.size())",
-        "(weighted * self._ranks.data_size)",
+        "the gradient is the mean over ranks",
+        "",
+        MODEL,
+        "sharded.set_gradient_divide_factor(1.0)",
+        "sharded.set_gradient_divide_factor(mesh.size())",
     ),
     Defect(
-        "the gradient is scaled by all ranks",
+        "the gradient is the mean over the ranks of a replica",
+        "dp_replicate",
+        MODEL,
+        "sharded.set_gradient_divide_factor(1.0)",
+        "sharded.set_gradient_divide_factor(mesh.shape[-1])",
+    ),
+    Defect(
+        "the gradient is scaled by parts",
         "tp",
         PASSES,
-        "(weighted * self._ranks.mesh.size())",
-        "(weighted * self._ranks.world_size)",
+        "weighted.backward()",
+        "(weighted * self._ranks.shape.tp).backward()",
     ),
     # norm of gradients
     Defect(
@@ -305,6 +311,82 @@ DEFECTS = (
         "torch.cat(received.unbind(0), dim=joined)",
         "torch.cat(received.flip(0).unbind(0), dim=joined)",
     ),
+    # experts
+    Defect(
+        "a rank has its experts in the opposite order",
+        "ep",
+        PARALLEL,
+        "torch.arange(received.shape[1], device=slots.device)",
+        "torch.arange(received.shape[1], device=slots.device).flip(0)",
+    ),
+    Defect(
+        "tokens are sent to one rank as often as to all",
+        "ep",
+        PARALLEL,
+        "sent.sum(1).tolist(), received.sum(1).tolist()",
+        "[len(slots) // ranks] * ranks, [len(slots) // ranks] * ranks",
+    ),
+    Defect(
+        "the counts of tokens are those of experts alike, not of ranks",
+        "ep",
+        PARALLEL,
+        ".view(ranks, -1)\n    received",
+        ".view(-1, ranks).T.contiguous()\n    received",
+    ),
+    Defect(
+        "slots are taken for tokens",
+        "ep",
+        PARALLEL,
+        "order // chosen.shape[1]",
+        "order % len(states)",
+    ),
+    Defect("results stay in the order of experts", "ep", PARALLEL, "(back[place].view(", "(back.view("),
+    Defect("results are taken where they were sent from", "ep", PARALLEL, "(back[place].view(", "(back[order].view("),
+    Defect(
+        "the router's weights are dropped",
+        "ep",
+        PARALLEL,
+        ".view(*chosen.shape, states.shape[-1]) * weights[..., None])",
+        ".view(*chosen.shape, states.shape[-1]))",
+    ),
+    Defect("the router gets no gradient", "ep", PARALLEL, "* weights[..., None])", "* weights[..., None].detach())"),
+    Defect(
+        "gradients of tokens return to another token",
+        "ep",
+        PARALLEL,
+        "_sent(gradients[0], ctx.receives",
+        "_sent(gradients[0].roll(1, 0), ctx.receives",
+    ),
+    Defect(
+        "gradients of tokens are averaged over ranks",
+        "ep",
+        PARALLEL,
+        "_sent(gradients[0], ctx.receives",
+        "_sent(gradients[0] / ctx.group.size(), ctx.receives",
+    ),
+    Defect(
+        "experts get the gradients of one replica",
+        "dp_replicate+ep",
+        RANKS,
+        "self.expert_mesh, self.ep = whole[sharded], whole[owners]",
+        "self.expert_mesh, self.ep = whole[(shards,)], whole[owners]",
+    ),
+    Defect(
+        "the gradients of experts are scaled",
+        "ep",
+        MODEL,
+        "sharded.set_gradient_divide_factor(1.0)",
+        "sharded.set_gradient_divide_factor(2.0 if type(module).__name__.endswith('Experts') else 1.0)",
+    ),
+    Defect(
+        "ranks with other experts are counted as copies in the norm",
+        "ep",
+        OPTIMIZER,
+        "sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)",
+        "sizes = zip(parameter.device_mesh.shape[: 1 if parameter.ndim == 3 else None], parameter.placements)",
+    ),
+    Defect("an expert is read where another lies", "ep", LOADING, "start=(row, column", "start=(row ^ 1, column"),
+    Defect("gates are read for what they open", "ep", LOADING, "else order.index(each))", "else -order.index(each))"),
     # shards of files
     Defect(
         "the first rows are read by every rank",
@@ -344,7 +426,7 @@ DEFECTS = (
     Defect(
         "a part of a saved piece is read from its beginning",
         "",
-        CHECKPOINT,
+        LOADING,
         "slice(low - start, high - start)",
         "slice(0, high - low)",
     ),
@@ -378,9 +460,9 @@ def plant(number: int) -> None:
 
 def cases(defect: Defect, most: int) -> Iterator[Case]:
     """Configurations with more than one size in a dimension that the defect concerns."""
-    wanted = set(defect.on.split())
+    wanted = [set(each.split("+")) for each in defect.on.split()]
     drawn = (Case.draw(seed) for seed in count(5000))
-    return islice((case for case in drawn if not wanted or wanted & case.mesh.keys()), most)
+    return islice((case for case in drawn if not wanted or any(each <= case.mesh.keys() for each in wanted)), most)
 
 
 def main() -> int:

@@ -74,7 +74,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.utils import logging
 
 from asyncrl.algorithms import PolicyObjective
@@ -98,6 +98,18 @@ MODELS = {
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=True,
+    ),
+    "0.9m-experts": Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
     ),
     "25m": LlamaConfig(
         vocab_size=32_000,
@@ -775,15 +787,22 @@ class Spent(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- meshes
 
 MESHES: dict[int, list[dict[str, int]]] = {
-    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}],
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}],
     4: [
         {"dp_replicate": 2, "dp_shard": 2},
         {"dp_shard": 2, "cp": 2},
         {"dp_shard": 2, "tp": 2},
         {"dp_replicate": 2, "tp": 2},
         {"cp": 2, "tp": 2},
+        {"dp_shard": 4, "ep": 4},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        {"dp_shard": 2, "cp": 2, "ep": 2},
     ],
 }
+
+
+def model_of(mesh: dict[str, int]) -> str:
+    return "0.9m-experts" if "ep" in mesh else "0.5m"
 
 
 def train_on_mesh(
@@ -814,7 +833,7 @@ def train_on_mesh(
 
 def train_on_meshes(folder: str, ranks: int, rank: int, port: int) -> None:
     for number, mesh in enumerate(MESHES[ranks]):
-        found = train_on_mesh(folder, mesh, rank=rank, port=port, ranks=ranks)
+        found = train_on_mesh(f"{folder}/{model_of(mesh)}", mesh, rank=rank, port=port, ranks=ranks)
         if rank == 0:
             save_file(found, Path(folder) / f"mesh-{ranks}-{number}.safetensors")
 
@@ -822,14 +841,17 @@ def train_on_meshes(folder: str, ranks: int, rank: int, port: int) -> None:
 def measure_meshes() -> list[Figure]:
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(MODELS["0.5m"]).save_pretrained(folder)
-        expected = train_on_mesh(folder, None)
+        expected: dict[str, dict[str, Tensor]] = {}
+        for name in ("0.5m", "0.9m-experts"):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(f"{folder}/{name}")
+            expected[name] = train_on_mesh(f"{folder}/{name}", None)
         for ranks, meshes in MESHES.items():
             _run_ranks(ranks, lambda rank, port, ranks=ranks: ["--train", folder, str(ranks), str(rank), str(port)])
             for number, mesh in enumerate(meshes):
                 found = load_file(Path(folder) / f"mesh-{ranks}-{number}.safetensors")
-                error = max(float((found[name] - its).abs().max() / its.abs().max()) for name, its in expected.items())
+                one = expected[model_of(mesh)]
+                error = max(float((found[name] - its).abs().max() / its.abs().max()) for name, its in one.items())
                 name = "mesh_error_" + "_".join(f"{dimension}_{size}" for dimension, size in mesh.items())
                 figures.append(Figure(name, error, "relative", 1e-5, error / 1e-5, "<= 1e-5", error <= 1e-5))
     worst = max(each.value for each in figures)

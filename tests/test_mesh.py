@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from asyncrl.errors import ConfigError
 from asyncrl.mesh import MeshShape
@@ -19,6 +19,7 @@ def test_what_the_other_sizes_leave_is_sharded_over() -> None:
     assert shape == MeshShape(dp_replicate=2, dp_shard=3, tp=2)
     assert MeshShape.of(shape, world_size=12) == shape
     assert MeshShape.of(None, world_size=5) == MeshShape(dp_shard=5)
+    assert MeshShape.of({"cp": 2, "ep": 4}, world_size=8) == MeshShape(dp_shard=4, cp=2, ep=4)
 
 
 def test_ranks_that_follow_one_another_have_the_same_rows() -> None:
@@ -35,7 +36,9 @@ def test_ranks_that_follow_one_another_have_the_same_rows() -> None:
         ({"tp": 8}, "mesh", "tp 8 is 8 ranks"),
         ({"tp": 0}, "mesh.tp", "mesh.tp is 0"),
         ({"pp": 2}, "mesh.pp", "pipeline parallelism is not supported"),
-        ({"ep": 2}, "mesh.ep", "expert parallelism is not supported"),
+        ({"ep": 3}, "mesh.ep", "mesh.ep = 3 does not divide the 4 ranks of dp_shard"),
+        ({"dp_replicate": 2, "tp": 2, "ep": 2}, "mesh.ep", "mesh.ep = 2 does not divide the 1 ranks"),
+        ({"ep": 0}, "mesh.ep", "mesh.ep is 0"),
         ({"dp": 2}, "mesh.dp", "there is no such dimension"),
     ],
 )
@@ -55,12 +58,19 @@ def test_a_mesh_of_another_number_of_ranks_is_refused(sizes: dict[str, int], pat
         ({"cp": 8, "tp": 2}, LlamaConfig(**SIZES), "cp = 8 does not divide the 4 attention heads of a rank"),
         ({"tp": 2}, Qwen3MoeConfig(**SIZES), "plan of qwen3_moe in transformers has moe_tp_experts, packed_colwise"),
         ({"tp": 2}, GPT2Config(), "plan of gpt2 in transformers has no entry"),
+        ({"dp_shard": 2, "ep": 2}, LlamaConfig(**SIZES), "llama has no expert-parallel plan .*; use ep = 1, or"),
+        (
+            {"dp_shard": 3, "ep": 3},
+            Qwen3MoeConfig(**SIZES, num_experts=8),
+            "ep = 3 does not divide .* 8 experts; .* of 8",
+        ),
+        ({"dp_shard": 2, "tp": 2, "ep": 2}, Qwen3MoeConfig(**SIZES), "plan of qwen3_moe .* has moe_tp_experts"),
     ],
 )
 def test_a_model_that_a_mesh_does_not_divide_is_refused(mesh: dict[str, int], config: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         MeshShape(**mesh).check_model(config, path="trainer.mesh")
-    assert caught.value.path in ("trainer.mesh.tp", "trainer.mesh.cp")
+    assert caught.value.path in ("trainer.mesh.tp", "trainer.mesh.cp", "trainer.mesh.ep")
     assert re.search(words, f"{caught.value}; {caught.value.remedy}")
 
 
@@ -68,3 +78,5 @@ def test_models_that_are_divided() -> None:
     MeshShape(dp_shard=64, cp=4, tp=2).check_model(LlamaConfig(**SIZES))
     MeshShape(cp=2, tp=4).check_model(Qwen3Config(**SIZES))
     MeshShape(dp_replicate=2, cp=8).check_model(Qwen3MoeConfig(**SIZES))
+    MeshShape(dp_shard=8, cp=2, ep=16).check_model(Qwen3MoeConfig(**SIZES))
+    MeshShape(dp_shard=8, ep=8).check_model(MixtralConfig(**SIZES))

@@ -275,7 +275,7 @@ class LoraConfig(Section):
 
 
 class MeshConfig(Section):
-    """The arrangement of ranks; the product of all sizes is the `world_size`."""
+    """The arrangement of ranks; the product of all sizes but `ep` is the `world_size`."""
 
     dp_replicate: Ranks = 1
     """Copies of the model, each sharded over ranks of its own (HSDP); gradients are summed over them."""
@@ -285,6 +285,8 @@ class MeshConfig(Section):
     """Context parallelism: ranks that the tokens of each row are divided over; divides the attention heads."""
     tp: Ranks = 1
     """Tensor parallelism: ranks that heads, features and vocabulary are divided over; within one machine."""
+    ep: Ranks = 1
+    """Expert parallelism: ranks that the experts of a layer are divided over, out of those of `dp_shard` and `cp`."""
 
     @model_validator(mode="before")
     @classmethod

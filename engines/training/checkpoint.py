@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles, FileEntry, partial_name, verify_folder
 from asyncrl.storage import origin
-from engines.training.loading import Target, model_file, place_of_shard, read_parts
+from engines.training.loading import Piece, model_file, place_of_shard, read_parts, targets_by_file
 from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
 from engines.training.offload import host_memory
@@ -159,9 +159,7 @@ class Snapshot:
         """Write the folder of :meth:`ShardedEngine.export` from what all ranks have written to ``saved``."""
         written = SavedTensors(saved)
         full = ((spec.name, written.full(spec)) for spec in self.weights)
-        merged = published(self.model.merged(full), self.publish_dtype)
-        if self.model.renamed:
-            merged = iter(self.model.to_checkpoint_names(dict(merged)).items())
+        merged = self.model.to_checkpoint_names(published(self.model.merged(full), self.publish_dtype))
         adapters = (written.full(spec) for _, spec in adapter_tensors((spec.name, spec) for spec in self.weights))
         contents = _model_contents(self.model, self.weights, merged, adapters, dtype=self.publish_dtype)
         finish = _model_settings(self.model, dtype=self.publish_dtype, model_path=self.model_path, files=self.files)
@@ -327,16 +325,10 @@ def _model_contents(
     def empty() -> Iterator[tuple[str, Tensor]]:
         return ((spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
 
-    if model.renamed:
-        full = dict(tensors)
-        specs_of_model = [_spec(name, tensor) for name, tensor in full.items()]
-        yielded = iter(full.values())
-    else:
-        specs_of_model = [
-            _spec(name, tensor, dtype=dtype if tensor.dtype.is_floating_point else None)
-            for name, tensor in model.merged(empty())
-        ]
-        yielded = iter(tensor for _, tensor in tensors)
+    specs_of_model = [
+        _spec(name, tensor) for name, tensor in model.to_checkpoint_names(published(model.merged(empty()), dtype))
+    ]
+    yielded = iter(tensor for _, tensor in tensors)
     contents: dict[str, tuple[Sequence[TensorSpec], Iterator[Tensor]]] = {_MODEL: (specs_of_model, yielded)}
     if model.lora is not None:
         specs_of_adapters = [_spec(name, tensor) for name, tensor in adapter_tensors(empty())]
@@ -462,27 +454,6 @@ def write_tensors(
     return files.write_chunks(path, chunks())
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of a tensor in a file: where it begins in the whole, and its sizes."""
-
-    path: Path
-    start: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def shared_with(self, place: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return where the common part is in this piece and in ``place``; None if there is none."""
-        here: list[slice] = []
-        there: list[slice] = []
-        for start, size, wanted in zip(self.start, self.sizes, place, strict=True):
-            low, high = max(start, wanted.start), min(start + size, wanted.stop)
-            if low >= high:
-                return None
-            here.append(slice(low - start, high - start))
-            there.append(slice(low - wanted.start, high - wanted.start))
-        return tuple(here), tuple(there)
-
-
 class SavedTensors:
     """The tensors in a folder of :func:`save_trainer`, in whatever rank's files their pieces lie.
 
@@ -492,7 +463,7 @@ class SavedTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         self.specs: dict[str, TensorSpec] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
             with _readable(path), safe_open(str(path), framework="pt") as file:
@@ -500,7 +471,7 @@ class SavedTensors:
                     piece = file.get_slice(name)
                     self.specs[name] = TensorSpec(name, _DTYPES[piece.get_dtype()], tuple(place["shape"]))
                     self._pieces.setdefault(name, []).append(
-                        _Piece(path, tuple(place["start"]), tuple(piece.get_shape()))
+                        Piece(path, name, tuple(place["start"]), tuple(piece.get_shape()))
                     )
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
@@ -523,12 +494,7 @@ class SavedTensors:
 
     def read(self, targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
         """Copy parts of tensors into ``targets``: (memory to fill, where it lies in the whole) by name."""
-        by_file: dict[Path, list[Target]] = {}
-        for name, (memory, place) in targets.items():
-            for piece in self._pieces[name]:
-                if (shared := piece.shared_with(place)) is not None:
-                    by_file.setdefault(piece.path, []).append((name, memory[shared[1]], shared[0]))
-        for path, parts in by_file.items():
+        for path, parts in targets_by_file(targets, self._pieces).items():
             with _readable(path):
                 read_parts(path, parts)
 

@@ -146,8 +146,7 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights one at a time, adapters merged in.
 
-        A tensor may be the trainer's own memory: it is valid until the next step and must not be written to. Models
-        whose checkpoint names differ from the module's (fused experts) are gathered as a whole first.
+        A tensor may be the trainer's own memory: it is valid until the next step and must not be written to.
         """
         self._check_open()
         return self._full_tensors()

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,20 +49,20 @@ def model_file(model_path: str, name: str) -> Path | None:
 
 
 class WeightFiles:
-    """The tensors of a model's safetensors files, by name.
+    """The tensors of a model, in the pieces that its safetensors files have of each.
 
     Raises:
         ConfigError: a file that the index names is missing, or one cannot be read.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = dict(files)  # by name of tensor
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         for path in dict.fromkeys(files.values()):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  # no mapping
                     if files.get(name) == path:
-                        self._shapes[name] = tuple(file.get_slice(name).get_shape())
+                        shape = tuple(file.get_slice(name).get_shape())
+                        self._pieces[name] = [Piece(path, name, (0,) * len(shape), shape)]
 
     @staticmethod
     def of(model_path: str) -> WeightFiles | None:
@@ -82,23 +83,107 @@ class WeightFiles:
             raise _unusable(f"{model_path} has no {missing[0]}, which its index names")
         return WeightFiles({name: path for name, file in names.items() if (path := found[file]) is not None})
 
+    def fuse(self, causal_lm: Any) -> bool:
+        """Have the tensors of files where the model has them, stacked and joined to one; False if it does more to them.
+
+        So are experts: transformers has one tensor for those of a layer. The model knows how to write them apart again.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            Concatenate,
+            MergeModulelist,
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        conversions = get_model_conversion_mapping(causal_lm, add_legacy=False)
+        renamings = [each for each in conversions if type(each) is WeightRenaming]
+        converters = [each for each in conversions if type(each) is WeightConverter]
+        fused = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]
+        if len(renamings) + len(converters) < len(conversions) or any(
+            [(type(step), getattr(step, "dim", None)) for step in each.operations] not in fused for each in converters
+        ):
+            return False
+        order = [pattern for each in converters for pattern in each.source_patterns]
+        found: dict[str, dict[str | None, list[Piece]]] = {}
+        for name in sorted(self._pieces, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters)
+            found.setdefault(target, {}).setdefault(pattern, []).extend(self._pieces[name])
+        self._pieces = {}
+        for target, by_pattern in found.items():
+            column = 0
+            for pattern in sorted(by_pattern, key=lambda each: -1 if each is None else order.index(each)):
+                pieces = by_pattern[pattern]
+                if pattern is not None:
+                    pieces = [
+                        replace(each, start=(row, column, *each.start[1:]), sizes=(1, *each.sizes), is_row=True)
+                        for row, each in enumerate(pieces)
+                    ]
+                    column += pieces[0].sizes[1]
+                self._pieces.setdefault(target, []).extend(pieces)
+        causal_lm._weight_conversions = [each for each in conversions if each.was_used()]  # noqa: SLF001  # as from_pretrained
+        return True
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise :class:`ConfigError` unless the files have these tensors, of these shapes."""
         for name, shape in shapes.items():
-            if name not in self._shapes:
-                raise _unusable(f"{self._files.get(name, 'the weights')}: there is no tensor {name}")
-            if self._shapes[name] != shape:
-                raise _unusable(f"{self._files[name]}: {name} is {self._shapes[name]}, the model's is {shape}")
+            pieces = self._pieces.get(name)
+            if not pieces:
+                raise _unusable(f"the weights: there is no tensor {name}")
+            ends = [map(sum, zip(each.start, each.sizes, strict=True)) for each in pieces]
+            if (found := tuple(map(max, zip(*ends, strict=True)))) != shape:
+                raise _unusable(f"{pieces[0].path}: {name} is {found}, the model's is {shape}")
+            if sum(math.prod(each.sizes) for each in pieces) != math.prod(shape):
+                raise _unusable(f"{pieces[0].path}: parts of {name} are missing")
 
     def read(self, targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
         """Copy parts of tensors into ``targets``: (memory to fill, where it lies in the whole) by name."""
-        for path in dict.fromkeys(self._files[name] for name in targets):
+        for path, parts in targets_by_file(targets, self._pieces).items():
             with _usable(path):
-                read_parts(path, ((name, *target) for name, target in targets.items() if self._files[name] == path))
+                read_parts(path, parts)
 
 
 Target: TypeAlias = tuple[str, Tensor, tuple[slice, ...]]
 """The name of a tensor in a file, memory to fill, and where in that tensor it lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor in a file that is part of another: where it begins there, and its sizes."""
+
+    path: Path
+    name: str
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_row: bool = False  # of the other; it has a dimension less then
+
+    def shared_with(self, place: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Return where the common part is in this piece and in ``place``; None if there is none."""
+        here: list[slice] = []
+        there: list[slice] = []
+        for start, size, wanted in zip(self.start, self.sizes, place, strict=True):
+            low, high = max(start, wanted.start), min(start + size, wanted.stop)
+            if low >= high:
+                return None
+            here.append(slice(low - start, high - start))
+            there.append(slice(low - wanted.start, high - wanted.start))
+        return tuple(here), tuple(there)
+
+
+def targets_by_file(
+    targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]], pieces: Mapping[str, Sequence[Piece]]
+) -> dict[Path, list[Target]]:
+    """Return what each file has of ``targets``: (memory to fill, where it lies in the whole) by name."""
+    found: dict[Path, list[Target]] = {}
+    for name, (memory, place) in targets.items():
+        for piece in pieces[name]:
+            if (shared := piece.shared_with(place)) is not None:
+                here, there = shared
+                part = (memory[there][0], here[1:]) if piece.is_row else (memory[there], here)
+                found.setdefault(piece.path, []).append((piece.name, *part))
+    return found
 
 
 def read_parts(path: Path, targets: Iterable[Target]) -> None:
@@ -168,22 +253,21 @@ class LoadedModel:
 def empty_causal_lm(path: str, config: Any) -> LoadedModel | None:
     """Make a model of ``config`` without memory; None if it must be read as a whole.
 
-    That is so where its weights are not in safetensors files, are quantised or are stored in another form (experts that
-    transformers fuses), and where its buffers cannot be told from those of a smaller model. Must be called under
-    ``model_loading_lock``.
+    That is so where its weights are not in safetensors files, are quantised or are stored in another form than stacked
+    and joined (:meth:`WeightFiles.fuse`), and where its buffers cannot be told from those of a smaller model. Must be
+    called under ``model_loading_lock``.
 
     Raises:
         ConfigError: a file is missing or cannot be read.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     if getattr(config, "quantization_config", None) or (files := WeightFiles.of(path)) is None:
         return None
     # The twin is drawn on the CPU, and nothing else in the process may notice.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         causal_lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-    if get_model_conversion_mapping(causal_lm, add_legacy=False):
+    if not files.fuse(causal_lm):
         return None
     twin = small_causal_lm(config)
     computed = dict(twin.named_buffers())

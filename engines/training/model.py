@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from engines.training.packed_attention import (
     register_packed_attention,
 )
 from engines.training.packing import Layout
-from engines.training.parallel import divide_products, sum_of_ranks
+from engines.training.parallel import divide_experts, divide_products, experts_of, sum_of_ranks
 from engines.training.partition import RowCost
 from engines.training.rank_group import RankGroup
 
@@ -233,12 +233,16 @@ class PolicyModel(nn.Module):
         """True if the checkpoint's names of tensors differ from the module's (fused experts, for example)."""
         return bool(getattr(self.causal_lm, "_weight_conversions", None))
 
-    def to_checkpoint_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rename (and split or stack) full tensors by module name to those by checkpoint name."""
+    def to_checkpoint_names(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Rename and split full tensors by module name to those by checkpoint name, one after the other if possible."""
+        if not self.renamed:
+            yield from tensors
+            return
         from transformers.core_model_loading import revert_weight_conversion
 
-        renamed: dict[str, Tensor] = revert_weight_conversion(self.causal_lm, tensors)
-        return renamed
+        alone = all(len(each.target_patterns) == 1 for each in cast(Any, self.causal_lm)._weight_conversions)  # noqa: SLF001
+        for part in ({name: tensor} for name, tensor in tensors) if alone else (dict(tensors),):
+            yield from revert_weight_conversion(self.causal_lm, part).items()
 
     def tensors_by_name(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters, and the buffers that belong into a checkpoint."""
@@ -388,7 +392,7 @@ def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
 
 
 def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype, backend: str | None = None) -> None:
-    """Divide products over tensor-parallel ranks; shard every decoder layer, then the rest, over the others.
+    """Divide products and experts over their ranks; shard experts, every decoder layer, then the rest, over the others.
 
     Trained weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
     With a ``backend`` of ``torch.compile`` layers, and the passes over logits, are compiled.
@@ -409,7 +413,12 @@ def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype, backend:
     if backend is not None:
         _compile(model, layers, backend)
     if ranks.world_size > 1 or dtype != "float32":
-        _shard_layers(model, layers, ranks.mesh, dtype=dtype)
+        units = [(module, ranks.mesh) for module in (*layers, model)]
+        if ranks.ep is not None:
+            experts = experts_of(model.causal_lm)
+            divide_experts(experts, ranks.ep)
+            units = [*((module, ranks.expert_mesh) for module in experts), *units]
+        _shard(units, dtype=dtype)
     elif model.unread is None:
         model.to(device)
     if model.unread is not None:
@@ -417,15 +426,20 @@ def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype, backend:
         model.unread = None
 
 
-def _shard_layers(model: PolicyModel, layers: Iterable[nn.Module], mesh: DeviceMesh, *, dtype: ComputeDtype) -> None:
+def _shard(units: Iterable[tuple[nn.Module, DeviceMesh]], *, dtype: ComputeDtype) -> None:
+    """Shard each module over its mesh, without what is sharded already; gradients are summed over all ranks.
+
+    FSDP would average them over the mesh of each module.
+    """
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # On one rank resharding between forward and backward frees nothing.
-    reshard = None if mesh.size() > 1 else False
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module, mesh in units:
+        # On one rank resharding between forward and backward frees nothing.
+        reshard = None if mesh.size() > 1 else False
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
 
 
 def _compile(model: PolicyModel, layers: Iterable[Any], backend: str) -> None:

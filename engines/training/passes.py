@@ -135,8 +135,7 @@ class Passes:
                 failure = failure or error
                 losses = TokenLosses(loss=scores.log_probs * 0)
                 weighted = losses.loss.sum()
-            # FSDP averages gradients over the ranks of its mesh; the sum is wanted.
-            (weighted * self._ranks.mesh.size()).backward()
+            weighted.backward()
             found = {"loss": weighted.detach(), **{name: each.sum() for name, each in losses.metrics.items()}}
             for name, each in found.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=device)) + each.double()

@@ -44,6 +44,8 @@ class RankGroup:
         mesh: what FSDP shards weights over; of two dimensions if there are replicas.
         tp: the ranks that divide each product; None if there is one.
         cp: the ranks that divide the tokens of a row; None if there is one.
+        ep: the ranks that divide the experts of a layer; None if there is one.
+        expert_mesh: what FSDP shards the experts of a rank over, as ``mesh``; the same without ``ep``.
 
     Raises:
         ConfigError: no port for several ranks, a default group of another size exists, or a mesh of another size.
@@ -83,8 +85,10 @@ class RankGroup:
         self._made: list[ProcessGroup] = []
         self.tp: DeviceMesh | None = None
         self.cp: ProcessGroup | None = None
-        if self.data_size == world_size and self.shape.dp_replicate == 1:
-            self._whole = self.mesh = DeviceMesh.from_group(group, self.device.type)
+        self.ep: DeviceMesh | None = None
+        if self.data_size == world_size and self.shape.dp_replicate == self.shape.ep == 1:
+            self.mesh = self.expert_mesh = DeviceMesh.from_group(group, self.device.type)
+            self._meshes = [self.mesh]
         else:
             self._make_mesh(timedelta(seconds=timeout_s))
 
@@ -93,7 +97,7 @@ class RankGroup:
         shape = self.shape
         ranks = torch.arange(self.world_size).view(shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
 
-        def group_over(*dimensions: int) -> ProcessGroup:
+        def group_over(*dimensions: int, ranks: Tensor = ranks) -> ProcessGroup:
             order = [each for each in range(ranks.ndim) if each not in dimensions]
             size = math.prod(ranks.shape[each] for each in dimensions)
             members = ranks.permute(*order, *dimensions).reshape(-1, size).tolist()
@@ -107,15 +111,27 @@ class RankGroup:
         # Names of this mesh alone: DTensor's caches take one of equal sizes and names for the same, whose groups may be
         # closed.
         number = next(_meshes)
-        replicas, shards, parts = (f"{name}_{number}" for name in ("replicas", "shards", "parts"))
-        self._whole = DeviceMesh.from_group(
+        replicas, shards, parts, owners = (f"{name}_{number}" for name in ("replicas", "shards", "parts", "owners"))
+        sharded = (replicas, shards) if shape.dp_replicate > 1 else (shards,)
+        whole = DeviceMesh.from_group(
             [group_over(0), group_over(1, 2), group_over(3)],
             self.device.type,
             mesh=ranks.flatten(1, 2),
             mesh_dim_names=(replicas, shards, parts),
         )
-        self.mesh = self._whole[(replicas, shards) if shape.dp_replicate > 1 else (shards,)]
-        self.tp = self._whole[parts] if shape.tp > 1 else None
+        self._meshes = [whole]
+        self.mesh = self.expert_mesh = whole[sharded]
+        self.tp = whole[parts] if shape.tp > 1 else None
+        if shape.ep > 1:
+            apart = ranks.view(shape.dp_replicate, -1, shape.ep, shape.tp)
+            whole = DeviceMesh.from_group(
+                [group_over(each, ranks=apart) for each in range(apart.ndim)],
+                self.device.type,
+                mesh=apart,
+                mesh_dim_names=(replicas, shards, owners, parts),
+            )
+            self._meshes.append(whole)
+            self.expert_mesh, self.ep = whole[sharded], whole[owners]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum each number over the data ranks, in float64."""
@@ -208,7 +224,8 @@ class RankGroup:
         self._closed = True
         # DTensor's caches keep the mesh for ever, and the mesh would keep its group: sockets, threads, and a name that
         # the next group could not have.
-        getattr(self._whole, "_pg_registry", {}).clear()
+        for mesh in self._meshes:
+            getattr(mesh, "_pg_registry", {}).clear()
         for group in self._made if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         del self._group, self._data, self._made, self.cp

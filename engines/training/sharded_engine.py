@@ -379,8 +379,7 @@ class ShardedEngine(Generic[ModelT]):
     def _full_tensors(self, of: Callable[[_Tensors], _Tensors] | None = None) -> _Tensors:
         """Yield full weights: ``of`` those of the module, or with adapters merged in."""
         full = ((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
-        tensors = self._published((of or self._model.merged)(full))
-        return iter(self._model.to_checkpoint_names(dict(tensors)).items()) if self._model.renamed else tensors
+        return self._model.to_checkpoint_names(self._published((of or self._model.merged)(full)))
 
     def _derived_seed(self, number: int = 0) -> int:
         """Return a seed for one of the draws of this update; ``number`` is below 1024."""

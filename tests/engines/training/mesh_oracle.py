@@ -54,7 +54,7 @@ FAMILIES: dict[str, Any] = {
 }
 LOSSES: dict[str, Any] = {"ppo": PPO, "gspo": GSPO, "cispo": CISPO, "sapo": SAPO, "topr": TOPR}
 MESHES: dict[int, tuple[dict[str, int], ...]] = {
-    2: ({"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}),
+    2: ({"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2}),
     4: (
         {"dp_shard": 4},
         {"dp_replicate": 2, "dp_shard": 2},
@@ -65,10 +65,21 @@ MESHES: dict[int, tuple[dict[str, int], ...]] = {
         {"cp": 2, "tp": 2},
         {"cp": 4},
         {"tp": 4},
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 4, "ep": 4},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        {"dp_shard": 2, "cp": 2, "ep": 2},
+        {"dp_shard": 2, "cp": 2, "ep": 4},
     ),
 }
 VOCABULARY = 64
 DEADLINE_S = 120.0
+
+
+def _foreign(family: str) -> set[str]:
+    """The dimensions that a family does not have."""
+    return {"tp"} if family == "qwen3_moe" else {"ep"}
+
 
 TOLERANCES = {"float32": (1e-4, 2e-3), "bfloat16": (0.1, 0.3)}
 """By precision: the largest relative difference of a metric or score, and of the weights over the way they went."""
@@ -90,6 +101,7 @@ class Case:
     whiten: bool = False
     prompt: int = 0  # tokens that the rows of a group begin with; 0: rows have nothing in common
     layout: str = "auto"
+    crowded: bool = False  # all tokens have the same two experts of a mixture, the others have none
     max_tokens: int = 24
     num_mini_batches: int = 1
     checkpointing: bool = False
@@ -103,10 +115,10 @@ class Case:
         draw = random.Random(seed)
         ranks = draw.choice((2, 2, 4))
         mesh = dict(draw.choice(MESHES[ranks]))
-        family = draw.choice([name for name in FAMILIES if name != "qwen3_moe" or "tp" not in mesh])
+        family = draw.choice([name for name in FAMILIES if not _foreign(name) & mesh.keys()])
         task = draw.choices(("policy", "supervised", "critic"), (6, 1, 2))[0]
-        usable = [each for each in MESHES[ranks] if "tp" not in each or family != "qwen3_moe"]
-        lora = task == "policy" and family != "qwen3_moe" and draw.random() < 0.15
+        usable = [each for each in MESHES[ranks] if not _foreign(family) & each.keys()]
+        lora = task == "policy" and draw.random() < 0.15
         padded = "cp" not in mesh and draw.random() < 0.15
         if padded:
             usable = [each for each in usable if "cp" not in each]
@@ -124,6 +136,7 @@ class Case:
             entropy_coef=draw.choice((0.0, 0.0, 0.05)),
             whiten=draw.random() < 0.3,
             prompt=draw.choice((0, 0, 11, 30)),
+            crowded=family == "qwen3_moe" and draw.random() < 0.25,
             layout="padded" if padded else "auto",
             max_tokens=draw.choice((24, 64, 4096)),
             num_mini_batches=draw.choice((1, 1, 2)),
@@ -163,7 +176,7 @@ class Case:
 
     def model(self, folder: Path) -> str:
         """The folder of the model, which is made if it is not there; its distributions are not flat."""
-        made = folder / f"{self.family}-{self.tied}-{self.kv_heads}"
+        made = folder / f"{self.family}-{self.tied}-{self.kv_heads}-{self.crowded}"
         if not made.exists():
             sizes: dict[str, Any] = {
                 "vocab_size": VOCABULARY,
@@ -189,6 +202,11 @@ class Case:
                     for parameter in model.parameters():
                         if parameter.ndim == 1:
                             parameter.add_(0.1 * torch.randn(parameter.shape))
+                    for name, parameter in model.named_parameters() if self.crowded else ():
+                        if name.endswith("embed_tokens.weight"):
+                            parameter[:, 0] = 2.0
+                        if name.endswith("mlp.gate.weight"):
+                            parameter[:, 0] = torch.tensor([4.0, 4.0, -4.0, -4.0])
                 model.save_pretrained(made)
         return str(made)
 
@@ -263,7 +281,8 @@ class Rank:
             entropy_coef=case.entropy_coef,
             whiten_advantages=case.whiten,
         )
-        lora = {"rank": 2, "alpha": 4.0} if case.lora else None
+        targets = {"target_modules": ["q_proj", "v_proj"]} if case.family == "qwen3_moe" else {}
+        lora = {"rank": 2, "alpha": 4.0, **targets} if case.lora else None
         return FSDPEngine(
             case.model(self.folder), objective=objective, lora=lora, temperature=case.temperature, **settings
         )

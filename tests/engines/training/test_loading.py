@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def _assert_same(found: PolicyModel, expected: PolicyModel) -> None:
         ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "num_hidden_layers": 4}),
         ("gemma2", {"sliding_window": 5, "num_hidden_layers": 3}),
         ("mistral", {}),
+        ("qwen3_moe", {"tied": False, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     ],
 )
 def test_weights_are_those_of_the_whole_model(
@@ -75,6 +77,8 @@ def test_weights_are_those_of_the_whole_model(
     """In bfloat16 even one rank shards its model. Files are mapped anew after every few rows."""
     monkeypatch.setattr(loading, "PIECE_BYTES", 1000)
     folder = model_folder(family, **options)
+    if lora is not None and "num_experts" in options:
+        lora = replace(lora, target_modules=("q_proj", "o_proj"))  # experts that share one tensor are not adapted
     whole, sharded = (load_policy_model(folder, lora=lora, seed=5, sharded=each) for each in (False, True))
     assert all(each.is_meta for name, each in sharded.causal_lm.named_parameters() if "lora" not in name)
     assert sharded.unread is not None
@@ -111,11 +115,17 @@ def test_values_have_their_own_head(model_folder: Callable[..., str], ranks: Ran
     assert float(local_shard(dict(sharded.parameters_by_name())[SCORE]).sum()) == 32.0
 
 
-def test_fused_experts_are_read_as_a_whole(model_folder: Callable[..., str]) -> None:
+def test_an_expert_that_is_missing_is_named(model_folder: Callable[..., str], tmp_path: Path) -> None:
+    """The model has one tensor for the experts of a layer, the files have three for each expert."""
     folder = model_folder("qwen3_moe", tied=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    model = load_policy_model(folder, sharded=True)
-    assert model.unread is None
-    assert not any(each.is_meta for each in model.parameters())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for last in (True, False):
+        kept = dict(tensors)
+        del kept[f"model.layers.1.mlp.experts.{3 if last else 1}.up_proj.weight"]
+        save_file(kept, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=r"parts of model\.layers\.1\.mlp\.experts\.gate_up_proj are missing"):
+            load_policy_model(str(tmp_path), sharded=True)
 
 
 def test_nothing_is_drawn_from_the_process_generator(model_folder: Callable[..., str]) -> None:

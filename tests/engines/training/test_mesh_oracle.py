@@ -22,14 +22,18 @@ def oracle() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_mesh_does_what_one_rank_does(oracle: Any, tmp_path: Path) -> None:
-    assert oracle.judged(map(oracle.Case.draw, SLOW_SEEDS), tmp_path) == {}
+    mesh, resumed = {"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2}
+    mixture = oracle.Case(seed=6, ranks=2, mesh=mesh, resumed=resumed, family="qwen3_moe", tied=False, prompt=11)
+    assert oracle.judged([*map(oracle.Case.draw, SLOW_SEEDS), mixture], tmp_path) == {}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}], ids=str)
 def test_a_compiled_mesh_does_what_one_rank_does_without(oracle: Any, tmp_path: Path, mesh: dict[str, int]) -> None:
-    case = oracle.Case(seed=0, ranks=2, mesh=mesh, resumed=mesh, compile="aot_eager", checkpointing="dp_shard" in mesh)
+    options = {"compile": "aot_eager", "checkpointing": "dp_shard" in mesh}
+    family = "qwen3_moe" if "ep" in mesh else "llama"
+    case = oracle.Case(seed=0, ranks=2, mesh=mesh, resumed=mesh, family=family, **options)
     assert oracle.judged([case], tmp_path) == {}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.errors import ConfigError
@@ -202,6 +202,10 @@ class PolicyModel(nn.Module):
         """Return the cost of rows, computed from the numbers of weights; before or after sharding."""
         config: Any = self.causal_lm.config.get_text_config()
         weights = sum(parameter.numel() for parameter in self.causal_lm.parameters() if parameter.ndim >= 2)
+        for module in experts_of(self.causal_lm):  # a token has some of them
+            experts = sum(parameter.numel() for parameter in module.parameters())
+            used = int(getattr(config, "num_experts_per_tok", None) or module.num_experts)
+            weights -= experts - experts * used // int(module.num_experts)
         embeddings = self.vocabulary * int(config.hidden_size)
         tied = bool(getattr(config, "tie_word_embeddings", False))
         heads = int(getattr(config, "num_attention_heads", 1))
@@ -437,9 +441,21 @@ def _shard(units: Iterable[tuple[nn.Module, DeviceMesh]], *, dtype: ComputeDtype
     for module, mesh in units:
         # On one rank resharding between forward and backward frees nothing.
         reshard = None if mesh.size() > 1 else False
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        sharded = fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=partial(_dimension, shards=mesh.size(-1)),
+        )
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
+
+
+def _dimension(parameter: nn.Parameter, *, shards: int) -> Shard | None:
+    """Return how a tensor is sharded: by rows, but experts that are too few for that by what each of them has."""
+    few = parameter.ndim == 3 and local_shard(parameter).shape[0] % shards and parameter.shape[1] % shards == 0
+    return Shard(1) if few else None
 
 
 def _compile(model: PolicyModel, layers: Iterable[Any], backend: str) -> None:

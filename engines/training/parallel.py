@@ -74,7 +74,7 @@ def divide_products(causal_lm: Any, mesh: DeviceMesh, *, divide_head: bool) -> N
         causal_lm.get_parameter(name).requires_grad_(False)
 
 
-def experts_of(causal_lm: Any) -> list[nn.Module]:
+def experts_of(causal_lm: Any) -> list[Any]:
     """Return the modules whose tensors have an expert a row, by the family's expert-parallel plan in transformers."""
     plan: dict[str, str] = getattr(causal_lm.config.get_text_config(), "base_model_ep_plan", None) or {}
     modules = causal_lm.base_model.named_modules()

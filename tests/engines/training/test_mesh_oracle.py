@@ -22,9 +22,11 @@ def oracle() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_mesh_does_what_one_rank_does(oracle: Any, tmp_path: Path) -> None:
-    mesh, resumed = {"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2}
-    mixture = oracle.Case(seed=6, ranks=2, mesh=mesh, resumed=resumed, family="qwen3_moe", tied=False, prompt=11)
-    assert oracle.judged([*map(oracle.Case.draw, SLOW_SEEDS), mixture], tmp_path) == {}
+    mixtures = [
+        oracle.Case(seed=100, ranks=2, mesh={"dp_shard": 2, "ep": 2}, resumed={"cp": 2, "ep": 2}, **MIXTURE),
+        oracle.Case(seed=101, ranks=4, mesh={"dp_shard": 4, "ep": 2}, resumed={"dp_shard": 4}, experts=2, **MIXTURE),
+    ]
+    assert oracle.judged([*map(oracle.Case.draw, SLOW_SEEDS), *mixtures], tmp_path) == {}
 
 
 @pytest.mark.long
@@ -49,3 +51,4 @@ def test_hundreds_of_meshes_do_what_one_rank_does(oracle: Any, tmp_path: Path, c
 
 
 SLOW_SEEDS = range(6)
+MIXTURE = {"family": "qwen3_moe", "tied": False, "prompt": 11}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engines.training.model import load_policy_model
 from engines.training.parallel import divide_experts, experts_of
 from engines.training.rank_group import RankGroup
 
@@ -58,6 +59,15 @@ def test_experts_without_a_token_have_gradients_of_zero(ranks: RankGroup, model:
     assert done.shape == (0, 32)
     for parameter in experts.parameters():
         assert float(parameter.grad.to_local().abs().sum()) == 0.0
+
+
+def test_a_token_costs_the_experts_that_it_has(model_folder: Callable[..., str]) -> None:
+    sizes = {"tied": False, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    costs = [
+        load_policy_model(model_folder("qwen3_moe", num_experts=count, **sizes)).row_cost().per_token
+        for count in (4, 12)
+    ]
+    assert costs[1] - costs[0] == 2 * 8 * 32  # of the router: layers, experts, sizes of a hidden state
 
 
 def test_a_dense_model_has_no_experts() -> None:

@@ -44,7 +44,7 @@ class Defect:
     file: str
     old: str
     new: str
-    family: str = ""  # that a configuration must have; empty: any
+    having: tuple[tuple[str, object], ...] = ()  # what a configuration must have beside that
 
     @property
     def mutant(self) -> Mutant:
@@ -179,7 +179,14 @@ DEFECTS = (
         "            options.reduce(hidden_gradient)\n",
         "            pass\n",
     ),
-    Defect("norms of single heads are divided by cells", "tp", PARALLEL, "sequence_dim=2", "sequence_dim=1", "qwen3"),
+    Defect(
+        "norms of single heads are divided by cells",
+        "tp",
+        PARALLEL,
+        "sequence_dim=2",
+        "sequence_dim=1",
+        (("family", "qwen3"),),
+    ),
     Defect(
         "the vocabulary's parts begin one id late",
         "tp",
@@ -229,6 +236,7 @@ DEFECTS = (
         SCORES,
         "torch.where(apart == 0, largest + options.first, unset)",
         "largest + options.first",
+        (("task", "supervised"),),
     ),
     Defect(
         "the gradient of a target is given in every part",
@@ -297,6 +305,7 @@ DEFECTS = (
         PARALLEL,
         "tensor.repeat_interleave(repeats + 1, dim=1)",
         "tensor.repeat(1, repeats + 1, 1, 1)",
+        (("mesh", {"cp": 4}), ("kv_heads", 2)),
     ),
     Defect(
         "the exchange's gradient is not exchanged back",
@@ -462,7 +471,11 @@ def plant(number: int) -> None:
 def cases(defect: Defect, most: int) -> Iterator[Case]:
     """Configurations with more than one size in a dimension that the defect concerns."""
     wanted = [set(each.split("+")) for each in defect.on.split()]
-    drawn = (case for case in map(Case.draw, count(5000)) if defect.family in ("", case.family))
+    drawn = (
+        case
+        for case in map(Case.draw, count(5000))
+        if all(getattr(case, name) == value for name, value in defect.having)
+    )
     return islice((case for case in drawn if not wanted or any(each <= case.mesh.keys() for each in wanted)), most)
 
 

@@ -109,6 +109,7 @@ Ranks: TypeAlias = Annotated[int, Field(ge=1, le=65_536)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10_000_000)]
 LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+Optimizer: TypeAlias = Literal["adamw", "adamw_8bit", "muon", "adafactor", "sgd"]
 
 
 def _colocated_roles(value: Any) -> Any:
@@ -316,8 +317,13 @@ class TrainingRanksConfig(Section):
     """Schedule after the warm-up: constant, or falling to 0 at the last step."""
     warmup_steps: Count = 0
     """Optimizer steps over which the rate grows linearly to its peak."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer: `adamw`; `adamw_8bit`, with moments of 8 bits (`asyncrl[torchao]`); `muon`, for matrices but those of
+    embeddings and head, which get AdamW; `adafactor`; `sgd`. Ranks that divide matrices can have `adamw` and `sgd`."""
+    optimizer_options: Table = Field(default_factory=dict)
+    """Options of torch's or torchao's optimizer, as in `{momentum = 0.9}`."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """AdamW's decoupled weight decay of matrices; 0 because the reward, not the norm, should move the weights."""
+    """Decoupled weight decay of matrices; 0 because the reward, not the norm, should move the weights."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """Norm to which longer gradients are scaled down."""
     num_cpus: Cores = 1.0

@@ -525,6 +525,7 @@ def warm_start_options(config: Config) -> dict[str, Any]:
 
 
 _OPTIMIZATION = {
+    *("optimizer", "optimizer_options"),
     *("lr", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"),
     *("num_mini_batches", "epochs", "threads"),
 }

@@ -34,7 +34,7 @@ from engines.training.loading import Piece, model_file, place_of_shard, read_par
 from engines.training.lora import adapter_tensors
 from engines.training.model import PolicyModel, local_shard
 from engines.training.offload import host_memory
-from engines.training.optimizer import MOMENTS, ShardedAdamW
+from engines.training.optimizer import ShardedOptimizer
 from engines.training.rank_group import RankGroup
 
 _MODEL = "model.safetensors"
@@ -80,6 +80,8 @@ def _spec(name: str, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Ten
 
 # ------------------------------------------------------------------------------------------------- save, load, export
 
+
+_Moments: TypeAlias = dict[str, dict[str, Tensor]]
 
 _Place: TypeAlias = Mapping[str, Sequence[int]]
 """``start`` of a shard in the whole tensor, and the ``shape`` of that."""
@@ -168,7 +170,7 @@ class Snapshot:
 
 def take_snapshot(
     model: PolicyModel,
-    optimizer: ShardedAdamW,
+    optimizer: ShardedOptimizer,
     ranks: RankGroup,
     *,
     counters: Mapping[str, int],
@@ -184,9 +186,10 @@ def take_snapshot(
     weights = dict(model.tensors_by_name())
     sharded = dict(weights)
     shards = {name: local_shard(tensor).detach() for name, tensor in weights.items()}
-    for name, pair in optimizer.moments().items():
-        for moment in MOMENTS:
-            sharded[f"{moment}.{name}"], shards[f"{moment}.{name}"] = weights[name], pair[moment]
+    for name, state in optimizer.moments().items():
+        for key, part in state.items():  # those of another shape are whole on every rank
+            alike = part.shape == shards[name].shape
+            sharded[f"{key}.{name}"], shards[f"{key}.{name}"] = weights[name] if alike else part, part
     names, places = memory.divided if memory is not None else ([], {})
     if names != list(sharded):
         places = _shards_to_write(sharded, ranks)
@@ -198,6 +201,7 @@ def take_snapshot(
             "model_type": model.causal_lm.config.model_type,
             "counters": dict(counters),
             "lora": model.lora.as_record() if model.lora is not None else None,
+            "optimizer": optimizer.name,
             "parameter_steps": optimizer.steps(),
         },
         shards=held,
@@ -238,7 +242,7 @@ def save_trainer(folder: Path, snapshot: Snapshot, ranks: RankGroup, *, files: D
         raise
 
 
-def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedAdamW, ranks: RankGroup) -> dict[str, int]:
+def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup) -> dict[str, int]:
     """Restore what :func:`save_trainer` wrote, at any mesh, and return the counters. Collective; ranks share the check.
 
     Raises:
@@ -247,30 +251,30 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedAdamW, rank
     """
     parameters = dict(model.parameters_by_name())
 
-    def checked() -> tuple[dict[str, Any], SavedTensors]:
+    def checked() -> tuple[dict[str, Any], SavedTensors, _Moments]:
         verify_folder(folder, part=ranks.rank, parts=ranks.world_size)
         state = _read_state(folder / _STATE, model)
+        if (there := state.get("optimizer", "adamw")) != optimizer.name:
+            raise CheckpointError(f"{folder} was written with optimizer = {there}, here it is {optimizer.name}")
         saved = SavedTensors(folder)
-        stepped = [name for name in parameters if name in state["parameter_steps"]]
-        saved.check(
-            [
-                *(_spec(name, tensor) for name, tensor in model.tensors_by_name()),
-                *(_spec(f"{moment}.{name}", parameters[name]) for name in stepped for moment in MOMENTS),
-            ]
-        )
-        return state, saved
+        moments = optimizer.empty_moments(name for name in parameters if name in state["parameter_steps"])
+        specs = [_spec(name, tensor) for name, tensor in model.tensors_by_name()]
+        for name, parts in moments.items():
+            for key, part in parts.items():
+                alike = part.shape == local_shard(parameters[name]).shape
+                specs.append(_spec(f"{key}.{name}", parameters[name] if alike else part, dtype=part.dtype))
+        saved.check(specs)
+        return state, saved, moments
 
-    state, saved = ranks.call_together(checked, doing="load", catch=CheckpointError)
+    state, saved, moments = ranks.call_together(checked, doing="load", catch=CheckpointError)
 
     model.free_gathered()
     optimizer.discard_gradients()
-    moments = {
-        name: {moment: torch.empty_like(local_shard(parameters[name])) for moment in MOMENTS}
-        for name in state["parameter_steps"]
-    }
     targets = {name: (local_shard(tensor), place_of_shard(tensor)) for name, tensor in model.tensors_by_name()}
-    for name, pair in moments.items():
-        targets |= {f"{moment}.{name}": (pair[moment], place_of_shard(parameters[name])) for moment in MOMENTS}
+    for name, parts in moments.items():
+        for key, part in parts.items():
+            alike = part.shape == local_shard(parameters[name]).shape
+            targets[f"{key}.{name}"] = part, place_of_shard(parameters[name] if alike else part)
     with torch.no_grad():
         saved.read(targets)
     optimizer.restore(moments, state["parameter_steps"])

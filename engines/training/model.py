@@ -232,6 +232,11 @@ class PolicyModel(nn.Module):
         self.free_gathered()
         yield from self.causal_lm.named_parameters()
 
+    def vocabulary_weights(self) -> list[nn.Parameter]:
+        """Return the parameters of embeddings and output head, of which each row is a token's own."""
+        ends = (self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings())
+        return [parameter for each in ends if each is not None for parameter in each.parameters()]
+
     @property
     def renamed(self) -> bool:
         """True if the checkpoint's names of tensors differ from the module's (fused experts, for example)."""

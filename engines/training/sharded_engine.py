@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from engines.training.checkpoint import (
 from engines.training.log_probs import Extras
 from engines.training.model import ComputeDtype, PolicyModel, check_mesh, local_shard, shard
 from engines.training.offload import Offload, resizable
-from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
+from engines.training.optimizer import LearningRate, OptimizerName, Schedule, ShardedOptimizer, clipping_scale
 from engines.training.packing import Layout, PackedRows
 from engines.training.partition import BatchPartition
 from engines.training.passes import LossFunction, MiniBatch, Passes
@@ -57,6 +57,7 @@ class ShardedEngine(Generic[ModelT]):
         device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto`` (CUDA if available).
         dtype: of matrix products.
         weight_decay: decoupled; not applied to tensors of one dimension (norms, biases).
+        optimizer, optimizer_options: see :class:`~engines.training.optimizer.ShardedOptimizer`.
         betas, eps: AdamW's decay rates of the two moments, and its epsilon.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
         lr_scheduler_type: see :class:`~engines.training.optimizer.LearningRate`.
@@ -92,6 +93,8 @@ class ShardedEngine(Generic[ModelT]):
     device: str = "auto"
     dtype: ComputeDtype = "float32"
     weight_decay: float = 0.0
+    optimizer: OptimizerName = "adamw"
+    optimizer_options: Mapping[str, Any] | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
@@ -150,12 +153,15 @@ class ShardedEngine(Generic[ModelT]):
             self._ranks.call_together(
                 lambda: shard(self._model, self._ranks, dtype=self.dtype, backend=backend), doing="reading the weights"
             )
-            self._optimizer = ShardedAdamW(
+            self._optimizer = ShardedOptimizer(
                 self._model.parameters_by_name(),
                 world_size=self.world_size,
                 weight_decay=self.weight_decay,
                 betas=self.betas,
                 eps=self.eps,
+                name=self.optimizer,
+                options=self.optimizer_options,
+                apart=self._model.vocabulary_weights(),
             )
             self._passes = Passes(
                 self._model, self._ranks, max_tokens=self.max_tokens_per_microbatch, temperature=temperature

@@ -173,6 +173,19 @@ def meshed(rank: Rank) -> None:
         rank.updates(f"mesh_{name}", split=5, max_tokens_per_microbatch=30, objective=objective, mesh=mesh)
 
 
+def optimizers(rank: Rank) -> None:
+    """One that is elementwise, on shards; those that need whole matrices, on copies, and refused on shards."""
+    rank.updates("sgd", split=5, optimizer="sgd", optimizer_options={"momentum": 0.9})
+    for name in ("muon", "adafactor"):
+        mesh = {"dp_replicate": 2} if rank.world_size == 2 else None
+        rank.updates(name, split=5, optimizer=name, mesh=mesh, weight_decay=0.1)
+    if rank.world_size == 2:
+        try:
+            rank.engine(optimizer="muon")
+        except AsyncRLError as error:
+            rank.report("undivided", f"{type(error).__name__}: {error}")
+
+
 def critic(rank: Rank) -> None:
     """Values of single tokens, a clip around those of the start."""
     engine = rank.value_engine(num_mini_batches=2, objective=ValueObjective(cliprange_value=0.01))
@@ -296,6 +309,7 @@ SHARED_SCENES = (
     whole_rows,
     whitened,
     meshed,
+    optimizers,
     critic,
     compared,
     supervised,

@@ -132,6 +132,9 @@ def _check_same_updates(one: Path, several: Path, scene: str, *, ranks: int) -> 
         "mesh_dp_replicate",
         "mesh_cp",
         "mesh_tp",
+        "sgd",
+        "muon",
+        "adafactor",
         "critic",
         "compared",
         "supervised",
@@ -140,6 +143,11 @@ def _check_same_updates(one: Path, several: Path, scene: str, *, ranks: int) -> 
 def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
     """Metrics to 1e-4; the weights after three updates to 1e-6 of their norm, in float32."""
     _check_same_updates(outcome.one, outcome.two, scene, ranks=2)
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided(outcome: Outcome) -> None:
+    for rank in range(2):
+        assert "'muon' computes with whole matrices" in outcome.report(outcome.two, "undivided", rank)
 
 
 @pytest.mark.slow

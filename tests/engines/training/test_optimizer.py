@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from engines.training.optimizer import LearningRate, Schedule, ShardedAdamW, clipping_scale
+from engines.training.optimizer import LearningRate, OptimizerName, Schedule, ShardedOptimizer, clipping_scale
 
 
 def _rates(steps: int, lr_scheduler_type: Schedule, warmup_steps: int, total_steps: int | None) -> list[float]:
@@ -41,9 +43,9 @@ def test_clipping() -> None:
     assert clipping_scale(4.0, 1.0) == 0.25
 
 
-def _optimizer() -> tuple[nn.Parameter, nn.Parameter, ShardedAdamW]:
+def _optimizer() -> tuple[nn.Parameter, nn.Parameter, ShardedOptimizer]:
     matrix, bias = nn.Parameter(torch.full((2, 2), 10.0)), nn.Parameter(torch.full((2,), 10.0))
-    return matrix, bias, ShardedAdamW([("matrix", matrix), ("bias", bias)], weight_decay=0.5, betas=(0.5, 0.75))
+    return matrix, bias, ShardedOptimizer([("matrix", matrix), ("bias", bias)], weight_decay=0.5, betas=(0.5, 0.75))
 
 
 def test_two_steps_by_hand() -> None:
@@ -88,7 +90,100 @@ def test_training_continues_from_restored_moments() -> None:
 
 def test_frozen_parameters_are_ignored() -> None:
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    adamw = ShardedAdamW([("frozen", frozen), ("free", nn.Parameter(torch.ones(2)))])
+    adamw = ShardedOptimizer([("frozen", frozen), ("free", nn.Parameter(torch.ones(2)))])
     adamw.step(lr=1.0)
     assert adamw.moments() == {}
     assert torch.equal(frozen, torch.ones(2, 2))
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Parameter, nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return nn.Parameter(torch.randn(64, 64, generator=draw)), nn.Parameter(torch.randn(64, generator=draw))
+
+
+def _by_torch(name: str, matrix: Tensor, bias: Tensor) -> list[torch.optim.Optimizer]:
+    match name:
+        case "sgd":
+            groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [bias]}]
+            return [torch.optim.SGD(groups, lr=0.01, momentum=0.9)]
+        case "adafactor":
+            groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [bias]}]
+            return [torch.optim.Adafactor(groups, lr=0.01, d=2.0)]
+        case "muon":
+            muon = torch.optim.Muon([matrix], lr=0.01, weight_decay=0.1, ns_steps=3, adjust_lr_fn="match_rms_adamw")
+            return [muon, torch.optim.AdamW([bias], lr=0.01, weight_decay=0.0, betas=(0.9, 0.95))]
+        case _:
+            from torchao.optim import AdamW8bit
+
+            groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}]
+            return [AdamW8bit(groups, lr=0.01, betas=(0.9, 0.95))]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sgd", {"momentum": 0.9}),
+        ("adafactor", {"d": 2.0}),
+        ("muon", {"ns_steps": 3}),
+        pytest.param("adamw_8bit", {}, marks=pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")),
+    ],
+)
+def test_optimizers_are_torchs_and_go_on_bit_for_bit_from_what_was_saved(
+    name: OptimizerName, options: dict[str, Any], pair: tuple[nn.Parameter, nn.Parameter]
+) -> None:
+    matrix, bias = pair
+    settings: dict[str, Any] = {"weight_decay": 0.1, "name": name, "options": options}
+    ours = ShardedOptimizer([("matrix", matrix), ("bias", bias)], **settings)
+    theirs = matrix.detach().clone(), bias.detach().clone()
+    by_torch = _by_torch(name, *theirs)
+    twins = nn.Parameter(torch.empty(64, 64)), nn.Parameter(torch.empty(64))
+    twin = ShardedOptimizer([("matrix", twins[0]), ("bias", twins[1])], **settings)
+    for step in range(3):
+        for each, its, copy in zip(pair, theirs, twins, strict=True):
+            each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(step))
+            its.grad, copy.grad = each.grad.clone(), each.grad.clone()
+        ours.step(lr=0.01)
+        with torch.compiler.set_stance("force_eager"):
+            for optimizer in by_torch:
+                optimizer.step()
+        assert all(torch.equal(each, its) for each, its in zip(pair, theirs, strict=True))
+        if step == 2:
+            twin.step(lr=0.01)
+            assert all(torch.equal(each, copy) for each, copy in zip(pair, twins, strict=True))
+        for copy, each in zip(twins, pair, strict=True):
+            copy.data.copy_(each.data)
+        found, empty = ours.moments(), twin.empty_moments(["matrix", "bias"])
+        for key, parts in found.items():
+            assert {each: part.shape for each, part in parts.items()} == {
+                each: part.shape for each, part in empty[key].items()
+            }
+            for each, part in parts.items():
+                empty[key][each].copy_(part)
+        twin.restore(empty, ours.steps())
+    assert ours.steps() == {"matrix": 3, "bias": 3}
+
+
+def test_embeddings_are_left_to_adamw_by_muon(pair: tuple[nn.Parameter, nn.Parameter]) -> None:
+    embedding = nn.Parameter(torch.ones(4, 4))
+    muon = ShardedOptimizer([("matrix", pair[0]), ("embedding", embedding)], name="muon", apart=[embedding])
+    pair[0].grad, embedding.grad = torch.ones(64, 64), torch.ones(4, 4)
+    muon.step(lr=0.1)
+    assert {name: sorted(parts) for name, parts in muon.moments().items()} == {
+        "matrix": ["momentum_buffer"],
+        "embedding": ["exp_avg", "exp_avg_sq"],
+    }
+
+
+def test_what_an_optimizer_does_not_have_is_refused_by_name(pair: tuple[nn.Parameter, nn.Parameter]) -> None:
+    parameters = [("matrix", pair[0]), ("bias", pair[1])]
+    with pytest.raises(ConfigError, match="'lion' does not exist") as refused:
+        ShardedOptimizer(parameters, name="lion")  # type: ignore[arg-type]
+    assert "muon" in refused.value.remedy
+    with pytest.raises(ConfigError, match="'sgd' has no option 'momentun'") as refused:
+        ShardedOptimizer(parameters, name="sgd", options={"momentun": 0.9})
+    assert "momentum" in refused.value.remedy
+    with pytest.raises(ConfigError, match="'adamw' has no option 'betas'"):
+        ShardedOptimizer(parameters, options={"betas": (0.5, 0.5)})
+    with pytest.raises(ConfigError, match="'muon': momentum should be"):
+        ShardedOptimizer(parameters, name="muon", options={"momentum": -1.0})

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl.data import DataProto, DataProtoFuture
+    from asyncrl.mesh import MemoryPlan
     from asyncrl.weights import WeightManifest
 
 
@@ -1041,6 +1042,16 @@ class AdapterTrainingEngine(Protocol):
 
     def base_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """As ``named_tensors``, without the adapters: the weights beside them, which stay as they are."""
+        ...
+
+
+@runtime_checkable
+class MemoryTrainingEngine(Protocol):
+    """Optional capability: what an update needs of memory is known without weights and before anything starts."""
+
+    @staticmethod
+    def plan_memory(model_path: str, *, row_tokens: int, scored: float, **options: Any) -> MemoryPlan:
+        """Return what each rank needs with ``options`` of the engine; the share ``scored`` of a row is trained on."""
         ...
 
 

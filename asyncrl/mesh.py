@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -67,6 +68,10 @@ class MeshShape:
                 remedy=f"use a divisor of {tokens}",
             )
         return shape
+
+    @property
+    def ranks(self) -> int:
+        return self.data_size * self.copies
 
     @property
     def copies(self) -> int:
@@ -139,3 +144,82 @@ class MeshShape:
                     path=path,
                     remedy=f"use a divisor of {math.gcd(*sizes.values())}",
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of tensors that one rank of a mesh holds when an update holds most.
+
+    Attributes:
+        weights: this rank's part of them, frozen ones too, and what the model computes once.
+        gradients: of trained weights, summed over micro-batches.
+        moments: the optimizer's state.
+        gathered: whole weights of what is computed at the moment, and what travels.
+        activations: what the layers keep for the backward pass, and use in it.
+        head: logits, and what is kept to score tokens.
+    """
+
+    shape: MeshShape
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.moments + self.gathered + self.activations + self.head
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory: of a trainer on a GPU that sleeps, or of the copy that a checkpoint is made of.
+
+        Replicas share the copy, of which each has a part. Both are kept for the next time.
+        """
+        return self.weights + self.moments
+
+    def fitting(self, most: int, planned: Callable[[MeshShape], MemoryPlan], *, most_ranks: int) -> MemoryPlan | None:
+        """Return the plan of the nearest mesh whose ranks need ``most`` bytes at most; None if there is none.
+
+        Meshes of as many ranks come first, then those of twice as many and so on; among equals those in which the
+        sizes of fewest dimensions change by the smallest factors. ``planned`` makes the plan of a mesh;
+        :class:`ConfigError` excludes it. Those are left out whose weights and activations alone are too large if they
+        fall with the ranks that they are divided over.
+        """
+
+        def least(shape: MeshShape) -> float:
+            held = (self.weights + self.gradients + self.moments) * _divided(self.shape) / _divided(shape)
+            return held + self.activations * min(1.0, self.shape.copies / shape.copies)
+
+        ranks = self.shape.ranks
+        while ranks <= most_ranks:
+            for shape in sorted(_meshes_of(ranks, ep=self.shape.ep), key=self._distance):
+                if shape == self.shape or least(shape) > most:
+                    continue
+                try:
+                    plan = planned(shape)
+                except ConfigError:
+                    continue
+                if plan.total <= most:
+                    return plan
+            ranks *= 2
+        return None
+
+    def _distance(self, shape: MeshShape) -> tuple[int, float]:
+        before, after = asdict(self.shape), asdict(shape)
+        factors = [abs(math.log2(after[name] / size)) for name, size in before.items() if after[name] != size]
+        return len(factors), sum(factors)
+
+
+def _divided(shape: MeshShape) -> int:
+    return shape.ranks // shape.dp_replicate
+
+
+def _meshes_of(ranks: int, *, ep: int) -> Iterator[MeshShape]:
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for cp, tp, dp_replicate in itertools.product(sizes, repeat=3):
+        if ranks % (tp * cp * dp_replicate) == 0:
+            dp_shard = ranks // (tp * cp * dp_replicate)
+            if dp_shard * cp % ep == 0:
+                yield MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)

@@ -10,6 +10,7 @@
     python benchmarks/trainer.py --loading                                # the memory of ranks that load a model
     python benchmarks/trainer.py --held                                   # memory of frozen weights, and of sleep
     python benchmarks/trainer.py --mesh                                   # what meshes compute, against one rank
+    python benchmarks/trainer.py --plan                                   # memory as planned, against that of updates
 
 All train the same rows with the same objective: lengths lognormal with mean 256 (sigma 1), at most 2048, a prompt of 16
 tokens. The plain loop is the obvious one: rows in the order they come, padded to the longest of a micro-batch with an
@@ -43,6 +44,12 @@ long the device computes in it.
 ``mesh_max_error`` is the largest difference between what meshes of two and four gloo ranks compute and what one does,
 relative to the largest number of what is compared: loss and gradient norm of three updates, and each weight after them.
 
+``plan_memory_error`` is the largest difference between what is planned of ten configurations, from the model's
+configuration alone, and what their ranks have: the highest resident size in their second update, minus the size before
+the model was loaded, of the rank that has most. Each has made updates of a small model before, so that libraries and
+threads do not count; blocks of 64 KiB and more are returned to the system at once (``MALLOC_MMAP_THRESHOLD_``), so that
+none that are free do. It includes what no operation of torch shows: what kernels and gloo have for themselves.
+
 ``shared_prefix_time`` is an update with a group of 8 rows, a prompt of 512 tokens and answers of 96 to 160, over the
 same update without sharing. The model has 16M parameters, a fifth of them its head, as models of 0.1 to 0.5B have.
 """
@@ -65,6 +72,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -74,7 +82,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging
 
 from asyncrl.algorithms import PolicyObjective
@@ -305,14 +313,18 @@ class Trl:
 
 def ragged_rows(count: int, vocabulary: int, *, row_tokens: int | None = None) -> DataProto:
     draw = torch.Generator().manual_seed(0)
-    lengths = torch.exp(torch.randn(count, generator=draw) + torch.tensor(float(MEAN)).log() - 0.5)
-    lengths = lengths.round().clamp(PROMPT + 1, LONGEST).int().tolist() if row_tokens is None else [row_tokens] * count
+    drawn = torch.exp(torch.randn(count, generator=draw) + torch.tensor(float(MEAN)).log() - 0.5)
+    lengths = drawn.round().clamp(PROMPT + 1, LONGEST).int().tolist() if row_tokens is None else [row_tokens] * count
+    return rows_of_lengths(lengths, vocabulary, draw=draw)
+
+
+def rows_of_lengths(lengths: list[int], vocabulary: int, *, draw: torch.Generator) -> DataProto:
     return DataProto.from_dict(
         tensors={
             "input_ids": [torch.randint(0, vocabulary, (length,), generator=draw) for length in lengths],
             "loss_mask": [torch.arange(length) >= PROMPT for length in lengths],
             "behaviour_log_probs": [-10.0 + torch.rand(length, generator=draw) for length in lengths],
-            "advantages": torch.randn(count, generator=draw),
+            "advantages": torch.randn(len(lengths), generator=draw),
         }
     )
 
@@ -644,12 +656,17 @@ def peak_of_a_rank(folder: str, rank: int, port: int) -> int:
     return peak
 
 
-def _run_ranks(ranks: int, arguments: Callable[[int, int], list[str]]) -> list[str]:
-    """What processes of this program print that are given ``arguments(rank, port)``."""
+def _run_ranks(ranks: int, arguments: Callable[[int, int], list[str]], **variables: str) -> list[str]:
+    """What processes of this program print that are given ``arguments(rank, port)``, and ``variables`` for all."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     programs = [
-        subprocess.Popen([sys.executable, __file__, *arguments(rank, port)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, __file__, *arguments(rank, port)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables},
+        )
         for rank in range(ranks)
     ]
     printed = [program.communicate()[0] for program in programs]
@@ -707,6 +724,123 @@ def measure_held(arguments: argparse.Namespace) -> list[Figure]:
         _at_most("lora_frozen_bytes", frozen["bfloat16"] / 2**20, "MiB", frozen["float32"] / 2**20, 0.5),
         Figure("offload_equal", equal, "tensors", len(weights[False]), share, "ratio = 1", share == 1.0),
     ]
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+class Planned(NamedTuple):
+    """A configuration whose memory is planned."""
+
+    family: type[Any]
+    ranks: int = 1
+    mesh: dict[str, int] | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+    sleeps: bool = False
+
+
+PLANNED = [
+    Planned(LlamaConfig),
+    Planned(Qwen3Config, options={"dtype": "bfloat16"}),
+    Planned(LlamaConfig, options={"gradient_checkpointing": True}),
+    Planned(Qwen3Config, options={"dtype": "bfloat16", "lora": {"rank": 16, "alpha": 32.0}}),
+    Planned(LlamaConfig, options={"lora": {"rank": 16, "alpha": 32.0}, "gradient_checkpointing": True}),
+    Planned(LlamaConfig, ranks=2, mesh={"dp_shard": 2}),
+    Planned(Qwen3Config, ranks=2, mesh={"dp_shard": 2}, options={"dtype": "bfloat16", "gradient_checkpointing": True}),
+    Planned(LlamaConfig, ranks=2, mesh={"tp": 2}),
+    Planned(Qwen3Config, ranks=2, mesh={"tp": 2}, options={"gradient_checkpointing": True}),
+    Planned(LlamaConfig, sleeps=True),
+]
+PLANNED_TOKENS, PLANNED_ROW = 1024, 32
+
+
+def planned_model(family: type[Any], **sizes: int) -> Any:
+    sizes = {"vocab_size": 16_384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 5} | sizes
+    return family(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False, **sizes)
+
+
+def planned_rows(ranks: int, vocabulary: int) -> DataProto:
+    """Rows of about :data:`PLANNED_ROW` tokens, for two micro-batches on each of the ranks, and some more."""
+    draw = torch.Generator().manual_seed(3)
+    count = 9 * PLANNED_TOKENS // (4 * PLANNED_ROW) * ranks
+    lengths = torch.randint(PLANNED_ROW // 2, PLANNED_ROW * 3 // 2, (count,), generator=draw).tolist()
+    return rows_of_lengths(lengths, vocabulary, draw=draw)
+
+
+def held_by_a_rank(folder: str, number: int, rank: int, port: int) -> None:
+    """Print bytes that a rank has in its second update, and on the host while it sleeps."""
+    planned, held = PLANNED[number], {}
+    for name in ("small", "large"):
+        model = f"{folder}/{name}"
+        gc.collect()
+        before = _status("VmRSS")
+        engine = FSDPEngine(
+            model,
+            objective=PolicyObjective(),
+            lr=LR,
+            rank=rank,
+            world_size=planned.ranks,
+            master_port=port,
+            device="cpu",
+            mesh=planned.mesh,
+            max_tokens_per_microbatch=PLANNED_TOKENS,
+            threads=1,
+            **planned.options,
+        )
+        batch = planned_rows(planned.ranks, engine._model.vocabulary)
+        size, data_rank = engine._ranks.data_size, engine._ranks.data_rank
+        mine = batch[len(batch) * data_rank // size : len(batch) * (data_rank + 1) // size]
+        engine.update(mine[:2])
+        Path("/proc/self/clear_refs").write_text("5")  # the highest size is that from here on
+        engine.update(mine)
+        held = {"peak": _status("VmHWM") - before}
+        if planned.sleeps:
+            engine.sleep()
+            held["host"] = sum(size for _, size in engine._offload._freed)
+            engine.wake()
+        engine.close()
+        del engine
+    print(json.dumps(held))
+
+
+def measure_plans(notes: dict[str, object]) -> list[Figure]:
+    figures: list[Figure] = []
+    small = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}
+    for number, planned in enumerate(PLANNED):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, sizes in (("large", {}), ("small", small)):
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(planned_model(planned.family, **sizes))
+                model.save_pretrained(f"{folder}/{name}")
+            batch = planned_rows(planned.ranks, model.config.vocab_size).batch
+            assert batch is not None
+            plan = FSDPEngine.plan_memory(
+                f"{folder}/large",
+                row_tokens=PLANNED_ROW,
+                scored=float(batch["loss_mask"].values().double().mean()),
+                objective=PolicyObjective(),
+                world_size=planned.ranks,
+                mesh=planned.mesh,
+                max_tokens_per_microbatch=PLANNED_TOKENS,
+                **planned.options,
+            )
+            printed = _run_ranks(
+                planned.ranks,
+                lambda rank, port, number=number, folder=folder: ["--planned", folder, *map(str, (number, rank, port))],
+                MALLOC_MMAP_THRESHOLD_="65536",
+            )
+        held = [json.loads(each.splitlines()[-1]) for each in printed]
+        name = " ".join([planned.family.model_type, *map(str, filter(None, (planned.mesh, planned.options)))])
+        notes[name] = ", ".join(f"{key} {size / 2**20:.1f}" for key, size in asdict(plan).items() if key != "shape")
+        for key, size in {"peak": plan.total, "host": plan.host}.items():
+            if found := max(each.get(key, 0) for each in held):
+                error = abs(size / found - 1)
+                figures.append(
+                    Figure(f"{key}: {name}", size / 2**20, "MiB", found / 2**20, error, "<= 0.1", error <= 0.1)
+                )
+                print(figures[-1], file=sys.stderr, flush=True)
+    error = max(each.ratio for each in figures)
+    return [*figures, Figure("plan_memory_error", error, "relative", 0.1, error / 0.1, "<= 0.1", error <= 0.1)]
 
 
 # ------------------------------------------------------------------------------------------------------------- saving
@@ -943,6 +1077,8 @@ def main() -> None:
     parser.add_argument("--held", action="store_true", help="memory of weights, and nothing else")
     parser.add_argument("--saving", action="store_true", help="steps beside a checkpoint's write, and nothing else")
     parser.add_argument("--mesh", action="store_true", help="what meshes compute, and nothing else")
+    parser.add_argument("--plan", action="store_true", help="memory as planned and as needed, and nothing else")
+    parser.add_argument("--planned", nargs=4, metavar=("FOLDER", "NUMBER", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs=4, metavar=("FOLDER", "RANKS", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--load", nargs=3, metavar=("FOLDER", "RANK", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--peak", choices=["fused", "naive"], help=argparse.SUPPRESS)
@@ -955,6 +1091,10 @@ def main() -> None:
     if arguments.load:
         folder, rank, port = arguments.load
         print(peak_of_a_rank(folder, int(rank), int(port)))
+        return
+    if arguments.planned:
+        folder, *numbers = arguments.planned
+        held_by_a_rank(folder, *map(int, numbers))
         return
     if arguments.train:
         folder, *numbers = arguments.train
@@ -980,6 +1120,8 @@ def main() -> None:
         figures = measure_held(arguments)
     elif arguments.saving:
         figures = measure_saving(arguments, notes)
+    elif arguments.plan:
+        figures = measure_plans(notes)
     elif arguments.mesh:
         figures = measure_meshes()
     else:

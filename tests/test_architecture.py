@@ -70,7 +70,7 @@ def test_ray_stays_in_its_backend():
 def test_interfaces_and_errors_know_only_the_data():
     for name in ("interfaces", "errors"):
         ours = {module for module in imports(ROOT / "asyncrl" / f"{name}.py") if module.startswith("asyncrl")}
-        assert ours <= {"asyncrl.data", "asyncrl.ledger", "asyncrl.weights"}
+        assert ours <= {"asyncrl.data", "asyncrl.ledger", "asyncrl.mesh", "asyncrl.weights"}
 
 
 def test_no_module_is_named_after_nothing():

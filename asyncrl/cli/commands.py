@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -415,6 +415,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="devices to split (as many as the configuration uses)",
     )
+    parser.add_argument(
+        "--memory-gb",
+        type=lambda text: _whole_number(text, 1, 1 << 20),
+        metavar="GB",
+        help="say what an update needs of memory instead; refuse what needs more on a rank of the trainer",
+    )
     add_json_option(parser)
 
 
@@ -424,6 +430,8 @@ def plan_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     config = _simulated_configuration(namespace, settings)
     if namespace.dry_run:
         return _show_resolved(config)
+    if namespace.memory_gb is not None:
+        return _plan_memory(config, namespace.memory_gb * 10**9, as_json=namespace.json)
     scenario = scenario_of(config)
     ranks = config.trainer.world_size
     devices = namespace.devices or config.rollout.replicas + ranks
@@ -443,6 +451,48 @@ def plan_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
             + ("  <-- least stale within 3 % of the fastest" if each is best else "")
         )
     show("\n".join(lines))
+    return 0
+
+
+def _plan_memory(config: Config, most: int, *, as_json: bool) -> int:
+    """Print what each rank of the trainer needs; raise ConfigError, with a mesh that fits, if that is too much."""
+    from asyncrl.interfaces import MemoryTrainingEngine
+    from asyncrl.mesh import MemoryPlan, MeshShape
+    from asyncrl.plugins import load_part, part_text
+    from asyncrl.trainer.assembly import quiet_vendors, trainer_options
+
+    trainer, rollout, path = config.trainer, config.rollout, config.model.path
+    engine: Any = load_part("asyncrl.training_engines", trainer.engine, path="trainer.engine")
+    if not isinstance(engine, MemoryTrainingEngine):
+        text = f"the engine {part_text(trainer.engine)} does not plan its memory"
+        raise ConfigError(text, path="trainer.engine", remedy="use fsdp, or leave --memory-gb out")
+    if path is None:
+        remedy = "name a model folder, or one on the hub: nothing but its config.json is read"
+        raise ConfigError("a model that is made for the run has no memory to plan", path="model.path", remedy=remedy)
+    quiet_vendors(config.model)
+    options = {"device": "cuda" if trainer.num_gpus else "cpu", **trainer_options(config), **trainer.options}
+    tokens = rollout.max_seq_len
+    rows: dict[str, Any] = {"row_tokens": tokens, "scored": min(1.0, rollout.max_new_tokens / tokens)}
+
+    def planned(shape: MeshShape) -> MemoryPlan:
+        plan: MemoryPlan = engine.plan_memory(path, world_size=shape.ranks, mesh=shape, **rows, **options)
+        return plan
+
+    plan = planned(trainer.mesh_shape() or MeshShape.of(None, world_size=trainer.world_size))
+    if plan.total > most:
+        fits = plan.fitting(most, planned, most_ranks=8 * trainer.world_size)
+        remedy = "gradient_checkpointing = true, a smaller max_tokens_per_microbatch, or lora need less"
+        if fits is not None:
+            mesh = ", ".join(f"{name} = {size}" for name, size in asdict(fits.shape).items() if size > 1)
+            remedy = f"world_size = {fits.shape.ranks} with mesh = {{{mesh}}} needs {fits.total / 1e9:.1f} GB; {remedy}"
+        needs = f"an update needs {plan.total / 1e9:.1f} GB of memory on a rank, {most / 1e9:g} GB are given"
+        raise ConfigError(needs, path="trainer.mesh", remedy=remedy)
+    sizes = {key: value for key, value in asdict(plan).items() if key != "shape"}
+    if as_json:
+        show_json({"mesh": asdict(plan.shape), **sizes, "total": plan.total, "host": plan.host})
+    else:
+        rows_of_table = {**sizes, "together": plan.total, "on the host": plan.host}
+        show("\n".join(f"{name:<12}{size / 1e9:10.2f} GB" for name, size in rows_of_table.items()))
     return 0
 
 

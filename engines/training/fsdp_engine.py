@@ -13,6 +13,7 @@ from asyncrl.algorithms import PolicyObjective, TokenLosses, supervised_token_lo
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
+from asyncrl.mesh import MemoryPlan, MeshShape
 from engines.training.checkpoint import full_tensor
 from engines.training.log_probs import TokenScores
 from engines.training.lora import base_tensors, lora_of, without_adapters
@@ -23,6 +24,12 @@ from engines.training.sharded_engine import ShardedEngine, check_any_tokens
 
 _OPTIONAL = ("proximal_log_probs", "reference_log_probs", "staleness")
 _PREPARED = "prepared."  # prefix of the columns that the objective prepares; they are exchanged with their rows
+_PLANNED = (
+    "dtype",
+    "gradient_checkpointing",
+    "optimizer",
+    "optimizer_options",
+)  # those of the options that need memory
 _SEEDS = 2**63 - 25  # a prime: every bit of the seed counts, in the 64 bits that torch takes
 
 
@@ -169,6 +176,35 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         """Yield the full weights beside the adapters, which training leaves as they are; as :meth:`named_tensors`."""
         self._check_open()
         return self._full_tensors(base_tensors)
+
+    @staticmethod
+    def plan_memory(
+        model_path: str,
+        *,
+        row_tokens: int,
+        scored: float,
+        objective: PolicyObjective,
+        world_size: int = 1,
+        mesh: Mapping[str, int] | MeshShape | None = None,
+        device: str = "cpu",
+        lora: Mapping[str, Any] | None = None,
+        max_tokens_per_microbatch: int = 8192,
+        **options: Any,  # the engine's others, of which those of the model count
+    ) -> MemoryPlan:
+        """Return what each rank needs in an update (:func:`~engines.training.memory.plan_memory`)."""
+        from engines.training.memory import plan_memory
+
+        return plan_memory(
+            model_path,
+            shape=MeshShape.of(mesh, world_size=world_size),
+            device_type=device.partition(":")[0],
+            lora=lora_of(lora),
+            max_tokens=max_tokens_per_microbatch,
+            row_tokens=row_tokens,
+            scored=scored,
+            extras="entropy_gradient" if objective.entropy_coef else "entropy",
+            **{name: value for name, value in options.items() if name in _PLANNED},
+        )
 
     def _policy_losses(self, scores: TokenScores, columns: Mapping[str, Tensor], mask: Tensor) -> TokenLosses:
         return self.objective.token_losses(

@@ -250,8 +250,8 @@ class LoadedModel:
     twin: Any = None  # then a small model of the same code, with random weights
 
 
-def empty_causal_lm(path: str, config: Any) -> LoadedModel | None:
-    """Make a model of ``config`` without memory; None if it must be read as a whole.
+def empty_causal_lm(path: str, config: Any, files: WeightFiles | None = None) -> LoadedModel | None:
+    """Make a model of ``config`` without memory; None if it must be read as a whole. ``files`` are those of ``path``.
 
     That is so where its weights are not in safetensors files, are quantised or are stored in another form than stacked
     and joined (:meth:`WeightFiles.fuse`), and where its buffers cannot be told from those of a smaller model. Must be
@@ -262,7 +262,7 @@ def empty_causal_lm(path: str, config: Any) -> LoadedModel | None:
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    if getattr(config, "quantization_config", None) or (files := WeightFiles.of(path)) is None:
+    if getattr(config, "quantization_config", None) or (files := files or WeightFiles.of(path)) is None:
         return None
     # The twin is drawn on the CPU, and nothing else in the process may notice.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -290,15 +290,9 @@ def small_causal_lm(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    small = copy.deepcopy(config)
+    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    small = with_layers(config, max([1, *(kinds.index(kind) + 1 for kind in set(kinds))]))
     text = small.get_text_config()
-    layers: int = text.num_hidden_layers
-    kinds = list(getattr(text, "layer_types", None) or ())
-    kept = min(layers, max([1, *(kinds.index(kind) + 1 for kind in set(kinds))]))
-    for name, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == layers:
-            setattr(text, name, value[:kept])
-    text.num_hidden_layers = kept
     text.vocab_size = min(text.vocab_size, _TWIN_VOCABULARY)
     for part in (small, text):
         if part.pad_token_id is not None and part.pad_token_id >= text.vocab_size:
@@ -313,16 +307,37 @@ def small_causal_lm(config: Any) -> Any:
     return twin
 
 
-def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: torch.device) -> None:
-    """Give a model on the meta device, sharded or not, memory on ``device``, and read its weights.
+def with_layers(config: Any, most: int) -> Any:
+    """Return a copy of a configuration of transformers with the first ``most`` layers, or all if there are fewer."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    layers: int = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == layers:
+            setattr(text, name, value[:most])
+    text.num_hidden_layers = min(layers, most)
+    return config
 
-    ``model`` has ``causal_lm`` inside, and may be sharded itself. What has memory already (adapters, a new head,
-    buffers) is moved; tied parameters stay tied.
+
+def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: torch.device) -> None:
+    """Give a model on the meta device memory (:func:`give_memory`), and read its weights.
 
     Raises:
         ConfigError: a file cannot be read any more.
     """
-    empty = {name: tensor for name, tensor in stored_tensors(causal_lm).items() if _local(tensor).is_meta}
+    empty = [name for name, tensor in stored_tensors(causal_lm).items() if _local(tensor).is_meta]
+    give_memory(model, causal_lm, device=device)
+    filled = stored_tensors(causal_lm)
+    with torch.no_grad():
+        files.read({name: (_local(filled[name]), place_of_shard(filled[name])) for name in empty})
+
+
+def give_memory(model: nn.Module, causal_lm: nn.Module, *, device: torch.device) -> None:
+    """Give a model on the meta device, sharded or not, memory on ``device``.
+
+    ``model`` has ``causal_lm`` inside, and may be sharded itself. What has memory already (adapters, a new head,
+    buffers) is moved; tied parameters stay tied.
+    """
     names: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in causal_lm.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -333,9 +348,6 @@ def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: 
     for (module, name), *others in names.values():
         for other, its_name in others:
             other.register_parameter(its_name, getattr(module, name))
-    filled = stored_tensors(causal_lm)
-    with torch.no_grad():
-        files.read({name: (_local(filled[name]), place_of_shard(filled[name])) for name in empty})
 
 
 def stored_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ def token_log_probs(
     chunk_bytes: int | None = None,
     kept_bytes: int = 256 * 2**20,
     backend: str | None = None,
+    device_type: str | None = None,
 ) -> TokenScores:
     """Score ``targets`` [N] under softmax(logits / temperature), with logits = ``head`` of ``hidden``.
 
@@ -66,11 +67,13 @@ def token_log_probs(
     ``kept_bytes``, are kept for the backward pass; those of the others are computed again, one chunk at a time, and
     their gradient is added to those of hidden states and head at once. No other logits are in memory than the kept
     ones, one chunk, and its gradient. With a ``backend`` of ``torch.compile`` the passes over them are compiled.
+    ``device_type`` is whose way is taken, if not that of the device where ``hidden`` lies.
     """
     if isinstance(head, Head):
         vocabulary = len(head.weight)
+    on_cpu = (device_type or hidden.device.type) == "cpu"
     if chunk_bytes is None:
-        chunk_bytes = (64 if hidden.device.type == "cpu" else 512) * 2**20
+        chunk_bytes = (64 if on_cpu else 512) * 2**20
     chunk = max(1, chunk_bytes // (4 * vocabulary))
     if isinstance(head, Head):
         kept = kept_bytes // (4 * vocabulary)
@@ -80,7 +83,7 @@ def token_log_probs(
             targets,
             head.weight,
             head.bias,
-            _Options(head.scale, head.softcap, temperature, extras, chunk, kept, head.group, first, backend),
+            _Options(head.scale, head.softcap, temperature, extras, chunk, kept, head.group, first, backend, on_cpu),
         )
         return TokenScores(*scores)
     return _by_function(hidden, targets, head, extras=extras, temperature=temperature, chunk=chunk)
@@ -101,6 +104,7 @@ class _Options(NamedTuple):
     group: ProcessGroup | None
     first: int
     backend: str | None
+    on_cpu: bool
 
     def reduce(self, column: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce over the parts of the vocabulary, in place."""
@@ -147,7 +151,7 @@ class _HeadScores(torch.autograd.Function):
         kept: list[Tensor] = []
         for part in _parts(len(targets), options.chunk):
             logits = _logits(hidden[part], weight, bias, options)
-            for block in _blocks(logits):
+            for block in _blocks(logits, options):
                 these = slice(part.start + block.start, part.start + block.stop)
                 top[these], largest[these], chosen[these], total[these], weighted[these] = sums_of(
                     logits[block], places[these], temperature=options.temperature, extras=options.extras
@@ -200,7 +204,7 @@ class _HeadScores(torch.autograd.Function):
         for number, part in enumerate(_parts(len(targets), options.chunk)):
             logits = kept[number] if number < len(kept) else _logits(hidden[part], weight, bias, options)
             gradient = torch.empty_like(logits)
-            for block in _blocks(logits):
+            for block in _blocks(logits, options):
                 these = slice(part.start + block.start, part.start + block.stop)
                 gradient[block] = _compiled(_logits_gradient, options.backend)(
                     logits[block],
@@ -322,11 +326,10 @@ def _parts(tokens: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, tokens))
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def _blocks(logits: Tensor, options: _Options) -> Iterator[slice]:
     """Yield blocks of a chunk's rows that fit into the CPU's cache, for several elementwise passes over each."""
     tokens, vocabulary = logits.shape
-    on_cpu = logits.device.type == "cpu"
-    yield from _parts(tokens, max(1, _BLOCK_BYTES // (4 * vocabulary)) if on_cpu else tokens)
+    yield from _parts(tokens, max(1, _BLOCK_BYTES // (4 * vocabulary)) if options.on_cpu else tokens)
 
 
 _BLOCK_BYTES = 2**20

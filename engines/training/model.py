@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.errors import ConfigError
 from asyncrl.mesh import MeshShape
-from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors
+from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors, with_layers
 from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
 from engines.training.lora import LoRA, adapter_modules, add_adapters, merged_tensors
 from engines.training.packed_attention import (
@@ -73,6 +73,7 @@ class PolicyModel(nn.Module):
         self.tp: ProcessGroup | None = None  # set by :func:`shard`, as the next one
         self.cp: ProcessGroup | None = None
         self.backend: str | None = None  # of torch.compile
+        self.planned_for: str | None = None  # type of the device whose memory is planned without it
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
@@ -133,6 +134,7 @@ class PolicyModel(nn.Module):
             extras=extras,
             temperature=temperature,
             backend=self.backend,
+            device_type=self.planned_for,
         )
 
     def hidden_states(
@@ -286,13 +288,16 @@ def load_policy_model(
     seed: int = 0,
     sharded: bool = False,
     dtype: ComputeDtype = "float32",
+    files: WeightFiles | None = None,
+    layers: int | None = None,
 ) -> PolicyModel:
     """Load a causal LM from a folder or the hub on the CPU: in float32, and frozen weights in ``dtype``.
 
     Layout ``auto`` packs rows if the model allows it, and logs a warning if not. With ``lora`` the model is frozen and
     gets adapters, drawn from ``seed``. Dropout is switched off: the trained policy must be the one that is sampled
     from, and a training step is then a function of its batch alone. A ``sharded`` model gets memory and weights in
-    :func:`shard` only, on the device, where it can (:func:`~engines.training.loading.empty_causal_lm`).
+    :func:`shard` only, on the device, where it can (:func:`~engines.training.loading.empty_causal_lm`): from ``files``,
+    if they are given, instead of those of ``path``. ``layers`` are how many of the first ones it has.
 
     Raises:
         ConfigError: the model changes its logits in an unsupported way, cannot be packed although ``layout`` is
@@ -300,7 +305,9 @@ def load_policy_model(
             damaged, or a tensor is not there or of another shape.
         OSError: there is no such model.
     """
-    loaded = load_causal_lm(path, gradient_checkpointing=gradient_checkpointing, sharded=sharded)
+    loaded = load_causal_lm(
+        path, gradient_checkpointing=gradient_checkpointing, sharded=sharded, files=files, layers=layers
+    )
     model = PolicyModel(loaded.causal_lm)
     if lora is not None:
         with _one_element_each(loaded):
@@ -316,7 +323,14 @@ def load_policy_model(
     return model
 
 
-def load_causal_lm(path: str, *, gradient_checkpointing: bool, sharded: bool = False) -> LoadedModel:
+def load_causal_lm(
+    path: str,
+    *,
+    gradient_checkpointing: bool,
+    sharded: bool = False,
+    files: WeightFiles | None = None,
+    layers: int | None = None,
+) -> LoadedModel:
     """Load a model of transformers in float32 on the CPU, with every dropout switched off; see the function above."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -325,8 +339,10 @@ def load_causal_lm(path: str, *, gradient_checkpointing: bool, sharded: bool = F
         for name, value in part.to_dict().items():
             if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
                 setattr(part, name, 0.0)
+    if layers is not None:
+        config = with_layers(config, layers)
     with model_loading_lock:
-        loaded = empty_causal_lm(path, config) if sharded else None
+        loaded = empty_causal_lm(path, config, files) if sharded else None
         if loaded is None:
             loaded = LoadedModel(AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32))
     causal_lm = loaded.causal_lm
@@ -430,7 +446,7 @@ def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype, backend:
         _shard(units, dtype=dtype)
     elif model.unread is None:
         model.to(device)
-    if model.unread is not None:
+    if model.unread is not None and model.planned_for is None:
         fill(model, model.causal_lm, model.unread, device=device)
         model.unread = None
 

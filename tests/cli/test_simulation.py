@@ -83,3 +83,29 @@ def test_the_plan_names_the_split_that_wastes_least(plan: str, capsys: pytest.Ca
 def test_what_cannot_be_simulated_is_refused(plan: str, setting: tuple[str, str], capsys: pytest.CaptureFixture[str]):
     assert main(["simulate", plan, *setting]) == 2
     assert setting[1].replace(",", ", ") in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_is_planned_from_the_configuration_and_refused_with_a_mesh_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 8}
+    LlamaConfig(vocab_size=8192, tie_word_embeddings=False, **sizes).save_pretrained(tmp_path / "model")
+    file = tmp_path / "plan.toml"
+    settings = f"""
+        [model]
+        path = "{tmp_path / "model"}"
+        dtype = "bfloat16"
+        [rollout]
+        max_seq_len = 512
+    """
+    file.write_text(PLAN.replace('[model]\nsource = "scratch"', settings))
+    assert main(["plan", str(file), "--memory-gb", "64", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    weights = 2 * 8192 * 1024 + 6 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 1024
+    assert plan["gradients"] == 4 * weights
+    assert plan["total"] > 16 * weights
+    assert main(["plan", str(file), "--memory-gb", "1"]) == 2
+    assert "world_size = 4 with mesh = {dp_shard = 4}" in capsys.readouterr().err

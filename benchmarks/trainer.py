@@ -706,9 +706,11 @@ def measure_held(arguments: argparse.Namespace) -> list[Figure]:
             return FSDPEngine(folder, objective=PolicyObjective(), lr=LR, device="cpu", **options)
 
         for dtype in ("float32", "bfloat16"):
-            made = engine(dtype=dtype, lora={"rank": 16, "alpha": 32.0})
-            frozen[dtype] = sum(each.nbytes for each in made._model.parameters() if not each.requires_grad)
-            made.close()
+            for base in ("float", "int8"):
+                made = engine(dtype=dtype, lora={"rank": 16, "alpha": 32.0, "base": base})
+                size = sum(each.nbytes for each in made._model.parameters() if not each.requires_grad)
+                frozen[dtype if base == "float" else base] = size
+                made.close()
         for sleeps in (False, True):
             made = engine()
             for _ in range(3):
@@ -722,6 +724,7 @@ def measure_held(arguments: argparse.Namespace) -> list[Figure]:
     share = equal / len(weights[False])
     return [
         _at_most("lora_frozen_bytes", frozen["bfloat16"] / 2**20, "MiB", frozen["float32"] / 2**20, 0.5),
+        _at_most("lora_frozen_bytes_int8", frozen["int8"] / 2**20, "MiB", frozen["float32"] / 2**20, 0.3),
         Figure("offload_equal", equal, "tensors", len(weights[False]), share, "ratio = 1", share == 1.0),
     ]
 

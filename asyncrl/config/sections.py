@@ -273,6 +273,9 @@ class LoraConfig(Section):
     """The adapters' output is scaled by alpha / rank; none: twice the rank."""
     target_modules: Texts = ("all-linear",)
     """Ends of the names of linear modules (`q_proj`, `v_proj`); `all-linear`: every one except the output head."""
+    base: Literal["float", "int8"] = "float"
+    """How frozen weights are held: in `model.dtype`, or with 8 bits and a scale for each 64 inputs. Not with `tp`, nor
+    with `weights.adapters = "apart"`."""
 
 
 class MeshConfig(Section):

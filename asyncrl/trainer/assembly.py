@@ -614,11 +614,19 @@ def adapters_apart(config: Config) -> bool:
     """Return whether engines get adapters alone, and not the weights with these merged in.
 
     Raises:
-        ConfigError: they should, and the engine serves none.
+        ConfigError: they should, and the engine serves none, or has other weights than those beside them.
     """
     trainer, rollout, wanted = config.trainer, config.rollout, config.weights.adapters
     if trainer.lora is None or wanted == "merged":
         return False
+    if (base := trainer.lora.base) != "float":
+        if wanted == "auto":
+            return False
+        raise ConfigError(
+            f"weights.adapters = 'apart': engines have other weights than the trainer, with lora.base = {base!r}",
+            path="weights.adapters",
+            remedy="merged, or trainer.lora.base = 'float'",
+        )
     engine = rollout.options.get("engine", "transformers") if rollout.engine == _REMOTE_ENGINE else rollout.engine
     able = hasattr(load_part("asyncrl.training_engines", trainer.engine, path="trainer.engine"), "adapter_tensors")
     try:

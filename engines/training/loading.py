@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrl.errors import ConfigError
+from engines.training.quantised import SCALES, quantised
 
 PIECE_BYTES = 8 << 20
 """What is read before a file is mapped anew: pages that were read stay in a process's memory while it is mapped."""
@@ -328,8 +329,18 @@ def fill(model: nn.Module, causal_lm: nn.Module, files: WeightFiles, *, device: 
     empty = [name for name, tensor in stored_tensors(causal_lm).items() if _local(tensor).is_meta]
     give_memory(model, causal_lm, device=device)
     filled = stored_tensors(causal_lm)
+    parameters = {name.replace(".base_layer.", "."): each for name, each in causal_lm.named_parameters()}
     with torch.no_grad():
-        files.read({name: (_local(filled[name]), place_of_shard(filled[name])) for name in empty})
+        files.read(
+            {name: (_local(filled[name]), place_of_shard(filled[name])) for name in empty if not _codes(filled[name])}
+        )
+        for name in empty:
+            if _codes(codes := filled[name]):
+                weight = torch.empty(_local(codes).shape, device=device)
+                files.read({name: (weight, place_of_shard(codes))})
+                scales = parameters[name.removesuffix(".weight") + SCALES]
+                for tensor, found in zip((codes, scales), quantised(weight), strict=True):
+                    _local(tensor).copy_(found)
 
 
 def give_memory(model: nn.Module, causal_lm: nn.Module, *, device: torch.device) -> None:
@@ -360,7 +371,11 @@ def stored_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     tensors = dict(causal_lm.named_parameters()) | {
         name: buffer for name, buffer in causal_lm.named_buffers() if name not in transient
     }
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
+
+
+def _codes(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.int8
 
 
 def _local(tensor: Tensor) -> Tensor:

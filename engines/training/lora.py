@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from engines.training.quantised import full_tensors
 
 _T = TypeVar("_T")  # tensors, or what describes them
 
@@ -29,6 +30,7 @@ class LoRA:
     rank: int  # of the matrices
     alpha: float  # the matrices' product is scaled by alpha / rank
     target_modules: tuple[str, ...] = ("all-linear",)  # ends of names; all-linear: linear ones but the output head
+    base: Literal["float", "int8"] = "float"  # type of frozen weights: the computation's, or codes of 8 bits
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -42,12 +44,16 @@ class LoRA:
                 remedy="names of linear modules, such as q_proj and v_proj, or 'all-linear' alone",
             )
 
+        if self.base not in ("float", "int8"):
+            raise ConfigError(f"lora.base is {self.base!r}", path="lora.base", remedy="'float' or 'int8'")
+
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
     def as_record(self) -> dict[str, Any]:
-        return {"rank": self.rank, "alpha": self.alpha, "target_modules": list(self.target_modules)}
+        record = {"rank": self.rank, "alpha": self.alpha, "target_modules": list(self.target_modules)}
+        return record if self.base == "float" else {**record, "base": self.base}
 
     def adapter_config(self, *, base: str) -> dict[str, Any]:
         """Return peft's ``adapter_config.json`` for adapters of the model ``base``."""
@@ -69,9 +75,9 @@ def lora_of(options: Mapping[str, Any] | LoRA | None) -> LoRA | None:
     """Make the options from a configuration table; raise :class:`ConfigError` for an unknown or missing key."""
     if options is None or isinstance(options, LoRA):
         return options
-    if unknown := sorted(options.keys() - {"rank", "alpha", "target_modules"}):
+    if unknown := sorted(options.keys() - {"rank", "alpha", "target_modules", "base"}):
         raise ConfigError(
-            f"lora.{unknown[0]} does not exist", path=f"lora.{unknown[0]}", remedy="rank, alpha, target_modules"
+            f"lora.{unknown[0]} does not exist", path=f"lora.{unknown[0]}", remedy="rank, alpha, target_modules, base"
         )
     if missing := sorted({"rank", "alpha"} - options.keys()):
         raise ConfigError(f"lora.{missing[0]} is missing", path="lora", remedy="{rank = 16, alpha = 32}")
@@ -80,6 +86,7 @@ def lora_of(options: Mapping[str, Any] | LoRA | None) -> LoRA | None:
         rank=int(options["rank"]),
         alpha=float(options["alpha"]),
         target_modules=(target_modules,) if isinstance(target_modules, str) else tuple(target_modules),
+        base=options.get("base", "float"),
     )
 
 
@@ -150,7 +157,7 @@ def merged_tensors(tensors: Iterator[tuple[str, Tensor]], lora: LoRA) -> Iterato
     Adapters must follow their weight before the next weight, as a module's parameters do.
     """
     waiting: dict[str, Tensor] = {}
-    for name, tensor in tensors:
+    for name, tensor in full_tensors(tensors):
         if name.endswith(f"{_BASE}.weight"):
             waiting["weight"] = tensor
         elif name.endswith(_A):
@@ -165,7 +172,7 @@ def merged_tensors(tensors: Iterator[tuple[str, Tensor]], lora: LoRA) -> Iterato
 
 def base_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights without the adapters, named as without them."""
-    for name, tensor in tensors:
+    for name, tensor in full_tensors(tensors):
         if not name.endswith((_A, _B)):
             yield name.replace(f"{_BASE}.", "."), tensor
 

@@ -32,6 +32,7 @@ from engines.training.packed_attention import (
 from engines.training.packing import Layout
 from engines.training.parallel import divide_experts, divide_products, experts_of, sum_of_ranks
 from engines.training.partition import RowCost
+from engines.training.quantised import QuantisedLinear, quantise
 from engines.training.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ class PolicyModel(nn.Module):
 
     def _head(self) -> Head | None:
         head: Any = self.causal_lm.get_output_embeddings()
+        if isinstance(head, QuantisedLinear):
+            return Head(head.full_weight(), head.bias, self._scale, self._softcap)
         if type(head) is not nn.Linear:
             return None
         weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
@@ -313,12 +316,14 @@ def load_policy_model(
         with _one_element_each(loaded):
             add_adapters(loaded.causal_lm, lora, seed=seed)
         model.lora = lora
+        if lora.base == "int8":
+            quantise(loaded.causal_lm)
     model.train()
     _check_logits(model if loaded.files is None else PolicyModel(loaded.twin))
     choose_layout(model, layout, loaded)
     if dtype == "bfloat16":  # as a pass would cast them; only what is trained needs more digits
         for parameter in model.parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
@@ -399,6 +404,12 @@ def _one_element_each(loaded: LoadedModel) -> Iterator[None]:
 def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
     """Raise :class:`ConfigError` unless :func:`shard` can divide the model over a mesh of this shape."""
     shape.check_model(model.causal_lm.config)
+    if shape.tp > 1 and model.lora is not None and model.lora.base != "float":
+        raise ConfigError(
+            f"mesh.tp = {shape.tp}: products with weights of 8 bits (lora.base = {model.lora.base!r}) are not divided",
+            path="mesh.tp",
+            remedy="use tp = 1, or lora.base = 'float'",
+        )
     if shape.cp > 1 and model.layout != "packed":
         raise ConfigError(
             f"mesh.cp = {shape.cp}: the rows of {model.architecture} are padded, and a padded row is not divided",

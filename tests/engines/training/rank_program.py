@@ -186,6 +186,11 @@ def optimizers(rank: Rank) -> None:
             rank.report("undivided", f"{type(error).__name__}: {error}")
 
 
+def quantised(rank: Rank) -> None:
+    """Frozen weights of 8 bits; their codes are compared, too."""
+    rank.updates("quantised", split=5, lora={"rank": 4, "alpha": 8.0, "base": "int8"})
+
+
 def critic(rank: Rank) -> None:
     """Values of single tokens, a clip around those of the start."""
     engine = rank.value_engine(num_mini_batches=2, objective=ValueObjective(cliprange_value=0.01))
@@ -310,6 +315,7 @@ SHARED_SCENES = (
     whitened,
     meshed,
     optimizers,
+    quantised,
     critic,
     compared,
     supervised,

@@ -135,6 +135,7 @@ def _check_same_updates(one: Path, several: Path, scene: str, *, ranks: int) -> 
         "sgd",
         "muon",
         "adafactor",
+        "quantised",
         "critic",
         "compared",
         "supervised",

@@ -14,6 +14,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -34,6 +35,7 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "granite": GraniteConfig,
     "cohere": CohereConfig,
     "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
 }
 
 

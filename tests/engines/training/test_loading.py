@@ -63,6 +63,7 @@ def _assert_same(found: PolicyModel, expected: PolicyModel) -> None:
         ("gemma2", {"sliding_window": 5, "num_hidden_layers": 3}),
         ("mistral", {}),
         ("qwen3_moe", {"tied": False, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        ("mixtral", {"tied": False, "num_experts": 3, "num_experts_per_tok": 2}),
     ],
 )
 def test_weights_are_those_of_the_whole_model(

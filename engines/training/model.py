@@ -403,13 +403,13 @@ def _one_element_each(loaded: LoadedModel) -> Iterator[None]:
 
 def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
     """Raise :class:`ConfigError` unless :func:`shard` can divide the model over a mesh of this shape."""
-    shape.check_model(model.causal_lm.config)
     if shape.tp > 1 and model.lora is not None and model.lora.base != "float":
         raise ConfigError(
             f"mesh.tp = {shape.tp}: products with weights of 8 bits (lora.base = {model.lora.base!r}) are not divided",
             path="mesh.tp",
             remedy="use tp = 1, or lora.base = 'float'",
         )
+    shape.check_model(model.causal_lm.config)
     if shape.cp > 1 and model.layout != "packed":
         raise ConfigError(
             f"mesh.cp = {shape.cp}: the rows of {model.architecture} are padded, and a padded row is not divided",

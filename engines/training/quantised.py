@@ -99,9 +99,9 @@ def full_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, T
     """Yield weights for codes and scales, which follow one another as a module's parameters do."""
     codes: tuple[str, Tensor] | None = None
     for name, tensor in tensors:
-        if name.endswith(SCALES):
-            assert codes is not None
+        if codes is not None:
             yield codes[0], dequantised(codes[1], tensor)
+            codes = None
         elif tensor.dtype == torch.int8:
             codes = name, tensor
         else:

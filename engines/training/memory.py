@@ -201,7 +201,7 @@ class _Trace(TorchDispatchMode):
         self.phases: list[dict[str, int]] = []
         self._model = model
         self._kind = "activations"
-        self._sizes = dict.fromkeys(KINDS, 0)
+        self._sizes: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._held: dict[int, tuple[str, int, ReferenceType[UntypedStorage]]] = {}  # kind and bytes, by address
         self._resized: list[ReferenceType[UntypedStorage]] = []  # what FSDP gathers into: no operation changes its size
         for tensor in (*model.parameters(), *model.buffers()):

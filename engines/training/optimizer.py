@@ -275,7 +275,7 @@ def _class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
             raise ConfigError(f"torch {torch.__version__} has no Muon", path="optimizer", remedy="torch 2.9 or newer")
         case "adamw_8bit":
             try:
-                from torchao.optim import AdamW8bit
+                from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
             except ImportError as error:
                 remedy = 'pip install "asyncrl[torchao]"'
                 raise ConfigError("optimizer 'adamw_8bit' needs torchao", path="optimizer", remedy=remedy) from error

@@ -82,7 +82,7 @@ def _frozen(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
 
 def quantise(causal_lm: Any) -> None:
     """Quantise the frozen weights of linear layers and embeddings, on the meta device too; tied ones stay tied."""
-    made: dict[nn.Parameter, QuantisedLinear | QuantisedEmbedding] = {}
+    made: dict[Tensor, QuantisedLinear | QuantisedEmbedding] = {}
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             if type(module) not in (nn.Linear, nn.Embedding) or module.weight.requires_grad:

@@ -207,7 +207,8 @@ def test_a_demonstration_that_is_no_list_of_messages_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize(("given", "alpha"), [({"rank": 8}, 16.0), ({"rank": 8, "alpha": 3.0}, 3.0)])
 def test_adapters_need_no_alpha(given: dict[str, Any], alpha: float, tmp_path: Path) -> None:
     made = config(tmp_path, trainer={"lora": given})
-    assert trainer_options(made)["lora"] == {"rank": 8, "alpha": alpha, "target_modules": ("all-linear",)}
+    expected = {"rank": 8, "alpha": alpha, "target_modules": ("all-linear",), "base": "float"}
+    assert trainer_options(made)["lora"] == expected
 
 
 def test_a_role_that_cannot_share_processes_is_answered_with_those_that_can(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import time
@@ -198,7 +197,7 @@ def add_why_options(parser: argparse.ArgumentParser) -> None:
 
 def why_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     """Print what a live run waits for, from the status in its folder."""
-    from asyncrl.trainer.report import read_status
+    from asyncrl.trainer.report import read_advice, read_status
 
     run: Path = namespace.run
     try:
@@ -211,22 +210,13 @@ def why_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     if namespace.json:
         show_json(status)
     else:
-        ended = (run / "summary.json").exists()
-        lines = status.sentences()
-        if ended:
-            lines = [f"the run has ended; {run / 'summary.json'} has its results"]
-            advice = _summary_of(run).get("advice")
-            lines += [advice["sentence"]] if advice else []
-        show("\n".join([*_liveness(status), *lines] if not ended else lines))
+        try:
+            advice = read_advice(run / "summary.json")
+            lines = [f"the run has ended; {run / 'summary.json'} has its results", *advice]
+        except FileNotFoundError:
+            lines = [*_liveness(status), *status.sentences()]
+        show("\n".join(lines))
     return 0
-
-
-def _summary_of(run: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _liveness(status: RunStatus) -> list[str]:

@@ -397,6 +397,28 @@ def read_status(path: Path) -> RunStatus:
         raise ConfigError(f"{path} is not the status of a run: {error!r}", path="run") from error
 
 
+class _Advice(msgspec.Struct):
+    sentence: str
+
+
+class _Results(msgspec.Struct):
+    advice: _Advice | None
+
+
+def read_advice(path: Path) -> list[str]:
+    """Return the sentence of the advice in ``summary.json``, if there is one.
+
+    Raises:
+        OSError: the file does not exist.
+        ConfigError: it is not a summary.
+    """
+    try:
+        advice = msgspec.json.decode(path.read_bytes(), type=_Results).advice
+    except (msgspec.MsgspecError, IsADirectoryError) as error:
+        raise ConfigError(f"the run has ended, but {path} is damaged: {error!r}", path="run") from error
+    return [advice.sentence] if advice is not None else []
+
+
 def _first_line(error: BaseException) -> str:
     """Return class and first line of an error, or of the first one of a group."""
     while isinstance(error, BaseExceptionGroup):

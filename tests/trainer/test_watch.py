@@ -172,7 +172,11 @@ def test_why_tells_a_run_that_is_over_or_gone(tmp_path: Path, capsys: pytest.Cap
     path.write_text(json.dumps({**record, "at": record["at"] - 100}))
     assert main(["why", str(tmp_path)]) == 0
     assert "its event loop has not run for 100 s" in capsys.readouterr().out
-    (tmp_path / "summary.json").write_text("{}")
+    for damaged in ("", "{}", '{"advice": {"sentance": ""}}', "\x80"):
+        (tmp_path / "summary.json").write_bytes(damaged.encode("latin-1"))
+        assert main(["why", str(tmp_path)]) == 2
+        assert f"the run has ended, but {tmp_path / 'summary.json'} is damaged" in capsys.readouterr().err
+    (tmp_path / "summary.json").write_text('{"advice": null}')
     assert main(["why", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"the run has ended; {tmp_path / 'summary.json'} has its results\n"
     advice = {"sentence": "the bottleneck is the reward"}

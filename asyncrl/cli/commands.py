@@ -451,6 +451,7 @@ def _plan_memory(config: Config, most: int, *, as_json: bool) -> int:
     from asyncrl.plugins import load_part, part_text
     from asyncrl.trainer.assembly import quiet_vendors, trainer_options
 
+    quiet_vendors(config.model)
     trainer, rollout, path = config.trainer, config.rollout, config.model.path
     engine: Any = load_part("asyncrl.training_engines", trainer.engine, path="trainer.engine")
     if not isinstance(engine, MemoryTrainingEngine):
@@ -459,7 +460,6 @@ def _plan_memory(config: Config, most: int, *, as_json: bool) -> int:
     if path is None:
         remedy = "name a model folder, or one on the hub: nothing but its config.json is read"
         raise ConfigError("a model that is made for the run has no memory to plan", path="model.path", remedy=remedy)
-    quiet_vendors(config.model)
     options = {"device": "cuda" if trainer.num_gpus else "cpu", **trainer_options(config), **trainer.options}
     tokens = rollout.max_seq_len
     rows: dict[str, Any] = {"row_tokens": tokens, "scored": min(1.0, rollout.max_new_tokens / tokens)}

@@ -108,4 +108,4 @@ def test_memory_is_planned_from_the_configuration_and_refused_with_a_mesh_that_f
     assert plan["gradients"] == 4 * weights
     assert plan["total"] > 16 * weights
     assert main(["plan", str(file), "--memory-gb", "1"]) == 2
-    assert "world_size = 4 with mesh = {dp_shard = 4}" in capsys.readouterr().err
+    assert "world_size = 8 with mesh = {tp = 8} needs" in capsys.readouterr().err

@@ -11,11 +11,11 @@ from asyncrl.storage import local_model
 HUB_TIMEOUT_S = 3.0
 
 
-def check_model(model: str, *, key: str) -> Any:
+def check_model(model: str, *, key: str, weights: bool = True) -> Any:
     """Return the configuration of transformers (Any: a vendor's) of a model that can be loaded, as far as can be seen.
 
     Of a folder the files and their headers are checked, of a URL the files without weights, which are fetched; of a
-    name on the hub that it is in the cache or can be reached.
+    name on the hub that it is in the cache or can be reached. Without ``weights`` the configuration is enough.
 
     Raises:
         ConfigError: it cannot be loaded, with the reason under the configuration's ``key``.
@@ -23,7 +23,7 @@ def check_model(model: str, *, key: str) -> Any:
     given, model = model, local_model(model, weights=False)
     folder = Path(model)
     if folder.is_dir():
-        reason = _lacks(folder) if model == given else ""
+        reason = _lacks(folder, weights=weights and model == given)
     elif folder.suffix == ".gguf":
         reason = f"a GGUF file is no model folder; write gguf:{model}"
     elif folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -40,17 +40,19 @@ def check_model(model: str, *, key: str) -> Any:
     raise ConfigError(f"{key} = {model!r}: {reason}", path=key, remedy=reason.partition("; ")[2])
 
 
-def _lacks(folder: Path) -> str:
+def _lacks(folder: Path, *, weights: bool) -> str:
     """Return why a folder is no model's, or ""."""
     remedy = "; give the folder of a model, as `save_pretrained` and `asyncrl export` write it"
     if not (folder / "config.json").is_file():
         return f"the folder has no config.json{remedy}"
-    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if not weights:
+        return ""
+    if not files:
         return f"the folder has no weights (*.safetensors){remedy}"
     from safetensors import SafetensorError, safe_open
 
-    for file in weights:
+    for file in files:
         if file.suffix == ".safetensors":
             try:
                 with safe_open(str(file), framework="pt"):

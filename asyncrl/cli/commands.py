@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.cli.output import FAILED, show, show_json, show_status
 from asyncrl.cli.page import page_beside
 from asyncrl.errors import ConfigError
-from asyncrl.storage import path_or_url
+from asyncrl.storage import local_model, path_or_url
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -448,6 +448,7 @@ def _plan_memory(config: Config, most: int, *, as_json: bool) -> int:
     """Print what each rank of the trainer needs; raise ConfigError, with a mesh that fits, if that is too much."""
     from asyncrl.interfaces import MemoryTrainingEngine
     from asyncrl.mesh import MemoryPlan, MeshShape
+    from asyncrl.model_folder import check_model
     from asyncrl.plugins import load_part, part_text
     from asyncrl.trainer.assembly import quiet_vendors, trainer_options
 
@@ -464,8 +465,11 @@ def _plan_memory(config: Config, most: int, *, as_json: bool) -> int:
     tokens = rollout.max_seq_len
     rows: dict[str, Any] = {"row_tokens": tokens, "scored": min(1.0, rollout.max_new_tokens / tokens)}
 
+    check_model(path, key="model.path", weights=False)
+    folder = local_model(path, weights=False)
+
     def planned(shape: MeshShape) -> MemoryPlan:
-        plan: MemoryPlan = engine.plan_memory(path, world_size=shape.ranks, mesh=shape, **rows, **options)
+        plan: MemoryPlan = engine.plan_memory(folder, world_size=shape.ranks, mesh=shape, **rows, **options)
         return plan
 
     plan = planned(trainer.mesh_shape() or MeshShape.of(None, world_size=trainer.world_size))

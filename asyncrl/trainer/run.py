@@ -73,7 +73,10 @@ _log = logging.getLogger(__name__)
 
 _FIXED = {"algorithm.credit"} | {
     f"trainer.{key}"
-    for key in "engine options world_size mesh num_cpus num_gpus groups_per_step group_size lora".split()  # noqa: SIM905
+    for key in (
+        *("engine", "options", "world_size", "mesh", "num_cpus", "num_gpus", "groups_per_step", "group_size"),
+        *("lora", "optimizer", "optimizer_options"),
+    )
 }
 """Keys that the worker groups and the batches of a run were made from."""
 

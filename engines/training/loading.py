@@ -255,8 +255,8 @@ def empty_causal_lm(path: str, config: Any, files: WeightFiles | None = None) ->
     """Make a model of ``config`` without memory; None if it must be read as a whole. ``files`` are those of ``path``.
 
     That is so where its weights are not in safetensors files, are quantised or are stored in another form than stacked
-    and joined (:meth:`WeightFiles.fuse`), and where its buffers cannot be told from those of a smaller model. Must be
-    called under ``model_loading_lock``.
+    and joined (:meth:`WeightFiles.fuse`), and where its buffers cannot be distinguished from those of a smaller model.
+    Must be called under ``model_loading_lock``.
 
     Raises:
         ConfigError: a file is missing or cannot be read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, assert_never, get_args
@@ -181,12 +182,9 @@ class ShardedOptimizer:
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
-            if self.name == "adamw_8bit" and next(iter(self._local.values())).is_cpu:
-                with torch.compiler.set_stance(
-                    "force_eager"
-                ):  # compiled, a CPU would need a C++ compiler for each shape
-                    optimizer.step()
-            else:
+            # torchao compiles its step, which needs a C++ compiler on a CPU.
+            eager = self.name == "adamw_8bit" and next(iter(self._local.values())).is_cpu
+            with torch.compiler.set_stance("force_eager") if eager else nullcontext():
                 optimizer.step()
         self.discard_gradients()
 

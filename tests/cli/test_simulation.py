@@ -85,6 +85,17 @@ def test_what_cannot_be_simulated_is_refused(plan: str, setting: tuple[str, str]
     assert setting[1].replace(",", ", ") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"), [("/nowhere", "no such folder"), ("{folder}", "transformers does not know this model")]
+)
+def test_memory_of_no_model_is_not_planned(path: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, name = tmp_path / "plan.toml", path.format(folder=tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    file.write_text(PLAN.replace('source = "scratch"', f'path = "{name}"'))
+    assert main(["plan", str(file), "--memory-gb", "64"]) == 2
+    assert f"model.path = {name!r}: {reason}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_memory_is_planned_from_the_configuration_and_refused_with_a_mesh_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -275,6 +275,8 @@ def test_a_run_is_paused_set_resumed_and_stopped_from_elsewhere(tmp_path: Path):
     other.pause()
     with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens cannot be set while a run trains"):
         other.set("rollout.max_new_tokens", 3)
+    with pytest.raises(ConfigError, match=r"trainer\.optimizer cannot be set while a run trains"):
+        other.set("trainer.optimizer", "sgd")
     with pytest.raises(ConfigError, match=r"trainer\.lr = -1"):
         other.set("trainer.lr", -1)
     other.set("trainer.lr", 5e-3)

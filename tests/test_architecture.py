@@ -1,6 +1,7 @@
 """Who may know whom. The tree is the architecture; this page says it once more, and checks it."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Full names of all modules a file imports, also inside functions; relative ones made absolute."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]

@@ -235,11 +235,14 @@ def test_an_interrupt_while_it_is_awaited_stops_the_run(
 ):
     interrupts: list[int] = []
 
-    async def never_close(group: LocalWorkerGroup) -> None:
+    close_workers = LocalWorkerGroup._close_workers
+
+    async def close_too_late(group: LocalWorkerGroup) -> list[Any]:
+        await close_workers(group)  # what they hold is this process's: the tests after this one would find it
         raise TimeoutError  # as after the seconds that workers have to close
 
     if killed:
-        monkeypatch.setattr(LocalWorkerGroup, "_close_workers", never_close)
+        monkeypatch.setattr(LocalWorkerGroup, "_close_workers", close_too_late)
 
     def reward(completion: str) -> float:
         if not interrupts:

@@ -27,7 +27,7 @@ from asyncrl.single_controller.local import LocalWorkerGroup
 
 TIMEOUT_S = 100.0
 EXAMPLES = {"current": 4200, "threads": 800, "ray": 320}
-"""Programs on each backend: in this process on one loop (a quarter of them where slow tests are left out), in threads,
+"""Programs on each backend: in this process on one loop (a fifth of them where slow tests are left out), in threads,
 on Ray."""
 
 ERRORS = (AsyncRLError, IndexError, TypeError)
@@ -502,7 +502,7 @@ def law(
 @pytest.mark.parametrize(
     "share",
     [
-        0.25,
+        0.2,
         pytest.param(1, marks=pytest.mark.slow),
         pytest.param(5, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
@@ -552,4 +552,3 @@ def test_on_ray() -> None:
             programs=8,
             length=30,
         )
-

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import lengths as lengths_of
@@ -135,6 +135,15 @@ class PackedMicroBatch:
             rows=zero,
             is_dummy=True,
         )
+
+    def padded(self, cells: int) -> PackedMicroBatch:
+        """Return it with a row of padding behind the others, if it has fewer cells; a packed one."""
+        padding = cells - len(self.input_ids)
+        if not padding:
+            return self
+        ids, positions = (nn.functional.pad(each, (0, padding)) for each in (self.input_ids, self.positions))
+        rectangles, prefixes = (*self.rectangles, (1, padding)), (*self.prefixes, None)
+        return replace(self, input_ids=ids, positions=positions, rectangles=rectangles, prefixes=prefixes)
 
     def token_values(self, column: Tensor) -> Tensor:
         """Select from a packed column [T] for the scored tokens [N]; zeros for a dummy."""

@@ -1,4 +1,4 @@
-"""One rank of the tests with several: ``python rank_program.py MODEL FOLDER RANK PORT RANKS SCENES``.
+"""One rank of the tests with several: ``python rank_program.py MODEL UNTIED FOLDER RANK PORT RANKS SCENES``.
 
 Every scene writes its metrics to ``FOLDER/SCENE.RANK.json``, weights are left in checkpoints of the same name. The
 test runs the very same scenes in its own process with all rows on one rank.
@@ -48,8 +48,11 @@ class Rank:
     Of two ranks, the first has ``split`` rows. Of four, the first two share those, and the third has none.
     """
 
-    def __init__(self, model: str, folder: Path, *, rank: int, port: int | None = None, world_size: int = 1) -> None:
+    def __init__(
+        self, model: str, untied: str, folder: Path, *, rank: int, port: int | None = None, world_size: int = 1
+    ) -> None:
         self.model = model
+        self.untied = untied  # the same, but for an output head of its own
         self.folder = folder
         self.rank = rank
         self.world_size = world_size
@@ -93,7 +96,7 @@ class Rank:
         """Three updates, then a checkpoint."""
         engine = self.engine(objective=objective, **options)
         computed = _watched(engine)
-        copies = engine._ranks.shape.copies
+        copies = self.world_size // engine._ranks.data_size
         self.report(scene, [engine.update(self.rows(seed, split=split, copies=copies)) for seed in range(3)])
         self.report(f"{scene}.computed", computed)
         engine.save(self.folder / scene)
@@ -166,11 +169,13 @@ def whitened(rank: Rank) -> None:
 
 
 def meshed(rank: Rank) -> None:
-    """Copies of the model; pieces of each row; parts of each product."""
-    for name in ("dp_replicate", "cp", "tp"):
+    """Copies of the model; pieces of each row; parts of each product; a layer for each rank."""
+    for name in ("dp_replicate", "cp", "tp", "pp"):
         mesh = {name: 2} if rank.world_size == 2 else None
         objective = PolicyObjective(entropy_coef=0.05)
+        whole, rank.model = rank.model, rank.untied if name == "pp" else rank.model
         rank.updates(f"mesh_{name}", split=5, max_tokens_per_microbatch=30, objective=objective, mesh=mesh)
+        rank.model = whole
 
 
 def optimizers(rank: Rank) -> None:
@@ -327,7 +332,7 @@ SCENES = {scene.__name__: scene for scene in (*SHARED_SCENES, resumed, errors, l
 
 
 if __name__ == "__main__":
-    _, model, folder, rank, port, ranks, *names = sys.argv
-    this = Rank(model, Path(folder), rank=int(rank), port=int(port), world_size=int(ranks))
+    _, model, untied, folder, rank, port, ranks, *names = sys.argv
+    this = Rank(model, untied, Path(folder), rank=int(rank), port=int(port), world_size=int(ranks))
     for name in names:
         SCENES[name](this)

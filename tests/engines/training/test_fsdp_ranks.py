@@ -62,13 +62,16 @@ def program() -> Any:
 
 
 @contextmanager
-def _running(model: str, folder: Path, *, ranks: int, scenes: Iterable[str]) -> Iterator[None]:
+def _running(alone: Any, folder: Path, *, ranks: int, scenes: Iterable[str]) -> Iterator[None]:
     """The scenes, in ``ranks`` processes meanwhile; they must end well."""
     port = _free_port()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(_PROGRAM), model, str(folder), str(rank), str(port), str(ranks), *scenes],
+            [
+                *(sys.executable, str(_PROGRAM), alone.model, alone.untied, str(folder)),
+                *(str(rank), str(port), str(ranks), *scenes),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -88,7 +91,8 @@ def _running(model: str, folder: Path, *, ranks: int, scenes: Iterable[str]) -> 
 @pytest.fixture(scope="module")
 def alone(program: Any, model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One rank, which has played every shared scene."""
-    rank = program.Rank(model_folder("qwen2", vocab_size=62), tmp_path_factory.mktemp("one"), rank=0)
+    models = (model_folder("qwen2", tied=tied, vocab_size=62) for tied in (True, False))
+    rank = program.Rank(*models, tmp_path_factory.mktemp("one"), rank=0)
     for scene in program.SHARED_SCENES:
         scene(rank)
     return rank
@@ -102,7 +106,7 @@ def outcome(program: Any, alone: Any, tmp_path_factory: pytest.TempPathFactory) 
     engine.save(two / "from_one_rank")
     engine.close()
     (two / "in_the_way").write_text("a file where a folder is wanted")
-    with _running(alone.model, two, ranks=2, scenes=program.SCENES):
+    with _running(alone, two, ranks=2, scenes=program.SCENES):
         pass
     return Outcome(alone.folder, two)
 
@@ -134,6 +138,7 @@ def _check_same_updates(
         "mesh_dp_replicate",
         "mesh_cp",
         "mesh_tp",
+        "mesh_pp",
         "sgd",
         "muon",
         "adafactor",
@@ -160,7 +165,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided(outcom
 @pytest.mark.slow
 def test_four_ranks_make_the_update_of_one(program: Any, alone: Any, tmp_path: Path) -> None:
     scenes = ["uneven", "by_row", "num_mini_batches", "scored"]
-    with _running(alone.model, tmp_path, ranks=4, scenes=scenes):
+    with _running(alone, tmp_path, ranks=4, scenes=scenes):
         pass
     for scene in scenes[:-1]:
         _check_same_updates(alone.folder, tmp_path, scene, ranks=4)

@@ -153,7 +153,8 @@ class PolicyModel(nn.Module):
     ) -> Tensor:
         """Return the last hidden states [T, H] of a micro-batch; of a context-parallel model, those of its piece.
 
-        ``body`` are some of the layers, which go on with the ``states`` of those before them, if there are any.
+        ``body`` are some of the layers, which go on with the ``states`` [1, T, H] of those before them, if there are
+        any, and give such states.
         """
         if self.cp is not None:
             ranks = self.cp.size()
@@ -169,7 +170,7 @@ class PolicyModel(nn.Module):
         else:
             (shape,) = rectangles
             found = self._decode(input_ids.view(shape))
-        return found.flatten(0, 1)
+        return found if body is not None else found.flatten(0, 1)
 
     def pack(self) -> str:
         """Use the packed layout if its results are those of single rows; return why not, or ``""``.
@@ -241,7 +242,7 @@ class PolicyModel(nn.Module):
         self, input_ids: Tensor, *, body: nn.Module | None = None, states: Tensor | None = None, **keywords: Any
     ) -> Tensor:  # [B, L, H] last hidden states
         body = self.causal_lm.base_model if body is None else body
-        given = {"input_ids": input_ids} if states is None else {"inputs_embeds": states[None]}
+        given = {"input_ids": input_ids} if states is None else {"inputs_embeds": states}
         found: Tensor = body(**given, use_cache=False, **keywords).last_hidden_state
         return found
 

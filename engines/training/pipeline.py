@@ -76,12 +76,12 @@ class Stage(nn.Module):
             rectangles=batch.rectangles,
             prefixes=batch.prefixes,
             body=self.body,
-            states=None if self.is_first else states[0],
+            states=None if self.is_first else states,
         )
         if not self.is_last:
-            return found[None]
+            return found
         scores = self._scores_in(
-            found, batch.predictors, batch.targets, extras=self.extras, temperature=self.temperature
+            found[0], batch.predictors, batch.targets, extras=self.extras, temperature=self.temperature
         )
         extra = scores.correct if self.extras == "correct" else scores.entropy
         both = torch.stack([scores.log_probs, extra if len(extra) else torch.zeros_like(scores.log_probs)])

@@ -302,7 +302,7 @@ class Rank:
             "world_size": self.world_size,
             "master_port": self.port,
             "mesh": mesh if self.world_size > 1 else None,
-            "stages_per_rank": case.stages_per_rank if "pp" in mesh else 1,
+            "stages_per_rank": case.stages_per_rank if self.world_size > 1 and "pp" in mesh else 1,
             "collective_timeout_s": DEADLINE_S / 2,
         }
         if case.task == "critic":

@@ -86,11 +86,13 @@ class MeshShape:
         return rank // self.copies % self.data_size
 
     def answers(self, rank: int) -> bool:
-        """True for the first of the ranks that have the same rows."""
+        """True for the first of the ranks that have the same rows: the results of a call are those that it returns."""
         return rank == self.data_rank(rank) * self.copies
 
-    def check_model(self, config: Any, *, path: str = "mesh") -> None:
+    def check_model(self, config: Any, *, path: str = "mesh", own_head: bool = False) -> None:
         """Check that a model can be divided; ``config`` is transformers' (Any: a vendor's), ``path`` the key.
+
+        With ``own_head`` the output head is replaced, as that of a critic is, and shares no tensor.
 
         Raises:
             ConfigError: it has no tensor- or expert-parallel plan that can be used, a size that does not divide, or
@@ -103,7 +105,9 @@ class MeshShape:
         if self.ep > 1:
             self._check_experts(text, f"{path}.ep")
         if self.pp > 1:
-            self._check_layers(text, f"{path}.pp")
+            self._check_layers(
+                text, f"{path}.pp", tied=bool(getattr(text, "tie_word_embeddings", False)) and not own_head
+            )
         if heads // self.tp % self.cp:
             raise ConfigError(
                 f"{path}.cp = {self.cp} does not divide the {heads // self.tp} attention heads of a rank",
@@ -111,14 +115,14 @@ class MeshShape:
                 remedy=f"use a divisor of {heads // self.tp}",
             )
 
-    def _check_layers(self, text: Any, path: str) -> None:
+    def _check_layers(self, text: Any, path: str, *, tied: bool) -> None:
         if (layers := int(text.num_hidden_layers)) % self.pp:
             raise ConfigError(
                 f"{path} = {self.pp} does not divide the model's {layers} layers",
                 path=path,
                 remedy=f"use a divisor of {layers}",
             )
-        if getattr(text, "tie_word_embeddings", False):
+        if tied:
             raise ConfigError(
                 f"{path} = {self.pp}: the model's embeddings are its head (tie_word_embeddings), the first stage and "
                 "the last one would both have them",

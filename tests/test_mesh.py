@@ -90,6 +90,8 @@ def test_a_model_that_a_mesh_does_not_divide_is_refused(mesh: dict[str, int], co
 
 def test_models_that_are_divided() -> None:
     MeshShape(dp_shard=64, cp=4, tp=2).check_model(LlamaConfig(**SIZES))
+    tied = LlamaConfig(**SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": True})
+    MeshShape(pp=2).check_model(tied, own_head=True)
     MeshShape(pp=4, cp=4, tp=2).check_model(LlamaConfig(**SIZES | {"num_hidden_layers": 80}))
     MeshShape(cp=2, tp=4).check_model(Qwen3Config(**SIZES))
     MeshShape(dp_replicate=2, cp=8).check_model(Qwen3MoeConfig(**SIZES))

@@ -396,12 +396,12 @@ def full_tensors(
         yield from ((name, full_tensor(tensor)) for name, tensor in mine)
         return
     held = dict(mine)
-    for name, (owner, empty) in model.pipeline.owners.items():
+    for name, (place, empty) in model.pipeline.places.items():
         if of is not None and not of(name):
             continue
-        is_mine = model.pipeline.group.rank() == owner
+        is_mine = model.pipeline.group.rank() == place
         full = full_tensor(held[name]) if is_mine else torch.empty_like(empty, device=ranks.device)
-        yield name, ranks.from_owner(full, owner)
+        yield name, ranks.from_stage(full, place)
 
 
 def _all_steps(model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup) -> dict[str, int]:
@@ -409,8 +409,8 @@ def _all_steps(model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup
     steps = optimizer.steps()
     if model.pipeline is None:
         return steps
-    shares = [steps.get(name, 0) / ranks.stage_size for name in model.pipeline.owners]
-    summed = zip(model.pipeline.owners, ranks.sum_over_all(shares), strict=True)
+    shares = [steps.get(name, 0) / ranks.stage_size for name in model.pipeline.places]
+    summed = zip(model.pipeline.places, ranks.sum_over_all(shares), strict=True)
     return {name: round(count) for name, count in summed if count}
 
 

@@ -291,11 +291,11 @@ class PolicyModel(nn.Module):
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def described(self) -> dict[str, Tensor]:
-        """Return :meth:`tensors_by_name` of all stages; those of others have no memory."""
+        """Return :meth:`tensors_by_name`, and those of other stages without memory, in the order of the whole model."""
         mine = dict(self.tensors_by_name())
         if self.pipeline is None:
             return mine
-        return {name: mine.get(name, empty) for name, (_, empty) in self.pipeline.owners.items()}
+        return {name: mine.get(name, empty) for name, (_, empty) in self.pipeline.places.items()}
 
     @cached_property
     def adapter_modules(self) -> dict[str, nn.Linear]:

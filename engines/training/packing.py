@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import lengths as lengths_of
@@ -106,6 +106,10 @@ def assign_minibatches(total_rows: int, *, num_mini_batches: int, seed: int) -> 
     return assigned[:total_rows]
 
 
+_PADDING_ROW = 128
+"""Cells of a row of padding: attention to one long row would cost more than the rows that it is to be as long as."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
     """The tensors of a micro-batch: T cells, with N tokens to score."""
@@ -137,13 +141,24 @@ class PackedMicroBatch:
         )
 
     def padded(self, cells: int) -> PackedMicroBatch:
-        """Return it with a row of padding behind the others, if it has fewer cells; a packed one."""
+        """Return it with short rows behind the others, if it has fewer cells; a packed one.
+
+        They repeat its own tokens: those of one id would all be sent to the same experts of a mixture.
+        """
         padding = cells - len(self.input_ids)
         if not padding:
             return self
-        ids, positions = (nn.functional.pad(each, (0, padding)) for each in (self.input_ids, self.positions))
-        rectangles, prefixes = (*self.rectangles, (1, padding)), (*self.prefixes, None)
-        return replace(self, input_ids=ids, positions=positions, rectangles=rectangles, prefixes=prefixes)
+        repeated = self.input_ids.repeat(-(-padding // len(self.input_ids)))[:padding]
+        rows, rest = divmod(padding, _PADDING_ROW)
+        rectangles = [(rows, _PADDING_ROW)] * (rows > 0) + [(1, rest)] * (rest > 0)
+        places = torch.arange(padding, device=self.positions.device) % _PADDING_ROW
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, repeated]),
+            positions=torch.cat([self.positions, places]),
+            rectangles=(*self.rectangles, *rectangles),
+            prefixes=(*self.prefixes, *(None for _ in rectangles)),
+        )
 
     def token_values(self, column: Tensor) -> Tensor:
         """Select from a packed column [T] for the scored tokens [N]; zeros for a dummy."""

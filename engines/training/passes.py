@@ -66,10 +66,13 @@ class Passes:
         for row in members:
             if scored[row]:
                 lengths[row] = rows.lengths[row]
-        plan = self._plan_shared(rows, [row for row, length in enumerate(lengths) if length])
+        max_tokens = self.max_tokens
+        if self._model.pipeline is not None:  # a few that are full would let the stages wait for one another
+            max_tokens = max(1, min(max_tokens, -(-sum(lengths) // self._model.pipeline.least)))
+        plan = self._plan_shared(rows, [row for row, length in enumerate(lengths) if length], max_tokens)
         if plan is None:
             plan = plan_microbatches(
-                lengths, max_tokens=self.max_tokens, layout=self._model.layout, overhead_tokens=self._overhead_tokens
+                lengths, max_tokens=max_tokens, layout=self._model.layout, overhead_tokens=self._overhead_tokens
             )
         tokens = sum(scored[row] for each in plan for row in each.rows)
         held = self._ranks.gather([len(plan), tokens, sum(len(each.rows) for each in plan)])
@@ -80,10 +83,10 @@ class Passes:
             rows=sum(each[2] for each in held),
         )
 
-    def _plan_shared(self, rows: PackedRows, members: list[int]) -> list[MicroBatch] | None:
+    def _plan_shared(self, rows: PackedRows, members: list[int], max_tokens: int) -> list[MicroBatch] | None:
         if self._cost is None:
             return None
-        return plan_shared(rows, members, max_tokens=self.max_tokens, cost=self._cost)
+        return plan_shared(rows, members, max_tokens=max_tokens, cost=self._cost)
 
     def score(self, rows: PackedRows, *, extras: Extras) -> tuple[Tensor, Tensor]:
         """Return log-prob and entropy (0 unless in ``extras``) of scored tokens: [T] on the CPU, 0 elsewhere."""
@@ -101,7 +104,7 @@ class Passes:
         with torch.no_grad():
             self._run(rows, mini_batch, extras, keep)
         self._model.free_gathered()
-        return self._ranks.from_owner(log_probs), self._ranks.from_owner(entropy)
+        return self._ranks.from_last_stage(log_probs), self._ranks.from_last_stage(entropy)
 
     def accumulate(
         self,
@@ -113,7 +116,7 @@ class Passes:
         squared_norm: Callable[[], float],
         extras: Extras,
     ) -> Gradients:
-        """Add the gradient of ``sum of weight * loss over all trained tokens of all ranks`` to the parameters.
+        """Give the parameters the gradient of ``sum of weight * loss over all trained tokens of all ranks``.
 
         ``weights`` [B] are those of each token of a row. ``squared_norm``, this rank's share of the gradients', is
         called when they are complete. ``extras`` are what ``loss_fn`` needs beside log-probs.
@@ -184,8 +187,8 @@ class Passes:
         if self._ranks.pp is None:
             return names, values
         said = torch.tensor(list(json.dumps([names, values]).encode()), dtype=torch.uint8)
-        (size,) = self._ranks.from_owner(torch.tensor([len(said)])).tolist()
-        said = self._ranks.from_owner(said if names else torch.zeros(size, dtype=torch.uint8))
+        (size,) = self._ranks.from_last_stage(torch.tensor([len(said)])).tolist()
+        said = self._ranks.from_last_stage(said if names else torch.zeros(size, dtype=torch.uint8))
         found: tuple[list[str], list[float]] = json.loads(bytes(said.tolist()))
         return found
 

@@ -5,11 +5,15 @@ of the whole model without the layers that it does not have, so that families ne
 torch's (``torch.distributed.pipelining``): one forward and one backward pass in turns (1F1B), interleaved where a rank
 has several stages. What travels is the hidden states of a micro-batch and their gradient; its rows are the same on all
 ranks of a pipeline.
+
+torch makes memory for what every micro-batch of a schedule receives before the first one, so a schedule has at most
+:data:`WINDOW` of them for each rank, and is run several times.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +30,10 @@ from engines.training.packing import PackedMicroBatch
 
 if TYPE_CHECKING:
     from engines.training.model import PolicyModel
+
+
+WINDOW = 8
+"""Micro-batches of a schedule for each rank, at most: ranks are idle for less than a ninth of the time."""
 
 
 class _Absent(nn.Module):
@@ -59,17 +67,17 @@ class Stage(nn.Module):
             self.body.embed_tokens = None
         self.head = model.causal_lm.get_output_embeddings() if self.is_last else None
         self._hidden_states, self._scores_in = model.hidden_states, model.scores_in
-        self.batches: Sequence[PackedMicroBatch] = ()
+        self.batches: Sequence[PackedMicroBatch] = ()  # of a pass
         self.scored = 0  # the most tokens that are scored in one of them
         self.extras: Extras = "none"
         self.temperature = 1.0
 
-    def forward(self, states: Tensor, number: Tensor) -> Tensor:
+    def forward(self, states: Tensor, number: int) -> Tensor:
         """Return the hidden states [1, T, H] behind these layers; of the last ones, log-probs and extras [2, scored].
 
-        T is that of a context-parallel rank's piece.
+        ``number`` is that of the micro-batch; T is that of a context-parallel rank's piece.
         """
-        batch = self.batches[int(number)]
+        batch = self.batches[number]
         found = self._hidden_states(
             batch.input_ids,
             batch.positions,
@@ -88,33 +96,57 @@ class Stage(nn.Module):
         return nn.functional.pad(both, (0, self.scored - both.shape[1]))
 
 
+class _Numbered(nn.Module):
+    """Hands a stage the number of a micro-batch as an integer, which FSDP does not send to the device.
+
+    It also hides from the schedule that the stage is sharded: FSDP would keep whole gradients until the last one.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, states: Tensor, number: Tensor) -> Tensor:
+        found: Tensor = self.stage(states, int(number))
+        return found
+
+
 class Pipeline:
     """The stages of this rank, and where all tensors of the model are. Made by :func:`divide_layers`.
 
     Attributes:
-        owners: by name, in the model's order, the rank of ``group`` that has a tensor, and the tensor without memory.
+        places: by name, in the model's order, the rank of ``group`` that has a tensor, and the tensor without memory.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
         stages: Mapping[int, Stage],
-        owners: Mapping[str, tuple[int, Tensor]],
+        places: Mapping[str, tuple[int, Tensor]],
         *,
         states: Tensor,
         pieces: int,
     ) -> None:
         self.group = group
         self.stages = dict(stages)
-        self.owners = dict(owners)
+        self.places = dict(places)
         self._states = states  # [1, 1, H], for shape, dtype and device of what travels
         self._pieces = pieces
         self._count = group.size() * len(stages)
 
+    @property
+    def least(self) -> int:
+        """The fewest micro-batches of a pass."""
+        return self.group.size()
+
     def microbatches(self, needed: int) -> int:
-        """Return how many micro-batches the schedule takes: one for each stage at least, and as many for each rank."""
+        """Return how many micro-batches a pass has that needs so many; the others are dummies."""
         ranks = self.group.size()
-        return max(-(-needed // ranks) * ranks, self._count)
+        windows = -(-needed // (WINDOW * ranks))
+        size = max(-(-needed // windows), ranks)
+        while len(self.stages) > 1 and size % (size // ranks):  # what the interleaved schedule takes
+            size += 1
+        return windows * size
 
     def run(
         self,
@@ -124,37 +156,44 @@ class Pipeline:
         extras: Extras,
         temperature: float,
     ) -> None:
-        """Compute :meth:`microbatches`, with gradients if they are enabled. Collective among the ranks of the rows.
+        """Compute :meth:`microbatches`, with gradients if they are enabled; those of before are discarded.
 
-        ``then``, on the ranks that have the last stage, maps a micro-batch's number and scores to what is minimised.
+        Collective among the ranks of the rows. ``then``, on the ranks that have the last stage, maps a micro-batch's
+        number and scores to what is minimised.
         """
         device, scored = self._states.device, max(len(batch.predictors) for batch in batches)
         cells = -(-max(len(batch.input_ids) for batch in batches) // self._pieces)
         padded = [batch.padded(cells * self._pieces) for batch in batches]
+        windows = -(-len(batches) // (WINDOW * self.group.size()))
+        size = len(batches) // windows
         staged: list[Any] = []
-        for number, stage in self.stages.items():
+        for place, stage in self.stages.items():
             stage.batches, stage.scored, stage.extras, stage.temperature = padded, scored, extras, temperature
             states = self._states.expand(1, cells, -1).clone()
-            given = states.requires_grad_() if number else torch.zeros(1, device=device)
+            given = states.requires_grad_() if place else torch.zeros(1, device=device)
             found = torch.zeros(2, scored, device=device) if stage.is_last else states.clone()
             found.requires_grad_()
-            staged.append(
-                PipelineStage(stage, number, self._count, device, input_args=given, output_args=found, group=self.group)
-            )
+            like = {"input_args": given, "output_args": found}
+            staged.append(PipelineStage(_Numbered(stage), place, self._count, device, **like, group=self.group))
 
         def loss(found: Tensor, number: Tensor) -> Tensor:
             log_probs, extra = found[:, : len(batches[int(number)].predictors)].unbind()
+            extra = extra if extras == "entropy_gradient" else extra.detach()
             nothing = log_probs.new_zeros(0)
-            both = (nothing, extra) if extras == "correct" else (extra, nothing)
+            both = {"none": (nothing, nothing), "correct": (nothing, extra)}.get(extras, (extra, nothing))
             return then(int(number), TokenScores(log_probs, *both))
 
         kind: Any = Schedule1F1B if len(staged) == 1 else ScheduleInterleaved1F1B
-        schedule = kind(staged[0] if len(staged) == 1 else staged, len(batches), loss_fn=loss, scale_grads=False)
-        numbers = torch.arange(len(batches))
-        first = (torch.zeros(len(batches), device=device),) if 0 in self.stages else ()
-        last = {"target": numbers, "losses": []} if self._count - 1 in self.stages else {}
+        schedule = kind(staged[0] if len(staged) == 1 else staged, size, loss_fn=loss, scale_grads=False)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        step(*first, number=numbers, return_outputs=False, **last)
+        given = (torch.zeros(size, device=device),) if 0 in self.stages else ()
+        try:
+            for numbers in torch.arange(len(batches)).split(size):
+                last = {"target": numbers, "losses": []} if self._count - 1 in self.stages else {}
+                step(*given, number=numbers, return_outputs=False, **last)
+        finally:
+            for stage in self.stages.values():
+                stage.batches = ()
 
 
 def divide_layers(
@@ -170,12 +209,12 @@ def divide_layers(
     stages = {
         number: Stage(model, number * each, (number + 1) * each) for number in range(group.rank(), count, group.size())
     }
-    owners: dict[str, tuple[int, Tensor]] = {}
+    places: dict[str, tuple[int, Tensor]] = {}
     for name, tensor in model.tensors_by_name():
         layer = re.match(rf"{causal_lm.base_model_prefix}\.layers\.(\d+)\.", name)
         first = name.startswith(f"{causal_lm.base_model_prefix}.embed_tokens.")
         number = int(layer[1]) // each if layer else 0 if first else count - 1
-        owners[name] = number % group.size(), torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        places[name] = number % group.size(), torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     for place in range(len(base.layers)):
         if place // each not in stages:
             base.layers[place] = _Absent()
@@ -185,7 +224,7 @@ def divide_layers(
         base.norm = _Absent()
         causal_lm.set_output_embeddings(_Absent())
     states = torch.zeros(1, 1, int(causal_lm.config.get_text_config().hidden_size), dtype=dtype, device=device)
-    return Pipeline(group, stages, owners, states=states, pieces=model.cp.size() if model.cp is not None else 1)
+    return Pipeline(group, stages, places, states=states, pieces=model.cp.size() if model.cp is not None else 1)
 
 
 def check_layers(model: PolicyModel, *, ranks: int, stages_per_rank: int) -> None:
@@ -201,21 +240,28 @@ def check_layers(model: PolicyModel, *, ranks: int, stages_per_rank: int) -> Non
         raise refused(rule, f"use a product that divides {layers}")
     if model.layout != "packed":
         raise refused(f"the rows of {model.architecture} are padded", "use pp = 1, or a model whose rows can be packed")
-    twin = small_causal_lm(causal_lm.config)
-    whole, ids = twin.base_model, torch.arange(4)[None]
+    if "return_outputs" not in inspect.signature(Schedule1F1B.step).parameters:
+        raise refused(f"the pipeline schedules of torch {torch.__version__} are too old", "use a newer torch")
+    whole = small_causal_lm(causal_lm.config, layers=2).base_model
     known = {"embed_tokens", "layers", "norm", "rotary_emb"}
-    others = {name.partition(".")[0] for name, _ in whole.named_parameters()} - known
-    if others or not _divides(whole, ids):
+    if {name.partition(".")[0] for name, _ in whole.named_parameters()} - known or not _divides(whole):
         raise refused(
             f"{model.architecture} does more than layers one after the other",
             "use pp = 1, or a family such as llama, qwen2, qwen3, mistral or gemma2",
         )
 
 
-def _divides(whole: Any, ids: Tensor) -> bool:
-    """True if the body of a model is the same in two stages, the first of which has embeddings alone."""
+def _divides(whole: Any) -> bool:
+    """True if the body of a model is the same in two stages, wherever it is divided."""
+    ids, layers = torch.arange(4)[None], len(whole.layers)
     with torch.no_grad():
         expected = whole(input_ids=ids, use_cache=False).last_hidden_state
-        states = _body(whole, 0, 0)(input_ids=ids, use_cache=False).last_hidden_state
-        found = whole(inputs_embeds=states, use_cache=False).last_hidden_state
-    return torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+        for place in range(1, layers):
+            try:
+                states = _body(whole, 0, place)(input_ids=ids, use_cache=False).last_hidden_state
+                found = _body(whole, place, layers)(inputs_embeds=states, use_cache=False).last_hidden_state
+            except (AttributeError, TypeError, ValueError, RuntimeError):  # of a family's own code
+                return False
+            if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+                return False
+    return True

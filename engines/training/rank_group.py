@@ -115,6 +115,7 @@ class RankGroup:
         self.cp = group_over(3) if shape.cp > 1 else None
         if shape.pp > 1:
             self.pp, self._stage = group_over(0), group_over(1, 2, 3, 4)
+            self.from_last_stage(torch.zeros(1))  # connects its ranks, which send in pairs from then on
         stage = self.rank // self.stage_size
         # Names of this mesh alone: DTensor's caches take one of equal sizes and names for the same, whose groups may be
         # closed.
@@ -170,13 +171,16 @@ class RankGroup:
         dist.all_gather(parts, mine, group=self._stage)
         return [part.tolist() for part in parts]
 
-    def from_owner(self, tensor: Tensor, owner: int = -1) -> Tensor:
-        """Fill ``tensor`` with that of the rank ``owner`` of :attr:`pp`, the one with the last layers if not given."""
-        if self.pp is not None:
-            sent = tensor.to(self.device).contiguous()
-            dist.broadcast(sent, group=self.pp, group_src=owner % self.pp.size())
-            return sent.to(tensor.device)
-        return tensor
+    def from_stage(self, tensor: Tensor, place: int) -> Tensor:
+        """Fill ``tensor`` with that of the rank ``place`` of :attr:`pp`; without it, return the tensor."""
+        if self.pp is None:
+            return tensor
+        sent = tensor.to(self.device).contiguous()
+        dist.broadcast(sent, group=self.pp, group_src=place)
+        return sent.to(tensor.device)
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        return self.from_stage(tensor, self.shape.pp - 1)
 
     def gather_lists(self, values: Sequence[int]) -> list[list[int]]:
         """Return the integers of every data rank, by data rank; they may have different numbers of them."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, NanoChatConfig
 
 from asyncrl.errors import ConfigError
 from asyncrl.mesh import MeshShape
 from engines.training.model import PolicyModel, check_mesh, load_policy_model
 from engines.training.packing import PackedMicroBatch
-from engines.training.pipeline import Stage
+from engines.training.pipeline import WINDOW, Pipeline, Stage
 
 
 def loaded(folder: str, **options: Any) -> PolicyModel:
@@ -36,25 +37,48 @@ def test_what_cannot_be_divided_is_refused(
     assert caught.value.path == "mesh.pp"
 
 
-def test_a_family_that_does_more_than_its_layers_is_refused(tmp_path: Any) -> None:
-    config = GraniteConfig(
+@pytest.mark.parametrize(("family", "options"), [(GraniteConfig, {"embedding_multiplier": 12.0}), (NanoChatConfig, {})])
+def test_a_family_that_does_more_than_its_layers_is_refused(
+    tmp_path: Any, family: Any, options: dict[str, float]
+) -> None:
+    """Granite scales embeddings in its body; nanochat has its norm before the first layer, too."""
+    config = family(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        embedding_multiplier=12.0,
         tie_word_embeddings=False,
+        **options,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="GraniteForCausalLM does more than layers one after the other"):
+    with pytest.raises(ConfigError, match="ForCausalLM does more than layers one after the other"):
         check_mesh(loaded(str(tmp_path)), MeshShape(pp=2))
 
 
 def test_stages_are_refused_where_layers_are_not_divided(model_folder: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="stages_per_rank is 2, but layers are not divided"):
         check_mesh(loaded(model_folder(tied=False)), MeshShape(dp_shard=2), stages_per_rank=2)
+
+
+@pytest.mark.parametrize(("ranks", "stages_per_rank"), [(2, 1), (4, 1), (4, 2), (8, 3)])
+def test_a_pass_has_few_micro_batches_that_nobody_needs(ranks: int, stages_per_rank: int) -> None:
+    pipeline = Pipeline(
+        SimpleNamespace(size=lambda: ranks),  # type: ignore[arg-type]
+        dict.fromkeys(range(stages_per_rank)),  # type: ignore[arg-type]
+        {},
+        states=torch.zeros(1, 1, 4),
+        pieces=1,
+    )
+    for needed in range(1, 40 * ranks):
+        count = pipeline.microbatches(needed)
+        windows = -(-count // (WINDOW * ranks))
+        size, rest = divmod(count, windows)
+        assert rest == 0
+        assert ranks <= size <= WINDOW * ranks
+        assert size % (size // ranks) == 0 or stages_per_rank == 1  # torch's rule for interleaved stages
+        assert max(needed, ranks) <= count <= max(needed + windows * (ranks if stages_per_rank > 1 else 1), ranks)
 
 
 def test_a_stage_goes_on_where_the_one_before_ended_and_padding_changes_nothing(
@@ -79,14 +103,15 @@ def test_a_stage_goes_on_where_the_one_before_ended_and_padding_changes_nothing(
         prefixes=batch.prefixes,
         extras="entropy",
     )
-    padded = batch.padded(13)
-    assert (len(padded.input_ids), padded.rectangles) == (13, ((1, 5), (1, 4), (1, 4)))
+    padded = batch.padded(300)
+    assert (len(padded.input_ids), padded.rectangles) == (300, ((1, 5), (1, 4), (2, 128), (1, 35)))
+    assert padded.positions[[8, 9, 136, 137, 265]].tolist() == [3, 0, 127, 0, 0]
     assert batch.padded(9) is batch
-    states, number = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    states = torch.zeros(1)
     for first in (0, 1):
         stage = Stage(model, first, first + 1)
         stage.batches, stage.scored, stage.extras = [padded], 6, "entropy"
-        states = stage(states, number)
+        states = stage(states, 0)
     assert states.shape == (2, 6)
     assert states[:, 4:].count_nonzero() == 0
     torch.testing.assert_close(states[:, :4], torch.stack([whole.log_probs, whole.entropy]), rtol=1e-5, atol=1e-6)

@@ -329,8 +329,8 @@ DEFECTS = (
         "a stage computes the batch before",
         "pp",
         PIPELINE,
-        "batches[int(number)]\n        found",
-        "batches[int(number) - 1]\n        found",
+        "self.batches[number]",
+        "self.batches[number - 1]",
     ),
     Defect(
         "the loss is that of another batch", "pp", PIPELINE, "return then(int(number),", "return then(int(number) - 1,"
@@ -345,13 +345,13 @@ DEFECTS = (
         "(self.scored - both.shape[1], 0)",
     ),
     Defect(
-        "padding goes on with the row before",
+        "rows of padding are taken for the first ones",
         "pp",
         PACKING,
-        "(*self.rectangles, (1, padding)), (*self.prefixes, None)",
-        "(*self.rectangles[:-1], (1, self.rectangles[-1][0] * self.rectangles[-1][1] + padding)), self.prefixes",
+        "(*self.rectangles, *rectangles)",
+        "(*rectangles, *self.rectangles)",
     ),
-    Defect("metrics are those of the first stage", "pp", RANKS, "owner: int = -1", "owner: int = 0"),
+    Defect("metrics are those of the first stage", "pp", RANKS, "self.shape.pp - 1)", "0)"),
     Defect(
         "stages are counted as copies in the norm",
         "pp",
@@ -363,8 +363,8 @@ DEFECTS = (
         "a tensor is sent by another stage",
         "pp",
         PIPELINE,
-        "owners[name] = number % group.size()",
-        "owners[name] = (number + 1) % group.size()",
+        "places[name] = number % group.size()",
+        "places[name] = (number + 1) % group.size()",
     ),
     Defect("data ranks count stages", "pp", SHAPE, "// self.copies % self.data_size", "// self.copies // self.pp"),
     Defect(

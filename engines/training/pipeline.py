@@ -173,7 +173,7 @@ class Pipeline:
             given = states.requires_grad_() if place else torch.zeros(1, device=device)
             found = torch.zeros(2, scored, device=device) if stage.is_last else states.clone()
             found.requires_grad_()
-            like = {"input_args": given, "output_args": found}
+            like: Any = {"input_args": given, "output_args": found}
             staged.append(PipelineStage(_Numbered(stage), place, self._count, device, **like, group=self.group))
 
         def loss(found: Tensor, number: Tensor) -> Tensor:
@@ -186,11 +186,11 @@ class Pipeline:
         kind: Any = Schedule1F1B if len(staged) == 1 else ScheduleInterleaved1F1B
         schedule = kind(staged[0] if len(staged) == 1 else staged, size, loss_fn=loss, scale_grads=False)
         step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        given = (torch.zeros(size, device=device),) if 0 in self.stages else ()
+        inputs = (torch.zeros(size, device=device),) if 0 in self.stages else ()
         try:
             for numbers in torch.arange(len(batches)).split(size):
                 last = {"target": numbers, "losses": []} if self._count - 1 in self.stages else {}
-                step(*given, number=numbers, return_outputs=False, **last)
+                step(*inputs, number=numbers, return_outputs=False, **last)
         finally:
             for stage in self.stages.values():
                 stage.batches = ()

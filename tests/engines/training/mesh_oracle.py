@@ -163,7 +163,7 @@ class Case:
             max_tokens=draw.choice((24, 64, 4096)),
             num_mini_batches=draw.choice((1, 1, 2)),
             checkpointing=draw.random() < 0.25,
-            stages_per_rank=draw.choice((1, 2)) if "pp" in mesh and ranks == 2 else 1,
+            stages_per_rank=draw.choice((1, 2)) if mesh.get("pp") == 2 else 1,
             lora=lora,
             dtype=dtype,
             temperature=draw.choice((1.0, 1.0, 0.7)),

@@ -69,7 +69,7 @@ def _running(alone: Any, folder: Path, *, ranks: int, scenes: Iterable[str]) -> 
     processes = [
         subprocess.Popen(
             [
-                *(sys.executable, str(_PROGRAM), alone.model, alone.untied, str(folder)),
+                *(sys.executable, str(_PROGRAM), alone.model, alone.deep, str(folder)),
                 *(str(rank), str(port), str(ranks), *scenes),
             ],
             env=environment,
@@ -91,8 +91,8 @@ def _running(alone: Any, folder: Path, *, ranks: int, scenes: Iterable[str]) -> 
 @pytest.fixture(scope="module")
 def alone(program: Any, model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One rank, which has played every shared scene."""
-    models = (model_folder("qwen2", tied=tied, vocab_size=62) for tied in (True, False))
-    rank = program.Rank(*models, tmp_path_factory.mktemp("one"), rank=0)
+    deep = model_folder("qwen2", tied=False, vocab_size=62, num_hidden_layers=4)
+    rank = program.Rank(model_folder("qwen2", vocab_size=62), deep, tmp_path_factory.mktemp("one"), rank=0)
     for scene in program.SHARED_SCENES:
         scene(rank)
     return rank
@@ -139,6 +139,7 @@ def _check_same_updates(
         "mesh_cp",
         "mesh_tp",
         "mesh_pp",
+        "staged",
         "sgd",
         "muon",
         "adafactor",
@@ -155,6 +156,28 @@ def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
     """
     tolerances = {"metrics": 1e-3, "weights": 1e-3} if scene == "muon" else {}
     _check_same_updates(outcome.one, outcome.two, scene, ranks=2, **tolerances)
+
+
+def test_stages_have_the_adapters_and_the_reference_of_one_rank(outcome: Outcome) -> None:
+    for scene in ("staged.reference", "staged.woken"):
+        for rank in range(2):
+            assert outcome.report(outcome.two, scene, rank) == pytest.approx(
+                outcome.report(outcome.one, scene), abs=1e-5
+            )
+    for name in ("adapters", "base"):
+        one, *both = (
+            load_file(folder / f"staged.{name}.{rank}")
+            for folder, rank in ((outcome.one, 0), (outcome.two, 0), (outcome.two, 1))
+        )
+        for two in both:
+            assert list(two) == list(one)
+            assert all(torch.allclose(two[each], one[each], atol=1e-6) for each in one)
+
+
+def test_a_loss_that_fails_in_the_last_stage_is_raised_on_all(outcome: Outcome) -> None:
+    here, there = (outcome.report(outcome.two, "staged.failed", rank) for rank in range(2))
+    assert here == "EngineError: the loss failed on rank 1 (of 1 that failed); see its error"
+    assert there == outcome.report(outcome.one, "staged.failed") == "ZeroDivisionError: the user's loss divides by 0"
 
 
 def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided(outcome: Outcome) -> None:

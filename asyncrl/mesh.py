@@ -16,15 +16,13 @@ TP_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 EXPERTS_STYLE = "ep_dispatch_experts"
 """Entry of a transformers expert-parallel plan: a module whose tensors have an expert a row."""
 
-NOT_YET = {"pp": "pipeline parallelism"}
-"""Dimensions of other trainers' meshes that this one does not have."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
     """The sizes of a mesh's dimensions, outermost first: ranks that follow one another differ in ``tp``.
 
     Attributes:
+        pp: ranks that the layers are divided over, which have the same rows.
         dp_replicate: copies of the model, each on ranks of its own; their gradients are summed.
         dp_shard: ranks that rows and weights are divided over.
         cp: ranks that the tokens of a row are divided over, and weights too.
@@ -33,6 +31,7 @@ class MeshShape:
             that the experts of a layer are divided over; the other dimensions alone make up the number of ranks.
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
@@ -50,8 +49,8 @@ class MeshShape:
         names = [field.name for field in fields(MeshShape)]
         for name, size in given.items():
             if name not in names:
-                what = f"{NOT_YET[name]} is not supported" if name in NOT_YET else "there is no such dimension"
-                raise ConfigError(f"mesh.{name}: {what}", path=f"mesh.{name}", remedy=f"use {', '.join(names)}")
+                what = f"mesh.{name}: there is no such dimension"
+                raise ConfigError(what, path=f"mesh.{name}", remedy=f"use {', '.join(names)}")
             if size < 1:
                 raise ConfigError(f"mesh.{name} is {size}", path=f"mesh.{name}", remedy="at least 1")
         others = math.prod(size for name, size in given.items() if name not in ("dp_shard", "ep"))
@@ -71,11 +70,11 @@ class MeshShape:
 
     @property
     def ranks(self) -> int:
-        return self.data_size * self.copies
+        return self.pp * self.data_size * self.copies
 
     @property
     def copies(self) -> int:
-        """The number of ranks, one after another, that have the same rows."""
+        """The number of ranks, one after another, that have the same rows and layers."""
         return self.cp * self.tp
 
     @property
@@ -84,13 +83,20 @@ class MeshShape:
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        return rank // self.copies
+        return rank // self.copies % self.data_size
 
-    def check_model(self, config: Any, *, path: str = "mesh") -> None:
+    def answers(self, rank: int) -> bool:
+        """True for the first of the ranks that have the same rows: the results of a call are those that it returns."""
+        return rank == self.data_rank(rank) * self.copies
+
+    def check_model(self, config: Any, *, path: str = "mesh", own_head: bool = False) -> None:
         """Check that a model can be divided; ``config`` is transformers' (Any: a vendor's), ``path`` the key.
 
+        With ``own_head`` the output head is replaced, as that of a critic is, and shares no tensor.
+
         Raises:
-            ConfigError: it has no tensor- or expert-parallel plan that can be used, or a size that does not divide.
+            ConfigError: it has no tensor- or expert-parallel plan that can be used, a size that does not divide, or
+                embeddings that two stages would share.
         """
         text = config.get_text_config()
         heads = int(text.num_attention_heads)
@@ -98,11 +104,30 @@ class MeshShape:
             self._check_products(text, heads, f"{path}.tp")
         if self.ep > 1:
             self._check_experts(text, f"{path}.ep")
+        if self.pp > 1:
+            self._check_layers(
+                text, f"{path}.pp", tied=bool(getattr(text, "tie_word_embeddings", False)) and not own_head
+            )
         if heads // self.tp % self.cp:
             raise ConfigError(
                 f"{path}.cp = {self.cp} does not divide the {heads // self.tp} attention heads of a rank",
                 path=f"{path}.cp",
                 remedy=f"use a divisor of {heads // self.tp}",
+            )
+
+    def _check_layers(self, text: Any, path: str, *, tied: bool) -> None:
+        if (layers := int(text.num_hidden_layers)) % self.pp:
+            raise ConfigError(
+                f"{path} = {self.pp} does not divide the model's {layers} layers",
+                path=path,
+                remedy=f"use a divisor of {layers}",
+            )
+        if tied:
+            raise ConfigError(
+                f"{path} = {self.pp}: the model's embeddings are its head (tie_word_embeddings), the first stage and "
+                "the last one would both have them",
+                path=path,
+                remedy="use pp = 1, or a model whose embeddings and head are two tensors",
             )
 
     def _check_experts(self, text: Any, path: str) -> None:

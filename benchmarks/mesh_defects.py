@@ -34,6 +34,7 @@ GOAL = 30
 RANKS, PARALLEL, MODEL = (f"engines/training/{name}.py" for name in ("rank_group", "parallel", "model"))
 SCORES, LOADING, CHECKPOINT = (f"engines/training/{name}.py" for name in ("log_probs", "loading", "checkpoint"))
 OPTIMIZER, PARTITION, PASSES = (f"engines/training/{name}.py" for name in ("optimizer", "partition", "passes"))
+PIPELINE, SHARDED, PACKING = (f"engines/training/{name}.py" for name in ("pipeline", "sharded_engine", "packing"))
 ATTENTION, ENGINE, SHAPE = "engines/training/packed_attention.py", "engines/training/fsdp_engine.py", "asyncrl/mesh.py"
 
 
@@ -66,21 +67,21 @@ DEFECTS = (
         "rank % self.data_size",
     ),
     Defect(
-        "sums of losses count every copy", "cp tp", RANKS, "self._data = group_over(0, 1)", "self._data = self._group"
+        "sums of losses count every copy", "cp tp", RANKS, "self._data = group_over(1, 2)", "self._data = self._group"
     ),
     Defect(
         "sums of losses leave replicas out",
         "dp_replicate",
         RANKS,
-        "self._data = group_over(0, 1)",
-        "self._data = group_over(1)",
+        "self._data = group_over(1, 2)",
+        "self._data = group_over(2)",
     ),
     Defect(
         "weights are sharded over shards without pieces",
         "cp",
         RANKS,
-        "group_over(1, 2), group_over(3)",
-        "group_over(1), group_over(3)",
+        "group_over(2, 3), group_over(4)",
+        "group_over(2), group_over(4)",
     ),
     Defect(
         "the replicas' gradients are not summed",
@@ -107,8 +108,8 @@ DEFECTS = (
         "the gradient is scaled by parts",
         "tp",
         PASSES,
-        "weighted.backward()",
-        "(weighted * self._ranks.shape.tp).backward()",
+        "            return weighted\n",
+        "            return weighted * self._ranks.shape.tp\n",
     ),
     # norm of gradients
     Defect(
@@ -253,20 +254,20 @@ DEFECTS = (
         "(places >= 0) & (places < size - 1)",
     ),
     # streams
-    Defect("pieces begin one cell late", "cp", MODEL, "(predictors >= piece.start)", "(predictors > piece.start)"),
+    Defect("pieces begin one cell late", "cp", MODEL, "(predictors >= first)", "(predictors > first)"),
     Defect(
         "the last cell of a piece scores nothing",
         "cp",
         MODEL,
-        "(predictors < piece.stop)",
-        "(predictors < piece.stop - 1)",
+        "(predictors < first + len(states))",
+        "(predictors < first + len(states) - 1)",
     ),
     Defect(
         "a piece takes a neighbour's cell",
         "cp",
         MODEL,
-        "predictors[mine] - piece.start)",
-        "(predictors[mine] - piece.start - 1).clamp(min=0))",
+        "predictors[mine] - first)",
+        "(predictors[mine] - first - 1).clamp(min=0))",
     ),
     Defect(
         "positions begin again in each piece",
@@ -320,6 +321,58 @@ DEFECTS = (
         PARALLEL,
         "torch.cat(received.unbind(0), dim=joined)",
         "torch.cat(received.flip(0).unbind(0), dim=joined)",
+    ),
+    # stages
+    Defect("a stage has a layer less", "pp", PIPELINE, "first <= place < stop else", "first <= place < stop - 1 else"),
+    Defect("every stage has the norm", "pp", PIPELINE, "if stop < len(whole.layers):", "if False:"),
+    Defect(
+        "a stage computes the batch before",
+        "pp",
+        PIPELINE,
+        "self.batches[number]",
+        "self.batches[number - 1]",
+    ),
+    Defect(
+        "the loss is that of another batch", "pp", PIPELINE, "return then(int(number),", "return then(int(number) - 1,"
+    ),
+    Defect("gradients are averaged over micro-batches", "pp", PIPELINE, "scale_grads=False", "scale_grads=True"),
+    Defect("entropy is taken for log-probs", "pp", PIPELINE, "log_probs, extra = found", "extra, log_probs = found"),
+    Defect(
+        "scores are padded in front",
+        "pp",
+        PIPELINE,
+        "(0, self.scored - both.shape[1])",
+        "(self.scored - both.shape[1], 0)",
+    ),
+    Defect(
+        "rows of padding are taken for the first ones",
+        "pp",
+        PACKING,
+        "(*self.rectangles, *rectangles)",
+        "(*rectangles, *self.rectangles)",
+    ),
+    Defect("metrics are those of the first stage", "pp", RANKS, "self.shape.pp - 1)", "0)"),
+    Defect(
+        "stages are counted as copies in the norm",
+        "pp",
+        SHARDED,
+        "world_size=self._ranks.stage_size",
+        "world_size=self.world_size",
+    ),
+    Defect(
+        "a tensor is sent by another stage",
+        "pp",
+        PIPELINE,
+        "places[name] = number % group.size()",
+        "places[name] = (number + 1) % group.size()",
+    ),
+    Defect("data ranks count stages", "pp", SHAPE, "// self.copies % self.data_size", "// self.copies // self.pp"),
+    Defect(
+        "the steps of other stages are not saved",
+        "pp",
+        CHECKPOINT,
+        "    if model.pipeline is None:\n        return steps",
+        "    if True:\n        return steps",
     ),
     # experts
     Defect(

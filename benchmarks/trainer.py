@@ -57,6 +57,7 @@ same update without sharing. The model has 16M parameters, a fifth of them its h
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -924,7 +925,7 @@ class Spent(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- meshes
 
 MESHES: dict[int, list[dict[str, int]]] = {
-    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}],
+    2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2}],
     4: [
         {"dp_replicate": 2, "dp_shard": 2},
         {"dp_shard": 2, "cp": 2},
@@ -934,12 +935,17 @@ MESHES: dict[int, list[dict[str, int]]] = {
         {"dp_shard": 4, "ep": 4},
         {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
         {"dp_shard": 2, "cp": 2, "ep": 2},
+        {"pp": 4},
+        {"pp": 2, "dp_shard": 2},
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "cp": 2},
+        {"pp": 2, "dp_shard": 2, "ep": 2},
     ],
 }
 
 
 def model_of(mesh: dict[str, int]) -> str:
-    return "0.9m-experts" if "ep" in mesh else "0.5m"
+    return "0.9m-experts" if "ep" in mesh else "0.5m-untied" if "pp" in mesh else "0.5m"
 
 
 def train_on_mesh(
@@ -979,9 +985,11 @@ def measure_meshes() -> list[Figure]:
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         expected: dict[str, dict[str, Tensor]] = {}
-        for name in ("0.5m", "0.9m-experts"):
+        for name in ("0.5m", "0.5m-untied", "0.9m-experts"):
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(f"{folder}/{name}")
+            config = copy.deepcopy(MODELS[name.removesuffix("-untied")])
+            config.tie_word_embeddings = name == "0.5m"
+            AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/{name}")
             expected[name] = train_on_mesh(f"{folder}/{name}", None)
         for ranks, meshes in MESHES.items():
             _run_ranks(ranks, lambda rank, port, ranks=ranks: ["--train", folder, str(ranks), str(rank), str(port)])

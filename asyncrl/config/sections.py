@@ -281,6 +281,8 @@ class LoraConfig(Section):
 class MeshConfig(Section):
     """The arrangement of ranks; the product of all sizes but `ep` is the `world_size`."""
 
+    pp: Ranks = 1
+    """Pipeline parallelism: ranks that the layers are divided over."""
     dp_replicate: Ranks = 1
     """Copies of the model, each sharded over ranks of its own (HSDP); gradients are summed over them."""
     dp_shard: Ranks | None = None
@@ -291,16 +293,6 @@ class MeshConfig(Section):
     """Tensor parallelism: ranks that heads, features and vocabulary are divided over; within one machine."""
     ep: Ranks = 1
     """Expert parallelism: ranks that the experts of a layer are divided over, out of those of `dp_shard` and `cp`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_others(cls, data: Any) -> Any:
-        from asyncrl.mesh import NOT_YET
-
-        for name in NOT_YET.keys() & data if isinstance(data, dict) else ():
-            rule = "has no {what} ({name}) yet: leave {name} out"
-            raise PydanticCustomError("table", rule, {"what": NOT_YET[name], "name": name})
-        return data
 
 
 class TrainingRanksConfig(Section):

@@ -89,7 +89,7 @@ def check_reward_training(config: RewardTrainingConfig) -> None:
 
     def model() -> None:
         if config.model.path is not None:
-            _check_mesh(check_model(config.model.path, key="model.path"), trainer=config.trainer)
+            _check_mesh(check_model(config.model.path, key="model.path"), own_head=True, trainer=config.trainer)
         else:  # the answers are its demonstrations
             _check_source(config, lambda index: [])
 
@@ -169,7 +169,7 @@ def _check_trainers(config: Config) -> None:
         check_part("asyncrl.value_engines", critic.engine, "", options=critic.options, path="critic.engine", **given)
         if critic.path is not None and not is_model_source(critic.path):
             settings = check_model(critic.path, key="critic.path")
-            _check_mesh(settings, critic=critic)
+            _check_mesh(settings, own_head=True, critic=critic)
 
 
 def _ranks_of(ranks: TrainingRanksConfig) -> dict[str, Any]:
@@ -177,11 +177,14 @@ def _ranks_of(ranks: TrainingRanksConfig) -> dict[str, Any]:
     return {"world_size": ranks.world_size, **({} if mesh is None else {"mesh": mesh})}
 
 
-def _check_mesh(settings: Any, **roles: TrainingRanksConfig) -> None:
-    """Check that the model with these settings of transformers (Any: a vendor's) can be divided over the meshes."""
+def _check_mesh(settings: Any, *, own_head: bool = False, **roles: TrainingRanksConfig) -> None:
+    """Check that the model with these settings of transformers (Any: a vendor's) can be divided over the meshes.
+
+    That of an engine for values gets a head of its own.
+    """
     for name, role in roles.items():
         if (mesh := role.mesh_shape()) is not None:
-            mesh.check_model(settings, path=f"{name}.mesh")
+            mesh.check_model(settings, path=f"{name}.mesh", own_head=own_head)
 
 
 def _check_resources(config: Config) -> None:
@@ -235,7 +238,7 @@ def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
         positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
         _check_mesh(settings, trainer=config.trainer)
         if needs_critic(config) and config.critic.path is None:
-            _check_mesh(settings, critic=config.critic)
+            _check_mesh(settings, own_head=True, critic=config.critic)
         if is_url(model.path) or Path(model.path).is_dir():
             load_renderer(model.path, **chat_options(config))
     positions = config.rollout.options.get("max_model_tokens", positions)

@@ -243,7 +243,7 @@ class RunStatus:
         lines = [f"step {self.step} of {self.steps} is done"]
         if self.score is not None:
             lines[0] += f"; held-out success {self.score['success']:.3f} ({_versions(self.score)})"
-        lines += [str(self.advice["sentence"])] if self.advice is not None else []
+        lines += [str(self.advice["sentence"])] if self.advice is not None and "sentence" in self.advice else []
         for wait in self.waits:
             end = "" if wait.deadline_s is None else f"; it is ended after {wait.deadline_s:g} s"
             lines.append(f"{wait.owner} has waited {_time(wait.for_s)} for {wait.reason}{end}")

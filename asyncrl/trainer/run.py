@@ -80,6 +80,9 @@ _FIXED = {"algorithm.credit"} | {
 }
 """Keys that the worker groups and the batches of a run were made from."""
 
+_SAVED = ("trainer.lora", "trainer.optimizer", "critic.optimizer")
+"""Keys on which depends what a checkpoint has for each weight."""
+
 TRAINING_STAGES = ("rollout", "baseline", "reward", "reference", "values", "train", "publish")
 """Stages whose overlap is reported: those that a batch passes through."""
 
@@ -103,6 +106,8 @@ class TrainingRun:
         self._timeline = timeline
         self._checkpoint = checkpoint
         self._resumed = read_driver_state(checkpoint) if checkpoint is not None else None
+        if checkpoint is not None:
+            _check_state_fits(config, load_config(run.config_path))
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep_last, in_use=checkpoint)
         self._phases_s: dict[str, float] = {}
         self._phase_now = ("", time.monotonic())
@@ -629,6 +634,19 @@ class TrainingRun:
             yield
         finally:
             self._phases_s[name] = self._phases_s.get(name, 0.0) + time.monotonic() - started
+
+
+def _check_state_fits(config: Config, before: Config) -> None:
+    """Check that what ``config`` trains can go on from the checkpoints of a run; ``before`` is the run's own."""
+    for key in _SAVED:
+        role, name = key.split(".")
+        value, saved = (getattr(getattr(each, role), name) for each in (config, before))
+        if value != saved:
+            raise ConfigError(
+                f"{key} = {value}: the checkpoints of the run were written with {saved}",
+                path=key,
+                remedy="resume with that, or start another run from an exported model",
+            )
 
 
 def _where(step: int, found: Recovered | None, *, steps: int) -> str:

@@ -343,9 +343,9 @@ class EngineRank(Worker, Generic[EngineT]):
     ) -> None:
         super().__init__()
         self._group, self._name, self._options, self._path, self._mesh = group, name, options, path, mesh
-        shape = mesh or MeshShape()
+        shape = mesh or MeshShape.of(None, world_size=self.world_size)
         self._register_dispatch_collect_info(
-            _ROWS, dp_rank=shape.data_rank(self.rank), is_collect=self.rank % shape.copies == 0
+            _ROWS, dp_rank=shape.data_rank(self.rank), is_collect=shape.answers(self.rank)
         )
         self._engine: EngineT | None = None
         self._snapshot: Snapshot | None = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles, FileEntry, partial_name, verify_folder
 from asyncrl.storage import origin
 from engines.training.loading import Piece, model_file, place_of_shard, read_parts, targets_by_file
-from engines.training.lora import adapter_tensors
+from engines.training.lora import adapter_tensors, is_adapter
 from engines.training.model import PolicyModel, local_shard
 from engines.training.offload import host_memory
 from engines.training.optimizer import ShardedOptimizer
@@ -185,6 +185,7 @@ def take_snapshot(
     Collective. Waits while the snapshot before is being written.
     """
     weights = dict(model.tensors_by_name())
+    described = model.described()
     sharded = dict(weights)
     shards = {name: local_shard(tensor).detach() for name, tensor in weights.items()}
     for name, state in optimizer.moments().items():
@@ -203,11 +204,11 @@ def take_snapshot(
             "counters": dict(counters),
             "lora": model.lora.as_record() if model.lora is not None else None,
             "optimizer": optimizer.name,
-            "parameter_steps": optimizer.steps(),
+            "parameter_steps": _all_steps(model, optimizer, ranks),
         },
         shards=held,
         places=places,
-        weights=[_spec(name, tensor) for name, tensor in weights.items()],
+        weights=[_spec(name, tensor) for name, tensor in described.items()],
         model=model,
         rank=ranks.rank,
         publish_dtype=publish_dtype,
@@ -250,7 +251,7 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
         CheckpointError: the folder is missing, damaged or of another model (:class:`~asyncrl.errors.EngineError` on
             other ranks); nothing has been changed then.
     """
-    parameters = dict(model.parameters_by_name())
+    parameters, described = dict(model.parameters_by_name()), model.described()
 
     def checked() -> tuple[dict[str, Any], SavedTensors, _Moments]:
         verify_folder(folder, part=ranks.rank, parts=ranks.world_size)
@@ -259,12 +260,12 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
             raise CheckpointError(f"{folder} was written with optimizer = {there}, here it is {optimizer.name}")
         saved = SavedTensors(folder)
         moments = optimizer.empty_moments(name for name in parameters if name in state["parameter_steps"])
-        specs = [_spec(name, tensor) for name, tensor in model.tensors_by_name()]
+        specs = [_spec(name, tensor) for name, tensor in described.items()]
         for name, parts in moments.items():
             for key, part in parts.items():
                 alike = part.shape == local_shard(parameters[name]).shape
                 specs.append(_spec(f"{key}.{name}", parameters[name] if alike else part, dtype=part.dtype))
-        saved.check(specs)
+        saved.check(specs, moments_elsewhere=described.keys() - parameters.keys())
         return state, saved, moments
 
     state, saved, moments = ranks.call_together(checked, doing="load", catch=CheckpointError)
@@ -278,7 +279,7 @@ def load_trainer(folder: Path, model: PolicyModel, optimizer: ShardedOptimizer, 
             targets[f"{key}.{name}"] = part, place_of_shard(parameters[name] if alike else part)
     with torch.no_grad():
         saved.read(targets)
-    optimizer.restore(moments, state["parameter_steps"])
+    optimizer.restore(moments, {name: state["parameter_steps"][name] for name in moments})
     counters: dict[str, int] = state["counters"]
     return counters
 
@@ -297,9 +298,9 @@ def export_model(
 
     Collective. If rank 0, which writes, fails, every rank still finishes gathering before the error is raised.
     """
-    weights = dict(model.tensors_by_name())
+    weights = model.described()
     specs = [_spec(name, tensor) for name, tensor in weights.items()]
-    adapters = (full_tensor(tensor) for _, tensor in adapter_tensors(iter(weights.items())))
+    adapters = (tensor for _, tensor in adapter_tensors(full_tensors(model, ranks, of=is_adapter)))
     contents = _model_contents(model, specs, tensors, adapters, dtype=dtype)
     failure: Exception | None = None
     if ranks.rank == 0:
@@ -386,17 +387,44 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
+def full_tensors(
+    model: PolicyModel, ranks: RankGroup, *, of: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a model one at a time, gathered, under the module's names: those ``of`` accepts. Collective."""
+    mine = ((name, tensor) for name, tensor in model.tensors_by_name() if of is None or of(name))
+    if model.pipeline is None:
+        yield from ((name, full_tensor(tensor)) for name, tensor in mine)
+        return
+    held = dict(mine)
+    for name, (place, empty) in model.pipeline.places.items():
+        if of is not None and not of(name):
+            continue
+        is_mine = model.pipeline.group.rank() == place
+        full = full_tensor(held[name]) if is_mine else torch.empty_like(empty, device=ranks.device)
+        yield name, ranks.from_stage(full, place)
+
+
+def _all_steps(model: PolicyModel, optimizer: ShardedOptimizer, ranks: RankGroup) -> dict[str, int]:
+    """Return the optimizer's steps of the parameters of all stages. Collective."""
+    steps = optimizer.steps()
+    if model.pipeline is None:
+        return steps
+    shares = [steps.get(name, 0) / ranks.stage_size for name in model.pipeline.places]
+    summed = zip(model.pipeline.places, ranks.sum_over_all(shares), strict=True)
+    return {name: round(count) for name, count in summed if count}
+
+
 def _shards_to_write(tensors: Mapping[str, Tensor], ranks: RankGroup) -> dict[str, _Place]:
     """Return the tensors of which this rank writes its shard, and where that lies. Collective."""
     places = {name: place_of_shard(tensor) for name, tensor in tensors.items()}
     numbers = [[number for part in place for number in (part.start, part.stop)] for place in places.values()]
-    everywhere = ranks.gather_from_all([number for place in numbers for number in place])
+    everywhere = ranks.gather_from_stage([number for place in numbers for number in place])
     mine: dict[str, _Place] = {}
     begin = 0
     for turn, (name, place) in enumerate(zip(places, numbers, strict=True)):
         holders = [rank for rank, theirs in enumerate(everywhere) if theirs[begin : begin + len(place)] == place]
         empty = any(part.start == part.stop for part in places[name])
-        if holders[turn % len(holders)] == ranks.rank and not (empty and tensors[name].numel()):
+        if holders[turn % len(holders)] == ranks.stage_rank and not (empty and tensors[name].numel()):
             mine[name] = {"start": [part.start for part in places[name]], "shape": list(tensors[name].shape)}
         begin += len(place)
     return mine
@@ -417,6 +445,10 @@ def _read_state(path: Path, model: PolicyModel) -> dict[str, Any]:
     if (there := state.get("lora")) != here:
         raise CheckpointError(f"{path} was written with lora = {there}, here it is {here}")
     return state
+
+
+def _is_moment_of(name: str, parameters: Collection[str]) -> bool:
+    return any(name[at + 1 :] in parameters for at, letter in enumerate(name) if letter == ".")
 
 
 def _json(value: Any) -> bytes:
@@ -479,10 +511,14 @@ class SavedTensors:
                         Piece(path, name, tuple(place["start"]), tuple(piece.get_shape()))
                     )
 
-    def check(self, specs: Sequence[TensorSpec]) -> None:
-        """Raise :class:`CheckpointError` unless there are exactly the tensors of ``specs``, with all their parts."""
+    def check(self, specs: Sequence[TensorSpec], *, moments_elsewhere: Collection[str] = ()) -> None:
+        """Raise :class:`CheckpointError` unless there are exactly the tensors of ``specs``, with all their parts.
+
+        Moments of ``moments_elsewhere``, parameters of other stages, may be there, too.
+        """
         expected = {spec.name: spec for spec in specs}
-        found, other = self.specs.keys(), f"{self._folder} is of another model"
+        found = {name for name in self.specs if name in expected or not _is_moment_of(name, moments_elsewhere)}
+        other = f"{self._folder} is of another model"
         if missing := sorted(expected.keys() - found):
             raise CheckpointError(f"{other}: it has no {missing[0]} (nor {len(missing) - 1} others)")
         if surplus := sorted(found - expected.keys()):

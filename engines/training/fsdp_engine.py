@@ -14,9 +14,9 @@ from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.mesh import MemoryPlan, MeshShape
-from engines.training.checkpoint import full_tensor
+from engines.training.checkpoint import full_tensor, full_tensors
 from engines.training.log_probs import TokenScores
-from engines.training.lora import base_tensors, lora_of, without_adapters
+from engines.training.lora import adapter_tensors, base_tensors, is_adapter, lora_of, without_adapters
 from engines.training.model import PolicyModel, load_policy_model
 from engines.training.packing import PackedRows
 from engines.training.rank_group import RankGroup
@@ -159,9 +159,9 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         return self._full_tensors()
 
     def sharded_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards; full weights where adapters are merged in, or names in the checkpoint differ."""
+        """Yield this rank's shards; full weights where adapters are merged in, names differ, or layers are divided."""
         self._check_open()
-        if self._model.renamed or self._model.lora is not None:
+        if self._model.renamed or self._model.lora is not None or self._model.pipeline is not None:
             return self._full_tensors()
         return self._published((name, tensor.detach()) for name, tensor in self._model.tensors_by_name())
 
@@ -169,6 +169,8 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         """Yield the adapters alone, whole, under peft's names; as :meth:`named_tensors`, which has them merged in."""
         self._check_open()
         self._model.free_gathered()
+        if self._model.pipeline is not None:
+            return self._published(adapter_tensors(full_tensors(self._model, self._ranks, of=is_adapter)))
         modules = self._model.adapter_modules.items()
         return self._published((name, full_tensor(module.weight)) for name, module in modules)
 

@@ -284,15 +284,15 @@ def empty_causal_lm(path: str, config: Any, files: WeightFiles | None = None) ->
     return LoadedModel(causal_lm, files, twin)
 
 
-def small_causal_lm(config: Any) -> Any:
-    """Make a model of the same code with one layer of each kind at least, 256 ids and random weights.
+def small_causal_lm(config: Any, *, layers: int = 1) -> Any:
+    """Make a model of the same code with ``layers``, one of each kind at least, 256 ids and random weights.
 
     Its head is scaled so that logits are about -10 to 10, where a cap or a scale of them shows.
     """
     from transformers import AutoModelForCausalLM
 
     kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
-    small = with_layers(config, max([1, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    small = with_layers(config, max([layers, *(kinds.index(kind) + 1 for kind in set(kinds))]))
     text = small.get_text_config()
     text.vocab_size = min(text.vocab_size, _TWIN_VOCABULARY)
     for part in (small, text):

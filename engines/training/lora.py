@@ -173,14 +173,19 @@ def merged_tensors(tensors: Iterator[tuple[str, Tensor]], lora: LoRA) -> Iterato
 def base_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights without the adapters, named as without them."""
     for name, tensor in full_tensors(tensors):
-        if not name.endswith((_A, _B)):
+        if not is_adapter(name):
             yield name.replace(f"{_BASE}.", "."), tensor
+
+
+def is_adapter(name: str) -> bool:
+    """True for the module's name of an adapter's matrix."""
+    return name.endswith((_A, _B))
 
 
 def adapter_tensors(tensors: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
     """Yield the adapters alone, under peft's names in files."""
     for name, tensor in tensors:
-        if name.endswith((_A, _B)):
+        if is_adapter(name):
             yield f"base_model.model.{name.replace('.default.', '.')}", tensor
 
 

@@ -57,12 +57,14 @@ def plan_memory(
     of matrix products), and what an allocator holds beyond them.
 
     Raises:
-        ConfigError: the model cannot be divided over the mesh, or has to be read as a whole before that is known; or
-            this process belongs to a torch process group already.
+        ConfigError: the model cannot be divided over the mesh, has to be read as a whole before that is known, or has
+            stages; or this process belongs to a torch process group already.
         OSError: there is no such model.
     """
     from transformers import AutoConfig
 
+    if shape.pp > 1:
+        raise ConfigError("the memory of stages is not planned", path="mesh.pp", remedy="plan a mesh without pp")
     if dist.is_initialized():
         raise ConfigError("memory is planned in a process without a torch process group", remedy="use another process")
     text: Any = AutoConfig.from_pretrained(path).get_text_config()
@@ -178,10 +180,7 @@ def _replace_forward(model: PolicyModel, trace: _Trace, cp: int, *, scored: int,
     """Let the model score ``scored`` tokens, with its share of the cells: which they are is no matter of sizes."""
 
     def forward(ids: Tensor, positions: Tensor, *_: Tensor, rectangles: tuple[tuple[int, int], ...]) -> TokenScores:
-        size = -(-len(ids) // cp)
-        if padding := size * cp - len(ids):
-            rectangles = (*rectangles, (1, padding))
-        states = model.hidden_states(ids[:size], positions[:size], rectangles=rectangles)
+        states = model.hidden_states(ids, positions, rectangles=rectangles)
         trace.enter("head")
         wanted = ids[: -(-scored // cp)]
         return model.scores(states.index_select(0, wanted), wanted, extras=extras, temperature=1.0)

@@ -32,6 +32,7 @@ from engines.training.packed_attention import (
 from engines.training.packing import Layout
 from engines.training.parallel import divide_experts, divide_products, experts_of, sum_of_ranks
 from engines.training.partition import RowCost
+from engines.training.pipeline import Pipeline, check_layers, divide_layers
 from engines.training.quantised import QuantisedLinear, quantise
 from engines.training.rank_group import RankGroup
 
@@ -73,6 +74,8 @@ class PolicyModel(nn.Module):
         self.unread: WeightFiles | None = None  # what :func:`shard` fills a model without memory from
         self.tp: ProcessGroup | None = None  # set by :func:`shard`, as the next one
         self.cp: ProcessGroup | None = None
+        self.pipeline: Pipeline | None = None
+        self.stages = nn.ModuleList()  # of the pipeline
         self.backend: str | None = None  # of torch.compile
         self.planned_for: str | None = None  # type of the device whose memory is planned without it
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
@@ -101,19 +104,19 @@ class PolicyModel(nn.Module):
         Arguments up to ``prefixes`` are fields of :class:`~engines.training.packing.PackedMicroBatch`: one rectangle
         only in the padded layout, and any valid id in cells of padding. ``temperature`` divides the logits.
         """
-        if self.cp is None:
-            states = self.hidden_states(input_ids, positions, rectangles=rectangles, prefixes=prefixes)
-            return self.scores(states.index_select(0, predictors), targets, extras=extras, temperature=temperature)
-        # This rank's piece of the stream, and the scores of the tokens that are predicted in it.
-        ranks = self.cp.size()
-        size = -(-len(input_ids) // ranks)
-        piece = slice(self.cp.rank() * size, (self.cp.rank() + 1) * size)
-        if padding := size * ranks - len(input_ids):
-            rectangles, prefixes = (*rectangles, (1, padding)), (*prefixes, None)
-        input_ids, positions = (nn.functional.pad(each, (0, padding))[piece] for each in (input_ids, positions))
         states = self.hidden_states(input_ids, positions, rectangles=rectangles, prefixes=prefixes)
-        mine = ((predictors >= piece.start) & (predictors < piece.stop)).nonzero().flatten()
-        states = states.index_select(0, predictors[mine] - piece.start)
+        return self.scores_in(states, predictors, targets, extras=extras, temperature=temperature)
+
+    def scores_in(
+        self, states: Tensor, predictors: Tensor, targets: Tensor, *, extras: Extras, temperature: float
+    ) -> TokenScores:
+        """Score N tokens by what :meth:`hidden_states` returned; ``predictors`` are cells of the whole micro-batch."""
+        if self.cp is None:
+            return self.scores(states.index_select(0, predictors), targets, extras=extras, temperature=temperature)
+        # The scores of the tokens that are predicted in this rank's piece.
+        first = self.cp.rank() * len(states)
+        mine = ((predictors >= first) & (predictors < first + len(states))).nonzero().flatten()
+        states = states.index_select(0, predictors[mine] - first)
         scores = self.scores(states, targets[mine], extras=extras, temperature=temperature)
         wanted = [scores.log_probs]
         if extras != "none":
@@ -145,15 +148,29 @@ class PolicyModel(nn.Module):
         *,
         rectangles: tuple[tuple[int, int], ...],
         prefixes: tuple[int | None, ...] = (),
+        body: nn.Module | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
-        """Return the last hidden states [T, H]; of a context-parallel model, those of the piece that is given."""
+        """Return the last hidden states [T, H] of a micro-batch; of a context-parallel model, those of its piece.
+
+        ``body`` are some of the layers, which go on with the ``states`` [1, T, H] of those before them, if there are
+        any, and give such states.
+        """
+        if self.cp is not None:
+            ranks = self.cp.size()
+            size = -(-len(input_ids) // ranks)
+            piece = slice(self.cp.rank() * size, (self.cp.rank() + 1) * size)
+            if padding := size * ranks - len(input_ids):
+                rectangles, prefixes = (*rectangles, (1, padding)), (*prefixes, None)
+            input_ids, positions = (nn.functional.pad(each, (0, padding))[piece] for each in (input_ids, positions))
         if self.layout == "packed":
             rows = RowLayout.of(rectangles, device=input_ids.device, prefixes=prefixes, cp=self.cp)
-            states = self._decode(input_ids[None], position_ids=positions[None], **{ROWS: rows})
+            keywords: dict[str, Any] = {"position_ids": positions[None], ROWS: rows}
+            found = self._decode(input_ids[None], **keywords, body=body, states=states)
         else:
             (shape,) = rectangles
-            states = self._decode(input_ids.view(shape))
-        return states.flatten(0, 1)
+            found = self._decode(input_ids.view(shape))
+        return found if body is not None else found.flatten(0, 1)
 
     def pack(self) -> str:
         """Use the packed layout if its results are those of single rows; return why not, or ``""``.
@@ -175,7 +192,8 @@ class PolicyModel(nn.Module):
             try:
                 self.causal_lm.set_attn_implementation(PACKED_ATTENTION)
                 positions = torch.cat([torch.arange(length) for length in lengths])
-                found = self._decode(torch.cat(ids)[None], position_ids=positions[None], **{ROWS: rows})[0]
+                keywords: dict[str, Any] = {"position_ids": positions[None], ROWS: rows}
+                found = self._decode(torch.cat(ids)[None], **keywords)[0]
             except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
                 self.causal_lm.set_attn_implementation(before)
                 return f"{self.architecture} does not support packed rows: {error}"
@@ -201,8 +219,9 @@ class PolicyModel(nn.Module):
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
+    @cached_property
     def row_cost(self) -> RowCost:
-        """Return the cost of rows, computed from the numbers of weights; before or after sharding."""
+        """The cost of rows, computed from the numbers of weights before the model is divided."""
         config: Any = self.causal_lm.config.get_text_config()
         weights = sum(parameter.numel() for parameter in self.causal_lm.parameters() if parameter.ndim >= 2)
         for module in experts_of(self.causal_lm):  # a token has some of them
@@ -219,9 +238,13 @@ class PolicyModel(nn.Module):
             per_pair=2.0 * config.num_hidden_layers * heads * size,
         )
 
-    def _decode(self, input_ids: Tensor, **keywords: Any) -> Tensor:  # [B, L, H] last hidden states
-        states: Tensor = self.causal_lm.base_model(input_ids=input_ids, use_cache=False, **keywords).last_hidden_state
-        return states
+    def _decode(
+        self, input_ids: Tensor, *, body: nn.Module | None = None, states: Tensor | None = None, **keywords: Any
+    ) -> Tensor:  # [B, L, H] last hidden states
+        body = self.causal_lm.base_model if body is None else body
+        given = {"input_ids": input_ids} if states is None else {"inputs_embeds": states}
+        found: Tensor = body(**given, use_cache=False, **keywords).last_hidden_state
+        return found
 
     def _head(self) -> Head | None:
         head: Any = self.causal_lm.get_output_embeddings()
@@ -266,6 +289,13 @@ class PolicyModel(nn.Module):
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in transient:
                     yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def described(self) -> dict[str, Tensor]:
+        """Return :meth:`tensors_by_name`, and those of other stages without memory, in the order of the whole model."""
+        mine = dict(self.tensors_by_name())
+        if self.pipeline is None:
+            return mine
+        return {name: mine.get(name, empty) for name, (_, empty) in self.pipeline.places.items()}
 
     @cached_property
     def adapter_modules(self) -> dict[str, nn.Linear]:
@@ -401,7 +431,7 @@ def _one_element_each(loaded: LoadedModel) -> Iterator[None]:
         module.register_parameter(name, parameter)
 
 
-def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
+def check_mesh(model: PolicyModel, shape: MeshShape, *, stages_per_rank: int = 1) -> None:
     """Raise :class:`ConfigError` unless :func:`shard` can divide the model over a mesh of this shape."""
     if shape.tp > 1 and model.lora is not None and model.lora.base != "float":
         raise ConfigError(
@@ -416,6 +446,15 @@ def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
             path="mesh.cp",
             remedy="use cp = 1, or a model whose rows can be packed",
         )
+    if shape.pp > 1:
+        with model_loading_lock:
+            check_layers(model, ranks=shape.pp, stages_per_rank=stages_per_rank)
+    elif stages_per_rank > 1:
+        raise ConfigError(
+            f"stages_per_rank is {stages_per_rank}, but layers are not divided",
+            path="stages_per_rank",
+            remedy="1, or a mesh with pp",
+        )
     if shape.tp == 1:
         return
     head: Any = model.causal_lm.get_output_embeddings()
@@ -427,8 +466,15 @@ def check_mesh(model: PolicyModel, shape: MeshShape) -> None:
         )
 
 
-def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype, backend: str | None = None) -> None:
-    """Divide products and experts over their ranks; shard experts, every decoder layer, then the rest, over the others.
+def shard(
+    model: PolicyModel,
+    ranks: RankGroup,
+    *,
+    dtype: ComputeDtype,
+    backend: str | None = None,
+    stages_per_rank: int = 1,
+) -> None:
+    """Divide layers, products and experts over their ranks; shard experts, decoder layers and the rest over the others.
 
     Trained weights, gradients after reduction and optimizer state are float32; ``dtype`` is that of the computation.
     With a ``backend`` of ``torch.compile`` layers, and the passes over logits, are compiled.
@@ -441,15 +487,21 @@ def shard(model: PolicyModel, ranks: RankGroup, *, dtype: ComputeDtype, backend:
     """
     device = torch.device(ranks.mesh.device_type)
     model.cp = ranks.cp
+    model.row_cost  # noqa: B018  while it is whole
     if ranks.tp is not None:
         model.tp = ranks.tp.get_group()
         divide_products(model.causal_lm, ranks.tp, divide_head=model.divides_head)
+    if ranks.pp is not None:
+        model.pipeline = divide_layers(
+            model, ranks.pp, stages_per_rank=stages_per_rank, dtype=getattr(torch, dtype), device=device
+        )
+        model.stages.extend(model.pipeline.stages.values())
     names = set(model.causal_lm._no_split_modules or ())  # noqa: SLF001  # as transformers' own sharding plan does
     layers = [module for module in model.causal_lm.modules() if type(module).__name__ in names]
     if backend is not None:
         _compile(model, layers, backend)
     if ranks.world_size > 1 or dtype != "float32":
-        units = [(module, ranks.mesh) for module in (*layers, model)]
+        units = [(module, ranks.mesh) for module in (*layers, *(model.stages or [model]))]
         if ranks.ep is not None:
             experts = experts_of(model.causal_lm)
             divide_experts(experts, ranks.ep)

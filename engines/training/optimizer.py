@@ -120,7 +120,7 @@ class ShardedOptimizer:
             raise ConfigError(
                 f"optimizer {name!r} computes with whole matrices, which {divided} ranks have a part of each here",
                 path="optimizer",
-                remedy="'adamw' or 'sgd', or a mesh with dp_replicate alone",
+                remedy="'adamw' or 'sgd', or a mesh with dp_replicate and pp alone",
             )
         adam = {"betas": betas, "eps": eps}
         make, given, held = _class_of(name), dict(options or {}), list(self._sharded)

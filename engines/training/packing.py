@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -106,6 +106,10 @@ def assign_minibatches(total_rows: int, *, num_mini_batches: int, seed: int) -> 
     return assigned[:total_rows]
 
 
+_PADDING_ROW = 128
+"""Cells of a row of padding: attention to one long row would cost more than the rows that it is to be as long as."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
     """The tensors of a micro-batch: T cells, with N tokens to score."""
@@ -134,6 +138,26 @@ class PackedMicroBatch:
             tokens=zero,
             rows=zero,
             is_dummy=True,
+        )
+
+    def padded(self, cells: int) -> PackedMicroBatch:
+        """Return it with short rows behind the others, if it has fewer cells; a packed one.
+
+        They repeat its own tokens: those of one id would all be sent to the same experts of a mixture.
+        """
+        padding = cells - len(self.input_ids)
+        if not padding:
+            return self
+        repeated = self.input_ids.repeat(-(-padding // len(self.input_ids)))[:padding]
+        rows, rest = divmod(padding, _PADDING_ROW)
+        rectangles = [(rows, _PADDING_ROW)] * (rows > 0) + [(1, rest)] * (rest > 0)
+        places = torch.arange(padding, device=self.positions.device) % _PADDING_ROW
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, repeated]),
+            positions=torch.cat([self.positions, places]),
+            rectangles=(*self.rectangles, *rectangles),
+            prefixes=(*self.prefixes, *(None for _ in rectangles)),
         )
 
     def token_values(self, column: Tensor) -> Tensor:

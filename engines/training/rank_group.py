@@ -43,6 +43,8 @@ class RankGroup:
     Attributes:
         mesh: what FSDP shards weights over; of two dimensions if there are replicas.
         tp: the ranks that divide each product; None if there is one.
+        pp: the ranks that divide the layers, and have the same rows; None if there is one.
+        stage_rank: this rank's number among those that have the same layers.
         cp: the ranks that divide the tokens of a row; None if there is one.
         ep: the ranks that divide the experts of a layer; None if there is one.
         expert_mesh: what FSDP shards the experts of a rank over, as ``mesh``; the same without ``ep``.
@@ -81,10 +83,13 @@ class RankGroup:
         else:
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(group, ProcessGroup)
-        self._group = self._data = group
+        self._group = self._data = self._stage = group
+        self.stage_size = world_size // self.shape.pp
+        self.stage_rank = rank % self.stage_size
         self._made: list[ProcessGroup] = []
         self.tp: DeviceMesh | None = None
         self.cp: ProcessGroup | None = None
+        self.pp: ProcessGroup | None = None
         self.ep: DeviceMesh | None = None
         if self.data_size == world_size and self.shape.dp_replicate == self.shape.ep == 1:
             self.mesh = self.expert_mesh = DeviceMesh.from_group(group, self.device.type)
@@ -95,7 +100,7 @@ class RankGroup:
     def _make_mesh(self, timeout: timedelta) -> None:
         """Make the groups of ranks that differ in some dimensions only, and the mesh of FSDP and tensor parallelism."""
         shape = self.shape
-        ranks = torch.arange(self.world_size).view(shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
+        ranks = torch.arange(self.world_size).view(shape.pp, shape.dp_replicate, shape.dp_shard, shape.cp, shape.tp)
 
         def group_over(*dimensions: int, ranks: Tensor = ranks) -> ProcessGroup:
             order = [each for each in range(ranks.ndim) if each not in dimensions]
@@ -106,28 +111,32 @@ class RankGroup:
             self._made.append(group)
             return group
 
-        self._data = group_over(0, 1)
-        self.cp = group_over(2) if shape.cp > 1 else None
+        self._data = group_over(1, 2)
+        self.cp = group_over(3) if shape.cp > 1 else None
+        if shape.pp > 1:
+            self.pp, self._stage = group_over(0), group_over(1, 2, 3, 4)
+            self.from_last_stage(torch.zeros(1))  # connects its ranks, which send in pairs from then on
+        stage = self.rank // self.stage_size
         # Names of this mesh alone: DTensor's caches take one of equal sizes and names for the same, whose groups may be
         # closed.
         number = next(_meshes)
         replicas, shards, parts, owners = (f"{name}_{number}" for name in ("replicas", "shards", "parts", "owners"))
         sharded = (replicas, shards) if shape.dp_replicate > 1 else (shards,)
         whole = DeviceMesh.from_group(
-            [group_over(0), group_over(1, 2), group_over(3)],
+            [group_over(1), group_over(2, 3), group_over(4)],
             self.device.type,
-            mesh=ranks.flatten(1, 2),
+            mesh=ranks[stage].flatten(1, 2),
             mesh_dim_names=(replicas, shards, parts),
         )
         self._meshes = [whole]
         self.mesh = self.expert_mesh = whole[sharded]
         self.tp = whole[parts] if shape.tp > 1 else None
         if shape.ep > 1:
-            apart = ranks.view(shape.dp_replicate, -1, shape.ep, shape.tp)
+            apart = ranks.view(shape.pp, shape.dp_replicate, -1, shape.ep, shape.tp)
             whole = DeviceMesh.from_group(
-                [group_over(each, ranks=apart) for each in range(apart.ndim)],
+                [group_over(each, ranks=apart) for each in range(1, apart.ndim)],
                 self.device.type,
-                mesh=apart,
+                mesh=apart[stage],
                 mesh_dim_names=(replicas, shards, owners, parts),
             )
             self._meshes.append(whole)
@@ -155,12 +164,23 @@ class RankGroup:
             return [list(values)]
         return [part.tolist() for part in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
-    def gather_from_all(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the integers of every rank, by rank; every one has the same number of them."""
+    def gather_from_stage(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the integers of every rank with these layers, by ``stage_rank``; all have the same number of them."""
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine, group=self._group)
+        parts = [torch.empty_like(mine) for _ in range(self.stage_size)]
+        dist.all_gather(parts, mine, group=self._stage)
         return [part.tolist() for part in parts]
+
+    def from_stage(self, tensor: Tensor, place: int) -> Tensor:
+        """Fill ``tensor`` with that of the rank ``place`` of :attr:`pp`; without it, return the tensor."""
+        if self.pp is None:
+            return tensor
+        sent = tensor.to(self.device).contiguous()
+        dist.broadcast(sent, group=self.pp, group_src=place)
+        return sent.to(tensor.device)
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        return self.from_stage(tensor, self.shape.pp - 1)
 
     def gather_lists(self, values: Sequence[int]) -> list[list[int]]:
         """Return the integers of every data rank, by data rank; they may have different numbers of them."""
@@ -228,7 +248,7 @@ class RankGroup:
             getattr(mesh, "_pg_registry", {}).clear()
         for group in self._made if dist.is_initialized() else ():
             dist.destroy_process_group(group)
-        del self._group, self._data, self._made, self.cp
+        del self._group, self._data, self._stage, self._made, self.cp, self.pp
         if self._owner:
             _leave()
 

@@ -58,6 +58,7 @@ def make(
     vocab_size: int = 512,
     rope_theta: float = 10_000.0,
     initializer_range: float = 0.05,
+    tie_word_embeddings: bool = True,
 ) -> None:
     """Write config, random weights (float32), tokenizer and generation config into ``folder``; make it if missing.
 
@@ -65,7 +66,7 @@ def make(
     bound, since merging stops early when no pair recurs. ``architecture`` is a Hugging Face ``model_type``: llama,
     qwen2, qwen3 or mistral. ``hidden_size`` is a multiple of ``heads``, ``max_position`` in tokens. ``rope_theta`` is
     the base of the rotary embeddings: small ones suit short sequences. ``initializer_range`` is the standard deviation
-    of the initial weights.
+    of the initial weights. With ``tie_word_embeddings`` embeddings and output head are one matrix.
 
     Raises:
         ConfigError: an option cannot be used, or there are no demonstrations.
@@ -90,7 +91,7 @@ def make(
         max_position_embeddings=max_position,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         initializer_range=initializer_range,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tie_word_embeddings,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -21,7 +21,7 @@ from engines.training.checkpoint import (
     HostMemory,
     Snapshot,
     export_model,
-    full_tensor,
+    full_tensors,
     load_trainer,
     published,
     save_trainer,
@@ -67,6 +67,8 @@ class ShardedEngine(Generic[ModelT]):
         gradient_checkpointing: keep no activations inside decoder layers; compute them again for the backward pass.
         compile: torch.compile of every decoder layer and of the passes over logits, the first time that they are
             computed; True for its default backend, or the name of one. Not with a mesh that has ``tp``.
+        stages_per_rank: with a mesh that has ``pp``, the stages of its layers that each rank has; more than one
+            (interleaved) leave ranks idle for less time, and send more.
         layout: how rows lie in a micro-batch: ``packed`` one after the other, ``padded`` to one length (for models
             without variable-length attention), ``auto``: packed where the model allows it.
         num_mini_batches, epochs: optimizer steps per pass over a batch, and passes.
@@ -104,6 +106,7 @@ class ShardedEngine(Generic[ModelT]):
     max_tokens_per_microbatch: int = 8192
     gradient_checkpointing: bool = False
     compile: bool | str = False
+    stages_per_rank: int = 1
     layout: Layout | Literal["auto"] = "auto"
     num_mini_batches: int = 1
     epochs: int = 1
@@ -144,18 +147,25 @@ class ShardedEngine(Generic[ModelT]):
 
         def checked() -> ModelT:
             model = load(self.world_size > 1 or self._ranks.device.type != "cpu")
-            check_mesh(model, self._ranks.shape)
+            check_mesh(model, self._ranks.shape, stages_per_rank=self.stages_per_rank)
             return model
 
         try:
             self._model: ModelT = self._ranks.call_together(checked, doing="loading the model")
-            self._cost = self._model.row_cost()
+            self._cost = self._model.row_cost
             self._ranks.call_together(
-                lambda: shard(self._model, self._ranks, dtype=self.dtype, backend=backend), doing="reading the weights"
+                lambda: shard(
+                    self._model,
+                    self._ranks,
+                    dtype=self.dtype,
+                    backend=backend,
+                    stages_per_rank=self.stages_per_rank,
+                ),
+                doing="reading the weights",
             )
             self._optimizer = ShardedOptimizer(
                 self._model.parameters_by_name(),
-                world_size=self.world_size,
+                world_size=self._ranks.stage_size,
                 weight_decay=self.weight_decay,
                 betas=self.betas,
                 eps=self.eps,
@@ -173,7 +183,7 @@ class ShardedEngine(Generic[ModelT]):
             raise
 
     def _check_options(self, temperature: float) -> None:
-        for name in ("max_tokens_per_microbatch", "num_mini_batches", "epochs", "threads"):
+        for name in ("max_tokens_per_microbatch", "stages_per_rank", "num_mini_batches", "epochs", "threads"):
             value = getattr(self, name)
             if name == "threads" and value is None:
                 continue
@@ -384,7 +394,7 @@ class ShardedEngine(Generic[ModelT]):
 
     def _full_tensors(self, of: Callable[[_Tensors], _Tensors] | None = None) -> _Tensors:
         """Yield full weights: ``of`` those of the module, or with adapters merged in."""
-        full = ((name, full_tensor(tensor)) for name, tensor in self._model.tensors_by_name())
+        full = full_tensors(self._model, self._ranks)
         return self._model.to_checkpoint_names(self._published((of or self._model.merged)(full)))
 
     def _derived_seed(self, number: int = 0) -> int:

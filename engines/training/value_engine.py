@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,9 +77,10 @@ class ValueModel(PolicyModel):
         nothing = values.new_zeros(0)
         return TokenScores(values, nothing, nothing)
 
+    @cached_property
     def row_cost(self) -> RowCost:
         config: Any = self.causal_lm.config.get_text_config()
-        whole = super().row_cost()
+        whole = super().row_cost
         weights = sum(parameter.numel() for parameter in self.causal_lm.parameters() if parameter.ndim >= 2)
         body = weights - self.vocabulary * int(config.hidden_size)
         return RowCost(

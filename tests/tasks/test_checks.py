@@ -123,11 +123,6 @@ def test_a_model_that_the_mesh_does_not_divide_is_refused(tmp_path: Path) -> Non
         check_start(made)
 
 
-def test_pipelines_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.mesh.*has no pipeline parallelism \(pp\) yet"):
-        config(tmp_path, trainer={"world_size": 2, "mesh": {"pp": 2}})
-
-
 def test_one_error_has_all_problems_of_a_stage(tmp_path: Path) -> None:
     made = config(tmp_path, weights={"options": {"x": 1}}, ledger={"kind": "json"}, algorithm={"correction": "none"})
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*algorithm.correction.*weights.options.x"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from asyncrl.data import DataProto
@@ -37,8 +38,10 @@ class CountingEngine:
     def close(self) -> None: ...
 
 
-def test_ranks_of_one_data_rank_get_its_rows_and_one_of_them_answers() -> None:
-    shape = MeshShape(dp_shard=2, cp=2)
+@pytest.mark.parametrize(
+    ("shape", "second"), [(MeshShape(dp_shard=2, cp=2), 2), (MeshShape(dp_shard=2, pp=2), 1)], ids=["cp", "pp"]
+)
+def test_ranks_of_one_data_rank_get_its_rows_and_one_of_them_answers(shape: MeshShape, second: int) -> None:
     batch = DataProto.from_dict(tensors={"input_ids": [torch.tensor([row, row]) for row in range(3)]})
     made = ClassWithInitArgs(TrainerWorker, TrainerSpec(engine=CountingEngine, mesh=shape))
     with LocalWorkerGroup(made, world_size=4) as group:
@@ -46,7 +49,7 @@ def test_ranks_of_one_data_rank_get_its_rows_and_one_of_them_answers() -> None:
         answers = group.update(batch).result(TIMEOUT_S)
         assert answers == [
             {"rank": 0, "seen": [0, 0, 1, 1], "mesh": shape},
-            {"rank": 2, "seen": [2, 2], "mesh": shape},
+            {"rank": second, "seen": [2, 2], "mesh": shape},
         ]
         scored = group.log_probs(batch).result(TIMEOUT_S).batch
-        assert scored["log_probs"].values().tolist() == [0.0, 0.0, 1.0, 1.0, 202.0, 202.0]
+        assert scored["log_probs"].values().tolist() == [0.0, 0.0, 1.0, 1.0, 100.0 * second + 2, 100.0 * second + 2]

@@ -429,12 +429,15 @@ def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, 
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_a_run_of_two_ranks_goes_on_with_one(small_config: MakeConfig, mesh: dict[str, int]):
     """Each rank wrote its part on Ray; one rank in this process reads both, and exports the same model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "max_position": 128}
+    model = {"options": {**sizes, "tie_word_embeddings": "pp" not in mesh}}
     config = small_config(
         steps=2,
         cluster={"backend": "ray"},
+        model=model,
         trainer={"world_size": 2, "mesh": mesh},
         checkpoint={"every": 1},
         eval={"tasks": 0},
@@ -444,7 +447,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(small_config: MakeConfig, mesh: dic
     parts = sorted(path.name for path in (run / "checkpoints" / "step-000002" / "trainer").glob("rank-*"))
     assert parts == ["rank-00000.safetensors", "rank-00001.safetensors"]
     before = weights(run, 2)
-    same = small_config(steps=2, checkpoint={"every": 1}, eval={"tasks": 0})
+    same = small_config(steps=2, model=model, checkpoint={"every": 1}, eval={"tasks": 0})
     (run / "summary.json").unlink()  # as if killed before its end: step 2 is saved again
     train(same, resume=run)
     after = weights(run, 2)

@@ -225,6 +225,9 @@ def test_a_refused_resume_leaves_the_configuration_and_an_accepted_one_names_wha
         with pytest.raises(ConfigError, match="no_such_environment"):
             train(refused, resume=run)
         assert (run / "config.toml").read_text() == text
+    of_another_kind = small_config(steps=2, trainer={"optimizer": "sgd"}, checkpoint={"every": 1})
+    with pytest.raises(ConfigError, match=r"trainer.optimizer = sgd: the checkpoints .* written with adamw"):
+        train(of_another_kind, resume=run)
     for meter in (run / "meters").glob("*.tokens"):
         meter.write_bytes(b"")
     train(config.model_copy(update={"steps": 2, "seed": 7}), resume=run)

@@ -54,7 +54,15 @@ FAMILIES: dict[str, Any] = {
 }
 LOSSES: dict[str, Any] = {"ppo": PPO, "gspo": GSPO, "cispo": CISPO, "sapo": SAPO, "topr": TOPR}
 MESHES: dict[int, tuple[dict[str, int], ...]] = {
-    2: ({"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2}),
+    2: (
+        {"dp_shard": 2},
+        {"dp_replicate": 2},
+        {"cp": 2},
+        {"tp": 2},
+        {"dp_shard": 2, "ep": 2},
+        {"cp": 2, "ep": 2},
+        {"pp": 2},
+    ),
     4: (
         {"dp_shard": 4},
         {"dp_replicate": 2, "dp_shard": 2},
@@ -70,6 +78,12 @@ MESHES: dict[int, tuple[dict[str, int], ...]] = {
         {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
         {"dp_shard": 2, "cp": 2, "ep": 2},
         {"dp_shard": 2, "cp": 2, "ep": 4},
+        {"pp": 2, "dp_shard": 2},
+        {"pp": 2, "dp_replicate": 2},
+        {"pp": 4},
+        {"pp": 2, "tp": 2},
+        {"pp": 2, "cp": 2},
+        {"pp": 2, "dp_shard": 2, "ep": 2},
     ),
 }
 VOCABULARY = 64
@@ -78,7 +92,7 @@ DEADLINE_S = 120.0
 
 def _foreign(family: str) -> set[str]:
     """The dimensions that a family does not have."""
-    return {"tp"} if family == "qwen3_moe" else {"ep"}
+    return {"tp"} if family == "qwen3_moe" else {"ep", "pp"} if family == "granite" else {"ep"}
 
 
 TOLERANCES = {"float32": (1e-4, 2e-3), "bfloat16": (0.1, 0.3)}
@@ -103,6 +117,7 @@ class Case:
     layout: str = "auto"
     experts: int = 4
     crowded: bool = False  # all tokens have the same two experts of a mixture, the others have none
+    stages_per_rank: int = 1  # the models have four layers where some are divided
     max_tokens: int = 24
     num_mini_batches: int = 1
     checkpointing: bool = False
@@ -121,16 +136,19 @@ class Case:
         usable = [each for each in MESHES[ranks] if not _foreign(family) & each.keys()]
         lora = task == "policy" and draw.random() < 0.15
         dtype = "bfloat16" if draw.random() < 0.15 else "float32"
-        padded = "cp" not in mesh and draw.random() < 0.15
+        padded = not mesh.keys() & {"cp", "pp"} and draw.random() < 0.15
+        tied = "pp" not in mesh and draw.random() < 0.5
         if padded:
             usable = [each for each in usable if "cp" not in each]
+        if padded or tied:
+            usable = [each for each in usable if "pp" not in each]
         return Case(
             seed=seed,
             ranks=ranks,
             mesh=mesh,
             resumed=dict(draw.choice(usable)),
             family=family,
-            tied=draw.random() < 0.5,
+            tied=tied,
             kv_heads=4 if mesh.get("tp") == 4 else draw.choice((2, 4)),
             task=task,
             loss=draw.choice(sorted(LOSSES)),
@@ -145,6 +163,7 @@ class Case:
             max_tokens=draw.choice((24, 64, 4096)),
             num_mini_batches=draw.choice((1, 1, 2)),
             checkpointing=draw.random() < 0.25,
+            stages_per_rank=draw.choice((1, 2)) if mesh.get("pp") == 2 else 1,
             lora=lora,
             dtype=dtype,
             temperature=draw.choice((1.0, 1.0, 0.7)),
@@ -178,15 +197,19 @@ class Case:
             }
         )
 
+    @property
+    def layers(self) -> int:
+        return 4 if "pp" in {**self.mesh, **self.resumed} else 2
+
     def model(self, folder: Path) -> str:
         """The folder of the model, which is made if it is not there; its distributions are not flat."""
-        made = folder / f"{self.family}-{self.tied}-{self.kv_heads}-{self.experts}-{self.crowded}"
+        made = folder / f"{self.family}-{self.tied}-{self.kv_heads}-{self.experts}-{self.crowded}-{self.layers}"
         if not made.exists():
             sizes: dict[str, Any] = {
                 "vocab_size": VOCABULARY,
                 "hidden_size": 32,
                 "intermediate_size": 48,
-                "num_hidden_layers": 2,
+                "num_hidden_layers": self.layers,
                 "num_attention_heads": 4,
                 "num_key_value_heads": self.kv_heads,
                 "head_dim": 8,
@@ -279,6 +302,7 @@ class Rank:
             "world_size": self.world_size,
             "master_port": self.port,
             "mesh": mesh if self.world_size > 1 else None,
+            "stages_per_rank": case.stages_per_rank if self.world_size > 1 and "pp" in mesh else 1,
             "collective_timeout_s": DEADLINE_S / 2,
         }
         if case.task == "critic":
@@ -358,7 +382,8 @@ def differences(
             check(off <= metric_limit * max(abs(value), 1e-2), f"{name} is {mine.get(name)}, of one rank {value}")
     copies = case.mesh.get("cp", 1) * case.mesh.get("tp", 1)
     for place, expected in enumerate(one["scores"]):
-        scores = [score for each in ranks[::copies] for score in each["scores"][place]]
+        answers = ranks[: len(ranks) // case.mesh.get("pp", 1) : copies]
+        scores = [score for each in answers for score in each["scores"][place]]
         off = max(abs(mine - its) for mine, its in zip(scores, expected, strict=True))
         check(off <= 4 * metric_limit, f"scores are off by {off:.1e}")
     start = load_file(alone / "start.safetensors")

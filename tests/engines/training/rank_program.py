@@ -1,4 +1,4 @@
-"""One rank of the tests with several: ``python rank_program.py MODEL FOLDER RANK PORT RANKS SCENES``.
+"""One rank of the tests with several: ``python rank_program.py MODEL DEEP FOLDER RANK PORT RANKS SCENES``.
 
 Every scene writes its metrics to ``FOLDER/SCENE.RANK.json``, weights are left in checkpoints of the same name. The
 test runs the very same scenes in its own process with all rows on one rank.
@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from asyncrl.algorithms import GSPO, ClipCov, PolicyObjective, TokenLosses, TruncatedImportance, ValueObjective
 from asyncrl.algorithms.losses import PolicyLoss, PolicyTokens
 from asyncrl.data import DataProto
 from asyncrl.errors import AsyncRLError
+from engines.training import pipeline
 from engines.training.fsdp_engine import FSDPEngine
 from engines.training.value_engine import FSDPValueEngine
 
@@ -48,8 +50,11 @@ class Rank:
     Of two ranks, the first has ``split`` rows. Of four, the first two share those, and the third has none.
     """
 
-    def __init__(self, model: str, folder: Path, *, rank: int, port: int | None = None, world_size: int = 1) -> None:
+    def __init__(
+        self, model: str, deep: str, folder: Path, *, rank: int, port: int | None = None, world_size: int = 1
+    ) -> None:
         self.model = model
+        self.deep = deep  # of four layers, and with an output head of its own
         self.folder = folder
         self.rank = rank
         self.world_size = world_size
@@ -93,7 +98,7 @@ class Rank:
         """Three updates, then a checkpoint."""
         engine = self.engine(objective=objective, **options)
         computed = _watched(engine)
-        copies = engine._ranks.shape.copies
+        copies = self.world_size // engine._ranks.data_size
         self.report(scene, [engine.update(self.rows(seed, split=split, copies=copies)) for seed in range(3)])
         self.report(f"{scene}.computed", computed)
         engine.save(self.folder / scene)
@@ -166,11 +171,46 @@ def whitened(rank: Rank) -> None:
 
 
 def meshed(rank: Rank) -> None:
-    """Copies of the model; pieces of each row; parts of each product."""
-    for name in ("dp_replicate", "cp", "tp"):
+    """Copies of the model; pieces of each row; parts of each product; a layer for each rank."""
+    for name in ("dp_replicate", "cp", "tp", "pp"):
         mesh = {name: 2} if rank.world_size == 2 else None
         objective = PolicyObjective(entropy_coef=0.05)
+        whole, rank.model = rank.model, rank.deep if name == "pp" else rank.model
         rank.updates(f"mesh_{name}", split=5, max_tokens_per_microbatch=30, objective=objective, mesh=mesh)
+        rank.model = whole
+
+
+def staged(rank: Rank) -> None:
+    """Adapters and reference in interleaved stages, more micro-batches than a schedule has, and a loss that fails.
+
+    The scene's model has four layers; its loss fails on the rank that computes it, the last one.
+    """
+    whole, rank.model = rank.model, rank.deep
+    pipeline.WINDOW = 2
+    stages = {"mesh": {"pp": 2}, "stages_per_rank": 2} if rank.world_size == 2 else {}
+    options: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}, "max_tokens_per_microbatch": 9, **stages}
+    rank.updates("staged", split=5, **options)
+    engine = rank.engine(**options)
+    engine.load(rank.folder / "staged")
+    scores = engine.reference_log_probs(rank.rows(0, split=7, copies=rank.world_size)).batch
+    assert scores is not None
+    rank.report("staged.reference", scores["log_probs"].values().tolist())
+    for name, tensors in (("adapters", engine.adapter_tensors()), ("base", engine.base_tensors())):
+        save_file({each: tensor.clone() for each, tensor in tensors}, rank.folder / f"staged.{name}.{rank.rank}")
+    engine.sleep()
+    engine.wake()
+    rank.report(
+        "staged.woken",
+        engine.log_probs(rank.rows(0, split=7, copies=rank.world_size)).batch["log_probs"].values().tolist(),
+    )
+    engine.close()
+    failing = rank.engine(objective=PolicyObjective(loss=DividesByZero()), **options)
+    try:
+        failing.update(rank.rows(0, split=5, copies=rank.world_size))
+    except (AsyncRLError, ZeroDivisionError) as error:
+        rank.report("staged.failed", f"{type(error).__name__}: {error}")
+    failing.close()
+    rank.model = whole
 
 
 def optimizers(rank: Rank) -> None:
@@ -314,6 +354,7 @@ SHARED_SCENES = (
     whole_rows,
     whitened,
     meshed,
+    staged,
     optimizers,
     quantised,
     critic,
@@ -327,7 +368,7 @@ SCENES = {scene.__name__: scene for scene in (*SHARED_SCENES, resumed, errors, l
 
 
 if __name__ == "__main__":
-    _, model, folder, rank, port, ranks, *names = sys.argv
-    this = Rank(model, Path(folder), rank=int(rank), port=int(port), world_size=int(ranks))
+    _, model, deep, folder, rank, port, ranks, *names = sys.argv
+    this = Rank(model, deep, Path(folder), rank=int(rank), port=int(port), world_size=int(ranks))
     for name in names:
         SCENES[name](this)

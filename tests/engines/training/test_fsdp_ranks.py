@@ -62,13 +62,16 @@ def program() -> Any:
 
 
 @contextmanager
-def _running(model: str, folder: Path, *, ranks: int, scenes: Iterable[str]) -> Iterator[None]:
+def _running(alone: Any, folder: Path, *, ranks: int, scenes: Iterable[str]) -> Iterator[None]:
     """The scenes, in ``ranks`` processes meanwhile; they must end well."""
     port = _free_port()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(_PROGRAM), model, str(folder), str(rank), str(port), str(ranks), *scenes],
+            [
+                *(sys.executable, str(_PROGRAM), alone.model, alone.deep, str(folder)),
+                *(str(rank), str(port), str(ranks), *scenes),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -88,7 +91,8 @@ def _running(model: str, folder: Path, *, ranks: int, scenes: Iterable[str]) -> 
 @pytest.fixture(scope="module")
 def alone(program: Any, model_folder: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One rank, which has played every shared scene."""
-    rank = program.Rank(model_folder("qwen2", vocab_size=62), tmp_path_factory.mktemp("one"), rank=0)
+    deep = model_folder("qwen2", tied=False, vocab_size=62, num_hidden_layers=4)
+    rank = program.Rank(model_folder("qwen2", vocab_size=62), deep, tmp_path_factory.mktemp("one"), rank=0)
     for scene in program.SHARED_SCENES:
         scene(rank)
     return rank
@@ -102,7 +106,7 @@ def outcome(program: Any, alone: Any, tmp_path_factory: pytest.TempPathFactory) 
     engine.save(two / "from_one_rank")
     engine.close()
     (two / "in_the_way").write_text("a file where a folder is wanted")
-    with _running(alone.model, two, ranks=2, scenes=program.SCENES):
+    with _running(alone, two, ranks=2, scenes=program.SCENES):
         pass
     return Outcome(alone.folder, two)
 
@@ -134,6 +138,8 @@ def _check_same_updates(
         "mesh_dp_replicate",
         "mesh_cp",
         "mesh_tp",
+        "mesh_pp",
+        "staged",
         "sgd",
         "muon",
         "adafactor",
@@ -152,6 +158,28 @@ def test_two_ranks_make_the_update_of_one(outcome: Outcome, scene: str) -> None:
     _check_same_updates(outcome.one, outcome.two, scene, ranks=2, **tolerances)
 
 
+def test_stages_have_the_adapters_and_the_reference_of_one_rank(outcome: Outcome) -> None:
+    for scene in ("staged.reference", "staged.woken"):
+        for rank in range(2):
+            assert outcome.report(outcome.two, scene, rank) == pytest.approx(
+                outcome.report(outcome.one, scene), abs=1e-5
+            )
+    for name in ("adapters", "base"):
+        one, *both = (
+            load_file(folder / f"staged.{name}.{rank}")
+            for folder, rank in ((outcome.one, 0), (outcome.two, 0), (outcome.two, 1))
+        )
+        for two in both:
+            assert list(two) == list(one)
+            assert all(torch.allclose(two[each], one[each], atol=1e-6) for each in one)
+
+
+def test_a_loss_that_fails_in_the_last_stage_is_raised_on_all(outcome: Outcome) -> None:
+    here, there = (outcome.report(outcome.two, "staged.failed", rank) for rank in range(2))
+    assert here == "EngineError: the loss failed on rank 1 (of 1 that failed); see its error"
+    assert there == outcome.report(outcome.one, "staged.failed") == "ZeroDivisionError: the user's loss divides by 0"
+
+
 def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided(outcome: Outcome) -> None:
     for rank in range(2):
         assert "'muon' computes with whole matrices" in outcome.report(outcome.two, "undivided", rank)
@@ -160,7 +188,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided(outcom
 @pytest.mark.slow
 def test_four_ranks_make_the_update_of_one(program: Any, alone: Any, tmp_path: Path) -> None:
     scenes = ["uneven", "by_row", "num_mini_batches", "scored"]
-    with _running(alone.model, tmp_path, ranks=4, scenes=scenes):
+    with _running(alone, tmp_path, ranks=4, scenes=scenes):
         pass
     for scene in scenes[:-1]:
         _check_same_updates(alone.folder, tmp_path, scene, ranks=4)

@@ -90,6 +90,8 @@ def test_weights_gradients_and_moments_are_divided_by_the_mesh(model_folder: Cal
 def test_what_cannot_be_planned_is_refused(model_folder: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         plan_memory(model_folder("llama"), shape=MeshShape(tp=3), max_tokens=64, row_tokens=16)
+    with pytest.raises(ConfigError, match="memory of stages is not planned"):
+        plan_memory(model_folder("llama"), shape=MeshShape(pp=2), max_tokens=64, row_tokens=16)
     assert not torch.distributed.is_initialized()
 
 

@@ -64,8 +64,7 @@ def test_experts_without_a_token_have_gradients_of_zero(ranks: RankGroup, model:
 def test_a_token_costs_the_experts_that_it_has(model_folder: Callable[..., str]) -> None:
     sizes = {"tied": False, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     costs = [
-        load_policy_model(model_folder("qwen3_moe", num_experts=count, **sizes)).row_cost().per_token
-        for count in (4, 12)
+        load_policy_model(model_folder("qwen3_moe", num_experts=count, **sizes)).row_cost.per_token for count in (4, 12)
     ]
     assert costs[1] - costs[0] == 2 * 8 * 32  # of the router: layers, experts, sizes of a hidden state
 

@@ -1066,6 +1066,45 @@ class SleepingTrainingEngine(Protocol):
         """Continue with the same weights and moments, bit for bit. Idempotent."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerUsage:
+    """What updates have used. Operations are those that each row needs: not what is computed twice, or saved.
+
+    Attributes:
+        update_s: seconds of updates.
+        tflop: 1e12 floating-point operations of all ranks.
+        peak_tflops: what the devices of all ranks could do in a second (dense, bfloat16); None: not known.
+        memory_peak_gb: of each rank, by rank: the most memory of tensors on its device in the last update, or on a CPU
+            that its process has had resident, in 1e9 bytes.
+    """
+
+    update_s: float
+    tflop: float
+    peak_tflops: float | None
+    memory_peak_gb: tuple[float, ...]
+
+    def since(self, before: TrainerUsage | None) -> TrainerUsage:
+        """Return what was used after ``before``."""
+        if before is None:
+            return self
+        return replace(self, update_s=self.update_s - before.update_s, tflop=self.tflop - before.tflop)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``tflops`` a second and rank, ``mfu`` where it is known, and the memory of the rank with the most."""
+        tflops = self.tflop / max(self.update_s, 1e-9)
+        found = {"tflops": tflops / len(self.memory_peak_gb), "memory_peak_gb": max(self.memory_peak_gb)}
+        return found if self.peak_tflops is None else found | {"mfu": tflops / self.peak_tflops}
+
+
+@runtime_checkable
+class MeteredTrainingEngine(Protocol):
+    """Optional capability: tell what updates have used."""
+
+    def usage(self) -> TrainerUsage:
+        """Return what was used since the engine was made. Equal on all ranks; not collective."""
+        ...
+
+
 class Snapshot(Protocol):
     """One rank's part of what an engine saves, in host memory; for any thread, while the engine goes on."""
 

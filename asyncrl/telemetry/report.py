@@ -62,10 +62,11 @@ def report_text(summary: Mapping[str, Any]) -> str:
     """Return the report, in blocks of lines; what the summary lacks is left out.
 
     Keys read: ``success_before``, ``success_after``, ``reward_first``, ``reward_last``, ``steps``, ``wall_s``,
-    ``tokens_per_s``, ``overlap_share``, ``max_staleness``, ``staleness`` (``max``, ``histogram``: staleness to tokens),
-    ``tokens`` (``generated``, ``trained``, ``dropped``: reason to tokens, ``in_flight``), ``weight_version``, ``waits``
-    (stage to reason to seconds), ``idle`` (process to cause to percent), ``advice`` (with its ``sentence``),
-    ``phases_s`` (phase to seconds), ``failures`` (cause to ``count`` and ``example``).
+    ``tokens_per_s``, ``trainer`` (``tflops``, ``mfu``, ``memory_peak_gb``), ``overlap_share``, ``max_staleness``,
+    ``staleness`` (``max``, ``histogram``: staleness to tokens), ``tokens`` (``generated``, ``trained``, ``dropped``:
+    reason to tokens, ``in_flight``), ``weight_version``, ``waits`` (stage to reason to seconds), ``idle`` (process to
+    cause to percent), ``advice`` (with its ``sentence``), ``phases_s`` (phase to seconds), ``failures`` (cause to
+    ``count`` and ``example``).
     """
     blocks = {
         "Learning": list(_learning(summary)),
@@ -103,6 +104,9 @@ def _speed(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"  {phase}", _seconds(time_s)
     if summary.get("tokens_per_s") is not None:
         yield "tokens per second", f"{summary['tokens_per_s']:,.0f}"
+    if trainer := summary.get("trainer"):
+        mfu = f" ({trainer['mfu']:.0%} of what it can do)" if "mfu" in trainer else ""
+        yield "trainer", f"{trainer['tflops']:.3g} TFLOP/s a rank{mfu}, {max(trainer['memory_peak_gb']):.3g} GB at most"
     if summary.get("overlap_share") is not None:
         yield "stages overlap", f"{summary['overlap_share']:.1%} of the time"
 

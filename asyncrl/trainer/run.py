@@ -572,6 +572,8 @@ class TrainingRun:
         balance.check()
         scores = {record["step"]: record["success"] for record in history["evaluations"]}
         train_s = self._phases_s["train"]
+        (usage, *_others) = await self._assembly.trainer.usage() if config.steps else (None,)
+        used = {} if usage is None else usage.metrics() | {"update_s": usage.update_s}
         return RunSummary(
             name=config.name,
             seed=config.seed,
@@ -594,6 +596,7 @@ class TrainingRun:
             max_staleness=config.max_staleness,
             tokens=balance,
             tokens_per_s=balance.trained / train_s if train_s else 0.0,
+            trainer=used if usage is None else {**used, "memory_peak_gb": list(usage.memory_peak_gb)},
             continued={**journal.continued, "restarted": dict(journal.restarted)},
             waits=self._timeline.wait_s(),
             failures=dict(journal.failures),

@@ -19,11 +19,13 @@ from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EngineError, SchemaError, WeightVersionError
 from asyncrl.interfaces import (
     AdapterTrainingEngine,
+    MeteredTrainingEngine,
     RewardModel,
     ShardedTrainingEngine,
     SleepingTrainingEngine,
     Snapshot,
     SnapshotEngine,
+    TrainerUsage,
     TrainingEngine,
     ValueEngine,
 )
@@ -97,6 +99,8 @@ class TrainerGroup(EngineGroup, Protocol):
     def publish(self, version: int, rebase: bool = False) -> Awaitable[Sequence[WeightManifest | None]]: ...
 
     def fingerprint(self) -> Awaitable[Sequence[str]]: ...
+
+    def usage(self) -> Awaitable[Sequence[TrainerUsage | None]]: ...
 
     def release(self, version: int) -> Awaitable[Any]: ...
 
@@ -492,6 +496,10 @@ CANARY_DEVIATIONS = 8.0
 """Standard deviations of rounding that the median over a canary's tokens may be off: beyond what chance gives."""
 
 
+def _usage_of(engine: TrainingEngine) -> TrainerUsage | None:
+    return engine.usage() if isinstance(engine, MeteredTrainingEngine) else None
+
+
 class TrainerWorker(EngineRank[TrainingEngine]):
     """A rank of the trainer: updates the policy, each time to the next version of the weights, and publishes them."""
 
@@ -548,9 +556,17 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         young = batch if oldest_version is None else mask_stale_tokens(batch, oldest_version)
         if self._canary is None and self._proof is not None:
             self._canary = canary_row(batch, self._proof.canary_tokens)
-        metrics = self._held().update(with_staleness(young, version=self._version))
+        engine = self._held()
+        before = _usage_of(engine)
+        metrics = engine.update(with_staleness(young, version=self._version))
         self._version += 1
-        return metrics
+        used = _usage_of(engine)
+        return metrics if used is None else metrics | used.since(before).metrics()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def usage(self) -> TrainerUsage | None:
+        """Return what updates have used since :meth:`build`; None if the engine does not tell."""
+        return _usage_of(self._held())
 
     @register(dispatch_mode=_BY_ROWS)
     def log_probs(self, batch: DataProto) -> DataProto:

@@ -82,6 +82,10 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         whatever the number of epochs).
         """
         self._check_open()
+        with self._metered():
+            return self._update(batch)
+
+    def _update(self, batch: DataProto) -> dict[str, float]:
         rows = self._read(batch, required=self.objective.columns, optional=_OPTIONAL)
         present = self._ranks.gather([name in rows.columns for name in _OPTIONAL])
         if any(each != present[0] for each in present):

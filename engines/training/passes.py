@@ -36,6 +36,7 @@ class MiniBatch:
     microbatches: int  # the largest number on any rank: every rank computes as many
     tokens: int  # to be trained, over all ranks
     rows: int  # with at least one of them, over all ranks
+    cost: float  # of a forward pass, over all ranks, in multiply-adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Passes:
         self._ranks = ranks
         self.max_tokens = max_tokens
         self.temperature = temperature
+        self.multiply_adds = 0.0  # that the passes so far needed, over all ranks
+        self._backward = 2.0 if model.lora is None else 1.0  # of a forward pass: frozen weights have no gradients
         self._overhead_tokens = _OVERHEAD_TOKENS[model.layout]
         # On CUDA a kernel for rows of any lengths takes their place.
         self._cost = model.row_cost if model.layout == "packed" and ranks.device.type == "cpu" else None
@@ -75,12 +78,14 @@ class Passes:
                 lengths, max_tokens=max_tokens, layout=self._model.layout, overhead_tokens=self._overhead_tokens
             )
         tokens = sum(scored[row] for each in plan for row in each.rows)
-        held = self._ranks.gather([len(plan), tokens, sum(len(each.rows) for each in plan)])
+        cost = sum(self._model.row_cost.of(length, scored[row]) for row, length in enumerate(lengths) if length)
+        held = self._ranks.gather([len(plan), tokens, sum(len(each.rows) for each in plan), round(cost)])
         return MiniBatch(
             plan=plan,
             microbatches=max(each[0] for each in held),
             tokens=sum(each[1] for each in held),
             rows=sum(each[2] for each in held),
+            cost=float(sum(each[3] for each in held)),
         )
 
     def _plan_shared(self, rows: PackedRows, members: list[int], max_tokens: int) -> list[MicroBatch] | None:
@@ -103,6 +108,7 @@ class Passes:
 
         with torch.no_grad():
             self._run(rows, mini_batch, extras, keep)
+        self.multiply_adds += mini_batch.cost
         self._model.free_gathered()
         return self._ranks.from_last_stage(log_probs), self._ranks.from_last_stage(entropy)
 
@@ -148,6 +154,7 @@ class Passes:
             return weighted
 
         self._run(rows, mini_batch, extras, minimised)
+        self.multiply_adds += mini_batch.cost * (1.0 + self._backward)
         self._ranks.raise_together(failures[0] if failures else None, doing="the loss")
         names = sorted(sums)
         local: list[float] = torch.stack([sums[name] for name in names]).tolist() if names else []

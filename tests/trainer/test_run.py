@@ -48,6 +48,13 @@ def test_a_run_tells_where_every_token_went_and_keeps_its_bound(
     # Not from the beginnings of lines: a bar of another library may not have ended its own.
     noted = re.findall(r"\[ *[\d.]+ s\] (.*)", capsys.readouterr().err)
     assert {*noted[noted.index("serve") : noted.index("train")]} >= {"the trainer is loaded", "replicas serve"}
+    used = summary["trainer"]
+    assert used.keys() == {"update_s", "tflops", "memory_peak_gb"}  # what a CPU can do is not known
+    assert 0 < used["update_s"] < summary["wall_s"]
+    assert used["tflops"] > 0
+    assert len(used["memory_peak_gb"]) == 1
+    (run,) = config.runs.glob("small-2*")
+    assert {"train/tflops", "train/memory_peak_gb"} <= metrics_of(run)[-1].keys() | metrics_of(run)[1].keys()
     assert statuses[0].causes[0].startswith("start: for ")  # before and after the training there are statuses, too
     assert statuses[-1].causes[0].startswith(("save: for ", "score after: for "))
     tokens = summary["tokens"]

@@ -21,7 +21,7 @@ from asyncrl.algorithms import PolicyObjective, TokenLosses
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import rows_of
 from asyncrl.errors import CheckpointError, ConfigError, EngineClosedError, EngineError, InvalidDataError, SchemaError
-from asyncrl.interfaces import TrainingEngine
+from asyncrl.interfaces import MeteredTrainingEngine, TrainerUsage, TrainingEngine
 from asyncrl.io import DurableFiles
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state, step_of
 from asyncrl.trainer.workers import EngineGroup
@@ -501,3 +501,39 @@ def test_cuda_gives_what_the_cpu_gives(engine: MakeEngine, trajectories: Traject
     found = engine(device="cuda", dtype=dtype).update(batch)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3 if dtype == "float32" else 0.05, abs=0.02)
     assert found["tokens_trained"] == 47
+
+
+# -------------------------------------------------------------------------------------------------------------- usage
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, 3),  # forward, and twice as much backward
+        ({"num_mini_batches": 2}, 4),  # log-probs of before, too
+        ({"lora": {"rank": 4, "alpha": 8.0}}, 2),  # frozen weights have no gradients
+    ],
+    ids=["whole", "mini-batches", "adapters"],
+)
+def test_usage_is_what_the_passes_of_an_update_need(
+    engine: MakeEngine, trajectories: Trajectories, options: dict[str, Any], passes: int
+) -> None:
+    made = engine(**options)
+    assert isinstance(made, MeteredTrainingEngine)
+    made.update(trajectories(LENGTHS))
+    first = made.usage()
+    cost = sum(made._model.row_cost.of(length, length - 3) for length in LENGTHS if length > 3)
+    assert first.tflop == pytest.approx(2 * passes * cost / 1e12, rel=1e-4)  # whole multiply-adds are counted
+    made.log_probs(trajectories(LENGTHS))  # no part of an update
+    assert made.usage() == first
+    made.update(trajectories(LENGTHS))
+    second = made.usage().since(first)
+    assert second.tflop == pytest.approx(first.tflop)
+    assert second.metrics().keys() == {"tflops", "memory_peak_gb"}
+
+
+def test_what_a_device_can_do_gives_the_share_that_is_used() -> None:
+    used = TrainerUsage(update_s=2.0, tflop=400.0, peak_tflops=1000.0, memory_peak_gb=(3.0, 5.0))
+    assert used.metrics() == {"tflops": 100.0, "memory_peak_gb": 5.0, "mfu": 0.2}
+    later = TrainerUsage(update_s=4.0, tflop=500.0, peak_tflops=1000.0, memory_peak_gb=(4.0, 6.0))
+    assert later.since(used).metrics() == {"tflops": 25.0, "memory_peak_gb": 6.0, "mfu": 0.05}

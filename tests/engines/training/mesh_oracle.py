@@ -96,7 +96,7 @@ def _foreign(family: str) -> set[str]:
 
 
 TOLERANCES = {"float32": (1e-4, 1e-2, 2e-3), "bfloat16": (0.1, 0.1, 0.3)}
-"""By precision: the largest relative difference of a metric or score, what is taken for one that is smaller (a loss is a
+"""By precision: the largest relative difference of a metric or score, what counts as one that is smaller (a loss is a
 sum of both signs), and the largest difference of the weights over the way they went."""
 
 

@@ -467,8 +467,9 @@ class WeightsConfig(Section):
     options: Table = Field(default_factory=dict)
     """Arguments of the transport."""
     delta: Literal["auto", "off"] = "auto"
-    """`auto`: transports whose bytes travel (`disk`, `object_store`) publish what a version changes, bit for bit, where
-    that is little, as it is in bfloat16; `off`: every version is a full one, which other programs can load."""
+    """`auto`: transports whose bytes travel (`disk`, `object_store`, `store`) publish what a version changes, bit for
+    bit, where that is little, as it is in bfloat16; `off`: every version is a full one, which other programs can load.
+    """
     adapters: Literal["auto", "apart", "merged"] = "auto"
     """What reaches the engines of a policy that is trained through `trainer.lora`: `apart`: the adapters alone, which
     engines apply beside the weights that they were started with; `merged`: all weights, with the adapters added to

@@ -25,7 +25,8 @@ import secrets
 import shutil
 import socket
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,8 +50,8 @@ from engines.weights.transport import (
 
 _OWNER = "owner"
 _MANIFEST = "manifest.msgpack"
-_INDEX = "model.safetensors.index.json"
-_COMPLETE = "complete"
+INDEX = "model.safetensors.index.json"
+COMPLETE = "complete"
 
 
 class DiskTransport(VersionedTransport[Path]):
@@ -95,27 +96,12 @@ class DiskTransport(VersionedTransport[Path]):
                 _remove_abandoned(self.directory)
                 self._home = _Home(self.directory, self.namespace)
             folder = self._home.path / str(version)
-            with DurableFiles().replacing(folder, sealed=False) as partial:
-                manifest = self._write_files(partial, tensors, version)
+            with DurableFiles().replacing(folder, sealed=False) as unfinished:
+                describe = partial(self._manifest, version, f"{folder.parent.name}/{version}")
+                manifest = write_version(unfinished, tensors, describe, shard_size_bytes=self.shard_size_bytes)
         except (OSError, SafetensorError) as error:
             raise WeightError(f"version {version} cannot be written to {self.directory}: {error}") from error
         return manifest, folder
-
-    def _write_files(self, folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightManifest:
-        entries: list[TensorEntry] = []
-        shards: dict[str, str] = {}
-        for number, batch in enumerate(in_batches(tensors, size_bytes=self.shard_size_bytes), start=1):
-            shard = f"model-{number:05}.safetensors"
-            _save(batch, folder / shard)
-            for part in batch:
-                entries.append(part.entry(xxhash.xxh3_64_intdigest(part.data)))
-                shards[part.name] = shard
-        manifest = self._manifest(version, f"{folder.parent.name}/{version}", entries)
-        index = {"metadata": {"total_size": manifest.size_bytes}, "weight_map": shards}
-        (folder / _INDEX).write_text(json.dumps(index))
-        (folder / _MANIFEST).write_bytes(manifest.encode())
-        (folder / _COMPLETE).write_text(manifest.digest.hex())
-        return manifest
 
     def _free(self, version: int, place: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
@@ -127,21 +113,63 @@ class DiskTransport(VersionedTransport[Path]):
     def _read(self, manifest: WeightManifest) -> Mapping[str, torch.Tensor]:
         self._located(manifest)
         folder = self.directory / manifest.location
-        check_layout(manifest)
         try:
-            complete = (folder / _COMPLETE).read_bytes()
-            if complete != manifest.digest.hex().encode():
-                raise WeightMismatchError(
-                    f"version {manifest.version}: the folder {folder} is incomplete, or not the manifest's"
-                )
-            shards = json.loads((folder / _INDEX).read_bytes())["weight_map"]
-            return _read_tensors(folder, shards, manifest)
+            return read_version(folder, manifest)
         except OSError as error:
             raise WeightError(
                 f"version {manifest.version} is not available: {error.strerror or error} ({folder})"
             ) from error
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightMismatchError(f"version {manifest.version}: {folder} is damaged: {error}") from error
+
+
+def write_version(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    describe: Callable[[list[TensorEntry]], WeightManifest],
+    *,
+    shard_size_bytes: int,
+) -> WeightManifest:
+    """Write the files of a version into a folder; ``describe`` makes the manifest of its tensors."""
+    entries: list[TensorEntry] = []
+    shards: dict[str, str] = {}
+    for number, batch in enumerate(in_batches(tensors, size_bytes=shard_size_bytes), start=1):
+        shard = f"model-{number:05}.safetensors"
+        _save(batch, folder / shard)
+        for part in batch:
+            entries.append(part.entry(xxhash.xxh3_64_intdigest(part.data)))
+            shards[part.name] = shard
+    manifest = describe(entries)
+    index = {"metadata": {"total_size": manifest.size_bytes}, "weight_map": shards}
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / _MANIFEST).write_bytes(manifest.encode())
+    (folder / COMPLETE).write_text(manifest.digest.hex())
+    return manifest
+
+
+def read_version(
+    folder: Path, manifest: WeightManifest, *, fetch: Callable[[str], object] = lambda name: None
+) -> Mapping[str, torch.Tensor]:
+    """Return the checked tensors of a version; ``fetch`` is called with the name of each file before it is read.
+
+    Raises:
+        OSError: a file is not there, or cannot be read.
+        WeightMismatchError: the version is incomplete, damaged or not the manifest's.
+    """
+    check_layout(manifest)
+    fetch(COMPLETE)
+    if (folder / COMPLETE).read_bytes() != manifest.digest.hex().encode():
+        raise WeightMismatchError(
+            f"version {manifest.version}: the folder {folder} is incomplete, or not the manifest's"
+        )
+    try:
+        fetch(INDEX)
+        shards = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        for shard in sorted({*shards.values()}):
+            if Path(shard).name != shard:
+                raise ValueError(f"{shard!r} is not a file of this folder")
+            fetch(shard)
+        return _read_tensors(folder, shards, manifest)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightMismatchError(f"version {manifest.version}: {folder} is damaged: {error}") from error
 
 
 class _Home:
@@ -215,8 +243,6 @@ def _read_tensors(folder: Path, shards: Mapping[str, str], manifest: WeightManif
     read: dict[str, torch.Tensor] = {}
     mapped: dict[str, torch.Tensor] = {}
     for shard in sorted(set(shards.values())):
-        if Path(shard).name != shard:
-            raise ValueError(f"{shard!r} is not a file of this folder")
         with safe_open(folder / shard, framework="pt") as file:
             mapped |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 

@@ -79,6 +79,7 @@ def test_a_run_that_lost_its_machine_goes_on_from_the_bucket_and_is_served_from_
             max_staleness=0,
             rollout={"options": {"max_running_requests": 1}},
             checkpoint={"every": 2, "keep_last": 1, **checkpoint},
+            weights={"transport": "store", "options": {"url": "s3://bucket/weights"}},
             telemetry={"progress": "plain"},
         )
 
@@ -119,6 +120,7 @@ def test_a_run_that_lost_its_machine_goes_on_from_the_bucket_and_is_served_from_
     assert all(torch.equal(tensor, found[each]) for each, tensor in expected.items())
     kept = {each.partition("/")[0] for each in Store(url).names()}
     assert [each[:7] + each[-11:] for each in kept] == ["000002-step-000005"]
+    assert Store("s3://bucket/weights").names() == []  # what the first machine left, too: it was this one
     shutil.rmtree(second)
 
     exported = export(url, "s3://bucket/models/mine")

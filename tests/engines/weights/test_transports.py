@@ -33,6 +33,7 @@ def ray_cluster() -> Iterator[None]:
         "shared_memory",
         "disk",
         "collective",
+        "store",
         pytest.param("object_store", marks=[pytest.mark.ray, pytest.mark.slow]),
     ]
 )
@@ -42,6 +43,8 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path) -> TransportSpec:
         request.getfixturevalue("ray_cluster")
     if request.param in ("object_store", "collective"):
         options = {}
+    if request.param == "store":
+        options = {"url": f"file://{tmp_path}/store"}
     return TransportSpec(name=request.param, namespace=f"test-{os.getpid()}", options=options)
 
 
@@ -98,6 +101,7 @@ def test_what_is_published_is_pulled_elsewhere(publisher: WeightTransport, reade
 def test_a_version_in_many_pieces(spec: TransportSpec, reader: WeightTransport) -> None:
     sizes = {
         "disk": {"shard_size_bytes": 100},
+        "store": {"shard_size_bytes": 100},
         "object_store": {"batch_size_bytes": 100},
         "collective": {"bucket_bytes": 200_000},
     }

@@ -15,6 +15,7 @@ therefore take several columns at once and keep shared offsets shared.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeGuard
@@ -37,6 +38,15 @@ _OfValues: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 def is_ragged(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_nested
+
+
+def _is_not_about_tracing(record: logging.LogRecord) -> bool:
+    return "is_fx_tracing" not in record.getMessage()
+
+
+# torch makes a jagged tensor by a call of its own that it has deprecated, and warns of it. Not by the logger's level,
+# which torch sets again.
+logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_not_about_tracing)
 
 
 def ragged_from_values(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

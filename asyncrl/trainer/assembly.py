@@ -668,8 +668,6 @@ def quiet_vendors(model: ModelConfig) -> None:
     """Switch progress bars off where the hub is not asked; without effect once Hugging Face's libraries are loaded."""
     if model.path is None or is_url(model.path) or Path(model.path).is_dir():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # A warning about a deprecated call inside torch.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 _IMPORTING = threading.Lock()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -119,3 +122,9 @@ def test_offsets_that_leave_values_out_are_closed() -> None:
     open_ends = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([1, 3, 5]))
     assert listed(normalise_ragged(open_ends, "x")) == [[1, 2], [3, 4]]
     assert values_of(normalise_ragged(open_ends, "x")).tolist() == [1, 2, 3, 4]
+
+
+def test_torch_warns_of_no_call_of_its_own() -> None:
+    code = "import torch; from asyncrl.data.ragged import ragged_from_list; ragged_from_list([torch.ones(2)])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "is_fx_tracing" not in ran.stderr

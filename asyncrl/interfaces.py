@@ -1068,20 +1068,20 @@ class SleepingTrainingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerUsage:
-    """What updates have used. Operations are those that each row needs: not what is computed twice, or saved.
+    """What updates have used of a rank. Operations are those that each row needs: not what is computed twice, or saved.
 
     Attributes:
         update_s: seconds of updates.
-        tflop: 1e12 floating-point operations of all ranks.
-        peak_tflops: what the devices of all ranks could do in a second (dense, bfloat16); None: not known.
-        memory_peak_gb: of each rank, by rank: the most memory of tensors on its device in the last update, or on a CPU
-            that its process has had resident, in 1e9 bytes.
+        tflop: 1e12 floating-point operations, of all ranks, over their number.
+        peak_tflops: what its device could do in a second (dense, bfloat16); None: not known.
+        memory_peak_gb: the most memory of tensors on its device in the last update, or on a CPU that its process has
+            had resident, in 1e9 bytes.
     """
 
     update_s: float
     tflop: float
     peak_tflops: float | None
-    memory_peak_gb: tuple[float, ...]
+    memory_peak_gb: float
 
     def since(self, before: TrainerUsage | None) -> TrainerUsage:
         """Return what was used after ``before``."""
@@ -1090,9 +1090,9 @@ class TrainerUsage:
         return replace(self, update_s=self.update_s - before.update_s, tflop=self.tflop - before.tflop)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``tflops`` a second and rank, ``mfu`` where it is known, and the memory of the rank with the most."""
+        """Return ``tflops`` (a second), ``mfu`` where it is known, and ``memory_peak_gb``."""
         tflops = self.tflop / max(self.update_s, 1e-9)
-        found = {"tflops": tflops / len(self.memory_peak_gb), "memory_peak_gb": max(self.memory_peak_gb)}
+        found = {"tflops": tflops, "memory_peak_gb": self.memory_peak_gb}
         return found if self.peak_tflops is None else found | {"mfu": tflops / self.peak_tflops}
 
 
@@ -1101,7 +1101,7 @@ class MeteredTrainingEngine(Protocol):
     """Optional capability: tell what updates have used."""
 
     def usage(self) -> TrainerUsage:
-        """Return what was used since the engine was made. Equal on all ranks; not collective."""
+        """Return what this rank used since the engine was made. Not collective."""
         ...
 
 

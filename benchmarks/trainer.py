@@ -92,7 +92,7 @@ from asyncrl.data.ragged import rows_of
 from asyncrl.io import DurableFiles
 from engines.training import fsdp_engine, loading
 from engines.training.checkpoint import Snapshot
-from engines.training.fsdp_engine import FSDPEngine
+from engines.training.fsdp_engine import FSDPEngine, peak_tflops
 
 PROMPT = 16
 MEAN, LONGEST = 256, 2048
@@ -185,8 +185,6 @@ SHAPES = {
     "1.5b": Shape(rows=128, microbatches=(4_096, 8_192, 16_384)),
     "8b": Shape(rows=3, microbatches=(8_192,), row_tokens=8_192, lora={"rank": 16, "alpha": 32.0}),
 }
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0}
-"""Dense bfloat16, by a part of the device's name; vendors' figures."""
 
 
 @dataclass
@@ -412,7 +410,7 @@ def measure(arguments: argparse.Namespace, notes: dict[str, object]) -> list[Fig
 def _mfu(name: str, flops: float, *, at_least: float = 0.0) -> Figure:
     """Work per second, over what the device can do."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), float("nan"))
+    peak = peak_tflops(device) or float("nan")
     ratio = flops / 1e12 / peak
     return Figure(name, flops / 1e12, "TFLOP/s", peak, ratio, f"ratio >= {at_least:g}", ratio >= at_least)
 

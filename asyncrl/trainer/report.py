@@ -64,8 +64,9 @@ class RunSummary:
         staleness: of the tokens trained on; ``max_staleness`` is the bound, in versions.
         tokens: the token equation.
         tokens_per_s: tokens trained on per second of training.
-        trainer: of its updates (:class:`asyncrl.interfaces.TrainerUsage`), ``update_s``, ``tflops`` a second and rank,
-            ``mfu`` where it is known, and ``memory_peak_gb`` of each rank; empty if the engine does not tell.
+        trainer: of its updates since it was last loaded (:class:`asyncrl.interfaces.TrainerUsage`), of the first rank
+            ``update_s``, ``tflops`` a second, and ``mfu`` where it is known; ``memory_peak_gb`` of each rank. Empty if
+            the engine does not tell.
         continued: trajectories that went on from an interrupted process, their tokens, and why others were restarted.
         waits: seconds by stage and reason.
         idle: percent of the training by process and cause (:mod:`asyncrl.telemetry.idle`).

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from typing import Any
 from asyncrl.config import Config, check_algorithm, load_config
 from asyncrl.config.file import set_key, tables_of
 from asyncrl.curriculum import Curriculum
-from asyncrl.errors import ConfigError, RunStoppedError
-from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer
+from asyncrl.errors import AsyncRLError, ConfigError, RunStoppedError
+from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, TrainerUsage
 from asyncrl.ledger import Committed, Ledger, Recovered, RunStarted
 from asyncrl.model_folder import check_model
 from asyncrl.plugins import make_part
@@ -572,8 +572,6 @@ class TrainingRun:
         balance.check()
         scores = {record["step"]: record["success"] for record in history["evaluations"]}
         train_s = self._phases_s["train"]
-        (usage, *_others) = await self._assembly.trainer.usage() if config.steps else (None,)
-        used = {} if usage is None else usage.metrics() | {"update_s": usage.update_s}
         return RunSummary(
             name=config.name,
             seed=config.seed,
@@ -596,12 +594,22 @@ class TrainingRun:
             max_staleness=config.max_staleness,
             tokens=balance,
             tokens_per_s=balance.trained / train_s if train_s else 0.0,
-            trainer=used if usage is None else {**used, "memory_peak_gb": list(usage.memory_peak_gb)},
+            trainer=await self._trainer_usage(),
             continued={**journal.continued, "restarted": dict(journal.restarted)},
             waits=self._timeline.wait_s(),
             failures=dict(journal.failures),
             **self._measured(driver),
         )
+
+    async def _trainer_usage(self) -> dict[str, Any]:
+        """Return ``trainer`` of the summary: of the first rank, but for the memory."""
+        found: list[TrainerUsage] = []
+        with suppress(AsyncRLError):  # the run is done, whatever becomes of its trainer
+            found = [each for each in await self._assembly.trainer.usage() if each is not None and each.update_s]
+        if not found:
+            return {}
+        first = {**found[0].metrics(), "update_s": found[0].update_s}
+        return first | {"memory_peak_gb": [each.memory_peak_gb for each in found]}
 
     def _measured(self, driver: Driver) -> dict[str, Any]:
         """Return ``idle``, ``episodes``, ``work_s`` and ``advice`` of a summary until now."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +17,7 @@ from asyncrl.algorithms import PolicyObjective, TokenLosses, supervised_token_lo
 from asyncrl.data import DataProto
 from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
+from asyncrl.interfaces import TrainerUsage
 from asyncrl.mesh import MemoryPlan, MeshShape
 from engines.training.checkpoint import full_tensor, full_tensors
 from engines.training.log_probs import TokenScores
@@ -55,6 +60,7 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        self._update_s = self._multiply_adds = self._memory_peak_gb = 0.0
         lora = lora_of(self.lora)
         self._open(
             lambda sharded: load_policy_model(
@@ -84,6 +90,31 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
         self._check_open()
         with self._metered():
             return self._update(batch)
+
+    def usage(self) -> TrainerUsage:
+        device = self._ranks.device
+        peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        return TrainerUsage(
+            update_s=self._update_s,
+            tflop=2 * self._multiply_adds / 1e12 / self.world_size,
+            peak_tflops=peak,
+            memory_peak_gb=self._memory_peak_gb,
+        )
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Count an update in :meth:`usage`."""
+        device, on_device = self._ranks.device, self._ranks.device.type == "cuda"
+        if on_device:
+            torch.cuda.reset_peak_memory_stats(device)
+        begun_s, before = time.perf_counter(), self._passes.multiply_adds
+        yield
+        # Metrics have been read, so a device has computed all but the last optimizer step.
+        self._update_s += time.perf_counter() - begun_s
+        self._multiply_adds += self._passes.multiply_adds - before
+        resident_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used = torch.cuda.max_memory_allocated(device) if on_device else 1024 * resident_kib
+        self._memory_peak_gb = used / 1e9
 
     def _update(self, batch: DataProto) -> dict[str, float]:
         rows = self._read(batch, required=self.objective.columns, optional=_OPTIONAL)
@@ -238,6 +269,25 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
                 "entropy": ragged_from_values(entropy, offsets),
             }
         )
+
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
+"""1e12 dense bfloat16 operations that a device can do in a second, by words of its name; vendors' figures."""
+
+
+def peak_tflops(device: str) -> float | None:
+    """Return what a device of this name can do; None if it is not known, or a part of a device."""
+    known = (tflops for words, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", device))
+    return None if "MIG" in device else next(known, None)
 
 
 def _supervised_losses(scores: TokenScores, _columns: Mapping[str, Tensor], mask: Tensor) -> TokenLosses:

@@ -37,6 +37,7 @@ class MiniBatch:
     tokens: int  # to be trained, over all ranks
     rows: int  # with at least one of them, over all ranks
     cost: float  # of a forward pass, over all ranks, in multiply-adds
+    attention: float  # of that, what has no weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,6 @@ class Passes:
         self.max_tokens = max_tokens
         self.temperature = temperature
         self.multiply_adds = 0.0  # that the passes so far needed, over all ranks
-        self._backward = 2.0 if model.lora is None else 1.0  # of a forward pass: frozen weights have no gradients
         self._overhead_tokens = _OVERHEAD_TOKENS[model.layout]
         # On CUDA a kernel for rows of any lengths takes their place.
         self._cost = model.row_cost if model.layout == "packed" and ranks.device.type == "cpu" else None
@@ -78,14 +78,18 @@ class Passes:
                 lengths, max_tokens=max_tokens, layout=self._model.layout, overhead_tokens=self._overhead_tokens
             )
         tokens = sum(scored[row] for each in plan for row in each.rows)
-        cost = sum(self._model.row_cost.of(length, scored[row]) for row, length in enumerate(lengths) if length)
-        held = self._ranks.gather([len(plan), tokens, sum(len(each.rows) for each in plan), round(cost)])
+        of = self._model.row_cost
+        cost = sum(of.of(length, scored[row]) for row, length in enumerate(lengths) if length)
+        attention = sum(of.per_pair * length * (length + 1) / 2 for length in lengths)
+        trained = sum(len(each.rows) for each in plan)
+        held = self._ranks.gather([len(plan), tokens, trained, round(cost), round(attention)])
         return MiniBatch(
             plan=plan,
             microbatches=max(each[0] for each in held),
             tokens=sum(each[1] for each in held),
             rows=sum(each[2] for each in held),
             cost=float(sum(each[3] for each in held)),
+            attention=float(sum(each[4] for each in held)),
         )
 
     def _plan_shared(self, rows: PackedRows, members: list[int], max_tokens: int) -> list[MicroBatch] | None:
@@ -154,7 +158,8 @@ class Passes:
             return weighted
 
         self._run(rows, mini_batch, extras, minimised)
-        self.multiply_adds += mini_batch.cost * (1.0 + self._backward)
+        weightless = mini_batch.cost if self._model.lora is None else mini_batch.attention
+        self.multiply_adds += 2.0 * mini_batch.cost + weightless  # frozen weights have no gradients
         self._ranks.raise_together(failures[0] if failures else None, doing="the loss")
         names = sorted(sums)
         local: list[float] = torch.stack([sums[name] for name in names]).tolist() if names else []

@@ -142,7 +142,7 @@ class Pipeline:
     def microbatches(self, needed: int) -> int:
         """Return how many micro-batches a pass has that needs so many; the others are dummies."""
         ranks = self.group.size()
-        windows = -(-needed // (WINDOW * ranks))
+        windows = max(1, -(-needed // (WINDOW * ranks)))
         size = max(-(-needed // windows), ranks)
         while len(self.stages) > 1 and size % (size // ranks):  # what the interleaved schedule takes
             size += 1

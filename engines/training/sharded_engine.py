@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
@@ -18,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from asyncrl.algorithms.aggregation import check_range
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
-from asyncrl.interfaces import TrainerUsage
 from asyncrl.io import DurableFiles
 from asyncrl.mesh import MeshShape
 from engines.training.checkpoint import (
@@ -42,9 +38,6 @@ from engines.training.rank_group import RankGroup
 
 ModelT = TypeVar("ModelT", bound=PolicyModel)
 _Tensors: TypeAlias = Iterator[tuple[str, Tensor]]
-
-PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "H20": 148.0, "A100": 312.0, "L40S": 362.0}
-"""1e12 dense bfloat16 operations that a device can do in a second, by a part of its name; vendors' figures."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -141,8 +134,6 @@ class ShardedEngine(Generic[ModelT]):
         self._saved_seed = self.seed
         self._updates = 0
         self._optimizer_steps = 0
-        self._update_s = self._update_multiply_adds = 0.0
-        self._memory_peak_gb = (0.0,) * self.world_size
         self._closed = self._asleep = False
         self._ranks = RankGroup(
             rank=self.rank,
@@ -292,17 +283,6 @@ class ShardedEngine(Generic[ModelT]):
             self._offload.restore()
             self._asleep = False
 
-    def usage(self) -> TrainerUsage:
-        device = self._ranks.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        peak = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
-        return TrainerUsage(
-            update_s=self._update_s,
-            tflop=2 * self._update_multiply_adds / 1e12,
-            peak_tflops=peak and peak * self.world_size,
-            memory_peak_gb=self._memory_peak_gb,
-        )
-
     def close(self) -> None:
         if self._closed:
             return
@@ -312,23 +292,6 @@ class ShardedEngine(Generic[ModelT]):
         self._ranks.close()
 
     # --------------------------------------------------------------------------------------------- for derived engines
-
-    @contextmanager
-    def _metered(self) -> Iterator[None]:
-        """Count an update in :meth:`usage`. Collective."""
-        device, on_device = self._ranks.device, self._ranks.device.type == "cuda"
-        if on_device:
-            torch.cuda.reset_peak_memory_stats(device)
-        begun_s, before = time.perf_counter(), self._passes.multiply_adds
-        yield
-        # Metrics have been read, so a device has computed all but the last optimizer step.
-        self._update_s += time.perf_counter() - begun_s
-        self._update_multiply_adds += self._passes.multiply_adds - before
-        resident_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        used = torch.cuda.max_memory_allocated(device) if on_device else 1024 * resident_kib
-        mine = [0.0] * self.world_size
-        mine[self.rank] = used / 1e9
-        self._memory_peak_gb = tuple(self._ranks.sum_over_all(mine))
 
     def _run_mini_batches(
         self,

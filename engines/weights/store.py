@@ -1,9 +1,10 @@
 """Weights through a store that trainer and engines reach by a URL: ``s3://``, ``gs://``, ``file://`` and others.
 
-    URL/asyncrl.NAMESPACE.PLACE.PROCESS.TOKEN/
-        2/                  a version: the files that :mod:`engines.weights.disk` writes, ``complete`` last
+    URL/asyncrl.NAMESPACE.TOKEN/
+        2-1/                version 2, a first attempt: the files of :mod:`engines.weights.disk`, ``complete`` last
 
-A reader fetches a version into a temporary folder of its own, checks it there and removes it.
+A reader fetches a version into a temporary folder of its own, checks it there and removes it. Each attempt to write a
+version has a folder of its own, since an upload that was given up may still end.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import logging
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 
 from asyncrl.errors import StorageError, WeightError
@@ -36,7 +36,7 @@ class StoreTransport(VersionedTransport[str]):
 
     ``url`` is a folder of the store, which a run may share with others; credentials are those of fsspec's packages, in
     the environment of each process. A publication is in the store when it returns; publisher and readers need room for
-    a version on their own disk meanwhile. A publisher removes what killed publishers of its machine left below the URL.
+    a version on their own disk meanwhile. What a killed publisher left stays: nobody else can know that it is dead.
 
     Raises:
         ConfigError: the URL cannot be used, or the package of its protocol is missing.
@@ -58,20 +58,22 @@ class StoreTransport(VersionedTransport[str]):
             namespace=namespace,
             max_versions=max_versions,
             delta=delta,
-            location=rf"asyncrl\.{re.escape(namespace)}\.[0-9a-f]{{16}}\.[0-9]+\.[0-9a-f]{{8}}/[0-9]+",
+            location=rf"asyncrl\.{re.escape(namespace)}\.[0-9a-f]{{16}}/[0-9]+-[0-9]+",
         )
         if shard_size_bytes < 1:
             raise ValueError(f"shard_size_bytes must be at least 1, got {shard_size_bytes}")
         self.shard_size_bytes = shard_size_bytes
         self._store = Store(url, key="weights.options.url")
-        self._home = ""
+        self._home = f"asyncrl.{namespace}.{secrets.token_hex(8)}"
+        self._attempts = 0
+        self._finalizer: Any = None  # once there is something to remove
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, str]:
+        if self._finalizer is None:
+            self._finalizer = weakref.finalize(self, _remove_home, self._store, self._home, os.getpid())
+        self._attempts += 1
+        place = f"{self._home}/{version}-{self._attempts}"
         try:
-            if not self._home:
-                self._remove_abandoned()
-                self._home = f"asyncrl.{self.namespace}.{_place()}.{os.getpid()}.{secrets.token_hex(4)}"
-            place = f"{self._home}/{version}"
             with LockedTemporaryDirectory("weights") as folder:
                 describe = partial(self._manifest, version, place)
                 manifest = write_version(folder, tensors, describe, shard_size_bytes=self.shard_size_bytes)
@@ -89,19 +91,19 @@ class StoreTransport(VersionedTransport[str]):
             _log.warning("version %d stays in the store: %s", version, error)
 
     def _close(self) -> None:
-        if self._home:
-            try:
-                self._store.remove(self._home)
-            except StorageError as error:
-                _log.warning("%s/%s stays in the store: %s", self._store.url, self._home, error)
+        if self._finalizer is not None:
+            self._finalizer()
 
     def _read(self, manifest: WeightManifest) -> Mapping[str, torch.Tensor]:
         self._located(manifest)
+        # Of a file of tensors, at most: it gets no more once it has its size.
+        largest = self.shard_size_bytes + max((entry.size_bytes for entry in manifest.tensors), default=0)
         try:
             with LockedTemporaryDirectory("weights") as folder:
 
                 def fetch(name: str) -> None:
-                    self._store.get(f"{manifest.location}/{name}", folder / name, size_bytes=manifest.size_bytes)
+                    size_bytes = largest if name.endswith(".safetensors") else 0
+                    self._store.get(f"{manifest.location}/{name}", folder / name, size_bytes=size_bytes)
 
                 return read_version(folder, manifest, fetch=fetch)
         except (OSError, StorageError) as error:
@@ -109,17 +111,11 @@ class StoreTransport(VersionedTransport[str]):
             url = f"{self._store.url}/{manifest.location}"
             raise WeightError(f"version {manifest.version} is not available: {what} ({url})") from error
 
-    def _remove_abandoned(self) -> None:
-        ours = re.compile(rf"(asyncrl\.[A-Za-z0-9_.-]+\.{_place()}\.([0-9]+)\.[0-9a-f]{{8}})/")
-        homes = {found[1]: int(found[2]) for name in self._store.names() if (found := ours.match(name))}
-        for home, process in homes.items():
-            if not Path(f"/proc/{process}").exists():
-                self._store.remove(home)
 
-
-def _place() -> str:
-    """Return where a process number means one process: until the next start of a machine, in one container."""
-    known = Path("/proc/sys/kernel/random/boot_id").read_text()
-    with suppress(OSError):
-        known += str(Path("/proc/self/ns/pid").readlink())
-    return xxhash.xxh3_64_hexdigest(known.encode())
+def _remove_home(store: Store, home: str, process: int) -> None:
+    if process != os.getpid():  # a forked child's copy
+        return
+    try:
+        store.remove(home)
+    except (StorageError, RuntimeError) as error:  # at the end of an interpreter no thread can be started
+        _log.warning("%s/%s stays in the store: %s", store.url, home, error)

@@ -120,7 +120,8 @@ def test_a_run_that_lost_its_machine_goes_on_from_the_bucket_and_is_served_from_
     assert all(torch.equal(tensor, found[each]) for each, tensor in expected.items())
     kept = {each.partition("/")[0] for each in Store(url).names()}
     assert [each[:7] + each[-11:] for each in kept] == ["000002-step-000005"]
-    assert Store("s3://bucket/weights").names() == []  # what the first machine left, too: it was this one
+    left = {each.partition("/")[0] for each in Store("s3://bucket/weights").names()}
+    assert len(left) == 1  # of the first machine, which had no time to remove it
     shutil.rmtree(second)
 
     exported = export(url, "s3://bucket/models/mine")

@@ -25,7 +25,7 @@ from asyncrl.interfaces import MeteredTrainingEngine, TrainerUsage, TrainingEngi
 from asyncrl.io import DurableFiles
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state, step_of
 from asyncrl.trainer.workers import EngineGroup
-from engines.training.fsdp_engine import FSDPEngine
+from engines.training.fsdp_engine import FSDPEngine, peak_tflops
 
 Trajectories = Callable[..., DataProto]
 LENGTHS = [9, 4, 17, 6, 6, 12, 3, 14]
@@ -522,8 +522,11 @@ def test_usage_is_what_the_passes_of_an_update_need(
     assert isinstance(made, MeteredTrainingEngine)
     made.update(trajectories(LENGTHS))
     first = made.usage()
-    cost = sum(made._model.row_cost.of(length, length - 3) for length in LENGTHS if length > 3)
-    assert first.tflop == pytest.approx(2 * passes * cost / 1e12, rel=1e-4)  # whole multiply-adds are counted
+    of, lengths = made._model.row_cost, [length for length in LENGTHS if length > 3]
+    cost = passes * sum(of.of(length, length - 3) for length in lengths)
+    if "lora" in options:  # but attention, which has no weights, needs as much as ever
+        cost += sum(of.per_pair * length * (length + 1) / 2 for length in lengths)
+    assert first.tflop == pytest.approx(2 * cost / 1e12, rel=1e-4)  # whole multiply-adds are counted
     made.log_probs(trajectories(LENGTHS))  # no part of an update
     assert made.usage() == first
     made.update(trajectories(LENGTHS))
@@ -533,7 +536,13 @@ def test_usage_is_what_the_passes_of_an_update_need(
 
 
 def test_what_a_device_can_do_gives_the_share_that_is_used() -> None:
-    used = TrainerUsage(update_s=2.0, tflop=400.0, peak_tflops=1000.0, memory_peak_gb=(3.0, 5.0))
-    assert used.metrics() == {"tflops": 100.0, "memory_peak_gb": 5.0, "mfu": 0.2}
-    later = TrainerUsage(update_s=4.0, tflop=500.0, peak_tflops=1000.0, memory_peak_gb=(4.0, 6.0))
-    assert later.since(used).metrics() == {"tflops": 25.0, "memory_peak_gb": 6.0, "mfu": 0.05}
+    used = TrainerUsage(update_s=2.0, tflop=400.0, peak_tflops=1000.0, memory_peak_gb=3.0)
+    assert used.metrics() == {"tflops": 200.0, "memory_peak_gb": 3.0, "mfu": 0.2}
+    later = TrainerUsage(update_s=4.0, tflop=500.0, peak_tflops=1000.0, memory_peak_gb=4.0)
+    assert later.since(used).metrics() == {"tflops": 50.0, "memory_peak_gb": 4.0, "mfu": 0.05}
+
+
+def test_what_devices_can_do_is_known_by_their_names() -> None:
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H20", "NVIDIA A100-SXM4-80GB")
+    assert [peak_tflops(name) for name in names] == [989.0, 756.0, 989.0, 148.0, 312.0]
+    assert [peak_tflops(name) for name in ("NVIDIA RTX A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")] == [None, None]

@@ -39,30 +39,35 @@ def copies(transport: StoreTransport, manifest: WeightManifest) -> dict[str, tor
         return dict(tensors)
 
 
-KILLED = """
-import os, signal, sys, torch
+def test_a_publisher_that_ends_without_closing_leaves_nothing(url: str) -> None:
+    code = """
+import sys, torch
 from engines.weights.store import StoreTransport
 transport = StoreTransport(namespace="test", url=sys.argv[1])
 transport.publish([("weight", torch.ones(3))], version=0)
-os.kill(os.getpid(), signal.SIGKILL)
 """
+    ran = subprocess.run([sys.executable, "-c", code, url], check=True, timeout=60, capture_output=True, text=True)
+    assert Store(url).names() == [] or "stays in the store" in ran.stderr  # as from Python 3.12 on
 
 
-def test_what_a_killed_publisher_left_is_removed_and_what_a_living_one_has_is_not(
-    url: str, transport: StoreTransport
+def test_an_upload_that_was_given_up_changes_no_later_attempt(
+    transport: StoreTransport, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    living = transport.publish(a_model().items(), version=0)
-    subprocess.run([sys.executable, "-c", KILLED, url], check=False, timeout=60)
-    elsewhere = "asyncrl.test.0123456789abcdef.1.01234567/0/complete"  # of another machine, or before its last start
-    Store(url).write(elsewhere, b"x")
-    left = {name.partition("/")[0] for name in Store(url).names()} - {living.location.partition("/")[0]}
-    assert len(left) == 2
-    another = StoreTransport(namespace="test", url=url)
-    manifest = another.publish(a_model(1).items(), version=0)
-    kept = {name.partition("/")[0] for name in Store(url).names()}
-    assert kept == {each.location.partition("/")[0] for each in (living, manifest)} | {elsewhere.partition("/")[0]}
-    assert copies(transport, living).keys() == a_model().keys()
-    another.close()
+    put, late = Store.put, []
+
+    def hangs(self: Store, files: dict[str, Path]) -> None:
+        late.extend((name, path.read_bytes()) for name, path in files.items())
+        raise StorageError("no answer for 1 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", hangs)
+        with pytest.raises(WeightError, match="no answer for 1 s"):
+            transport.publish(a_model(7).items(), version=0)
+    assert Store.put is put
+    manifest = transport.publish(a_model().items(), version=0)
+    for name, content in late:
+        Store(url).write(name, content)
+    assert torch.equal(copies(transport, manifest)["layer.5"], a_model()["layer.5"])
 
 
 def test_a_publication_that_ends_early_is_no_version(

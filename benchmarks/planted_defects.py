@@ -274,8 +274,8 @@ DEFECTS = (
     Defect(
         "worker: a stale token is weighted by the wrong version",
         WORKERS,
-        "        metrics = self._held().update(with_staleness(young, version=self._version))\n",
-        "        metrics = self._held().update(with_staleness(young, version=max(0, self._version - 1)))\n",
+        "        metrics = engine.update(with_staleness(young, version=self._version))\n",
+        "        metrics = engine.update(with_staleness(young, version=max(0, self._version - 1)))\n",
     ),
     Defect(
         "worker: tokens past the bound are trained on",

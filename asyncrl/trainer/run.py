@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -604,8 +604,10 @@ class TrainingRun:
     async def _trainer_usage(self) -> dict[str, Any]:
         """Return ``trainer`` of the summary: of the first rank, but for the memory."""
         found: list[TrainerUsage] = []
-        with suppress(AsyncRLError):  # the run is done, whatever becomes of its trainer
+        try:
             found = [each for each in await self._assembly.trainer.usage() if each is not None and each.update_s]
+        except AsyncRLError as error:  # the run is done, whatever becomes of its trainer
+            _log.warning("the summary lacks what the trainer used: %s", error)
         if not found:
             return {}
         first = {**found[0].metrics(), "update_s": found[0].update_s}
@@ -651,6 +653,8 @@ def _check_state_fits(config: Config, before: Config) -> None:
     """Check that what ``config`` trains can go on from the checkpoints of a run; ``before`` is the run's own."""
     for key in _SAVED:
         role, name = key.split(".")
+        if role == "critic" and not needs_critic(before):
+            continue
         value, saved = (getattr(getattr(each, role), name) for each in (config, before))
         if value != saved:
             raise ConfigError(

@@ -7,7 +7,8 @@ has several stages. What travels is the hidden states of a micro-batch and their
 ranks of a pipeline.
 
 torch makes memory for what every micro-batch of a schedule receives before the first one, so a schedule has at most
-:data:`WINDOW` of them for each rank, and is run several times.
+:data:`WINDOW` of them for each rank, and is run several times. Its module takes half a second to import, so only what
+has stages does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from asyncrl.errors import ConfigError
 from engines.training.loading import small_causal_lm
@@ -141,12 +141,14 @@ class Pipeline:
 
     def microbatches(self, needed: int) -> int:
         """Return how many micro-batches a pass has that needs so many; the others are dummies."""
-        ranks = self.group.size()
-        windows = max(1, -(-needed // (WINDOW * ranks)))
+        ranks, windows = self.group.size(), self._windows(needed)
         size = max(-(-needed // windows), ranks)
         while len(self.stages) > 1 and size % (size // ranks):  # what the interleaved schedule takes
             size += 1
         return windows * size
+
+    def _windows(self, microbatches: int) -> int:
+        return max(1, -(-microbatches // (WINDOW * self.group.size())))
 
     def run(
         self,
@@ -161,11 +163,12 @@ class Pipeline:
         Collective among the ranks of the rows. ``then``, on the ranks that have the last stage, maps a micro-batch's
         number and scores to what is minimised.
         """
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
         device, scored = self._states.device, max(len(batch.predictors) for batch in batches)
         cells = -(-max(len(batch.input_ids) for batch in batches) // self._pieces)
         padded = [batch.padded(cells * self._pieces) for batch in batches]
-        windows = -(-len(batches) // (WINDOW * self.group.size()))
-        size = len(batches) // windows
+        size = len(batches) // self._windows(len(batches))
         staged: list[Any] = []
         for place, stage in self.stages.items():
             stage.batches, stage.scored, stage.extras, stage.temperature = padded, scored, extras, temperature
@@ -229,6 +232,7 @@ def divide_layers(
 
 def check_layers(model: PolicyModel, *, ranks: int, stages_per_rank: int) -> None:
     """Raise :class:`ConfigError` unless :func:`divide_layers` can divide the model."""
+    from torch.distributed.pipelining import Schedule1F1B
 
     def refused(rule: str, remedy: str) -> ConfigError:
         return ConfigError(f"mesh.pp = {ranks}: {rule}", path="mesh.pp", remedy=remedy)
@@ -260,7 +264,7 @@ def _divides(whole: Any) -> bool:
             try:
                 states = _body(whole, 0, place)(input_ids=ids, use_cache=False).last_hidden_state
                 found = _body(whole, place, layers)(inputs_embeds=states, use_cache=False).last_hidden_state
-            except (AttributeError, TypeError, ValueError, RuntimeError):  # of a family's own code
+            except Exception:  # noqa: BLE001  a family's own code; the model is refused by name
                 return False
             if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
                 return False

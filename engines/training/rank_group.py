@@ -44,7 +44,7 @@ class RankGroup:
         mesh: what FSDP shards weights over; of two dimensions if there are replicas.
         tp: the ranks that divide each product; None if there is one.
         pp: the ranks that divide the layers, and have the same rows; None if there is one.
-        stage_rank: this rank's number among those that have the same layers.
+        stage_rank, stage_size: this rank's number among those that have the same layers, and how many they are.
         cp: the ranks that divide the tokens of a row; None if there is one.
         ep: the ranks that divide the experts of a layer; None if there is one.
         expert_mesh: what FSDP shards the experts of a rank over, as ``mesh``; the same without ``ep``.

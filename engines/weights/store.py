@@ -36,7 +36,8 @@ class StoreTransport(VersionedTransport[str]):
 
     ``url`` is a folder of the store, which a run may share with others; credentials are those of fsspec's packages, in
     the environment of each process. A publication is in the store when it returns; publisher and readers need room for
-    a version on their own disk meanwhile. What a killed publisher left stays: nobody else can know that it is dead.
+    a version on their own disk meanwhile. What a killed publisher left stays, since no other process can tell that it
+    is dead.
 
     Raises:
         ConfigError: the URL cannot be used, or the package of its protocol is missing.

@@ -63,7 +63,7 @@ def test_stages_are_refused_where_layers_are_not_divided(model_folder: Callable[
 
 
 @pytest.mark.parametrize(("ranks", "stages_per_rank"), [(2, 1), (4, 1), (4, 2), (8, 3)])
-def test_a_pass_has_few_micro_batches_that_nobody_needs(ranks: int, stages_per_rank: int) -> None:
+def test_a_pass_has_few_dummies(ranks: int, stages_per_rank: int) -> None:
     pipeline = Pipeline(
         SimpleNamespace(size=lambda: ranks),  # type: ignore[arg-type]
         dict.fromkeys(range(stages_per_rank)),  # type: ignore[arg-type]

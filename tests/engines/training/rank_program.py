@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -180,13 +181,13 @@ def meshed(rank: Rank) -> None:
         rank.model = whole
 
 
+@patch.object(pipeline, "WINDOW", 2)  # one rank plays this in the process of other tests
 def staged(rank: Rank) -> None:
     """Adapters and reference in interleaved stages, more micro-batches than a schedule has, and a loss that fails.
 
     The scene's model has four layers; its loss fails on the rank that computes it, the last one.
     """
     whole, rank.model = rank.model, rank.deep
-    pipeline.WINDOW = 2
     stages = {"mesh": {"pp": 2}, "stages_per_rank": 2} if rank.world_size == 2 else {}
     options: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}, "max_tokens_per_microbatch": 9, **stages}
     rank.updates("staged", split=5, **options)

@@ -77,7 +77,7 @@ class Store:
     Raises:
         ConfigError: the URL cannot be used, or the package of its protocol is missing.
         StorageError: by any method: there is no such bucket, it refuses, cannot be reached, or does not answer in time.
-        FileNotFoundError: by :meth:`get`: there is no such file.
+        FileNotFoundError: by :meth:`read` and :meth:`get`: there is no such file.
     """
 
     def __init__(self, url: str, *, key: str = "") -> None:
@@ -90,6 +90,11 @@ class Store:
             found = _ask(self.url, partial(self._files.find, self._root))
             return sorted(path.removeprefix(self._root).strip("/") for path in found)
         return []
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
+        content: bytes = _ask(f"{self.url}/{name}", partial(self._files.cat_file, f"{self._root}/{name}"))
+        return content
 
     def write(self, name: str, content: bytes) -> None:
         _ask(f"{self.url}/{name}", partial(self._files.pipe_file, f"{self._root}/{name}", content), writes=True)

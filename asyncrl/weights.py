@@ -263,6 +263,22 @@ class DeltaTransport(WeightTransport, Protocol):
         """Publish the next version as a full one: a reader could not use the last."""
 
 
+@runtime_checkable
+class AnnouncingTransport(WeightTransport, Protocol):
+    """Optional capability: pools that belong to no run find its newest version (``asyncrl serve --follow``)."""
+
+    def announce(self, manifest: WeightManifest) -> None:
+        """Name a version that was published here as the newest one; it can be pulled until a newer one is released."""
+
+    def announced(self) -> WeightManifest | None:
+        """Return the version that was named last, by whatever publisher, for :meth:`pull`; None if there is none.
+
+        Raises:
+            WeightError: it cannot be read.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSpec:
     """How both sides, publisher and pullers, make a transport. Picklable.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.output import show, show_json
 from asyncrl.errors import ConfigError, InfrastructureError
+from asyncrl.storage import is_url
 
 if TYPE_CHECKING:
     from asyncrl.serve.control_client import ControlClient
@@ -23,7 +24,7 @@ _ACTIONS = {
     "top": "the replicas, refreshed",
     "add": "start replica NAME; --on RESOURCE: on a node of the pool's Ray cluster with that resource",
     "drain": "let replica NAME finish its requests, and remove it",
-    "swap": "serve the weights in FOLDER from now on; one of peft's: beside them, as the model --adapter",
+    "swap": "serve the weights in FOLDER, or at a URL, from now on; one of peft's: beside them, as the model --adapter",
     "pause": "stop decoding; --mode keep, abort or drain",
     "resume": "go on decoding",
 }
@@ -32,7 +33,7 @@ _ACTIONS = {
 def add_pool_options(parser: argparse.ArgumentParser) -> None:
     actions = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
     parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=actions)
-    parser.add_argument("what", nargs="?", default="", metavar="NAME|FOLDER", help="for add, drain and swap")
+    parser.add_argument("what", nargs="?", default="", metavar="NAME|FOLDER|URL", help="for add, drain and swap")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="of the server on this machine (8000)")
     parser.add_argument("--control", default="", metavar="ADDRESS", help="its control socket, or http://HOST:PORT")
     parser.add_argument("--control-key-file", type=Path, metavar="F", help="for the latter; else ASYNCRL_CONTROL_KEY")
@@ -106,7 +107,7 @@ def _request(namespace: argparse.Namespace) -> tuple[str, str, Any]:
         case "drain":
             return "POST", "/replicas/drain", {"name": name}
         case _:
-            folder = str(Path(name).expanduser().resolve())
+            folder = name if is_url(name) else str(Path(name).expanduser().resolve())
             given = {"folder": folder, "version": namespace.version_number, "adapter": namespace.adapter}
             return "POST", "/weights", {"action": "swap", **given}
 

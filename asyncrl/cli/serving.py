@@ -190,6 +190,10 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for which a replica's process may be stopped before it is started again (20)",
     )
+    parser.add_argument(
+        "--follow", metavar="URL", help='serve what a run publishes there (weights.transport = "store", kept_versions)'
+    )
+    parser.add_argument("--follow-every", type=float, default=10.0, metavar="S", help="seconds between two looks (10)")
     parser.add_argument("--capture", type=Path, metavar="FOLDER", help="write rewarded sessions there")
 
 
@@ -231,6 +235,8 @@ def _options(namespace: argparse.Namespace) -> ServingOptions:
         separate=namespace.separate,
         python=namespace.engine_python,
         ray=namespace.ray,
+        follow=namespace.follow,
+        follow_every_s=namespace.follow_every,
         names=tuple(namespace.model_name),
         capture=namespace.capture,
         health_check_timeout_s=namespace.health_check_timeout,
@@ -318,6 +324,8 @@ def _banner(model: str, served: ServedModel, options: ServingOptions) -> str:
     ]
     if served.control_url:
         lines.append(f"              {served.control_url}")
+    if options.follow is not None:
+        lines.append(f"  follows     {options.follow}")
     if options.capture is not None:
         lines.append(f"  capture     {options.capture}")
     if served.state.text is not None and served.state.text.chat_problem:

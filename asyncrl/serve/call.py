@@ -22,7 +22,7 @@ from asyncrl.serve.conversations import Conversations
 from asyncrl.serve.errors import APIError, context_length_error
 from asyncrl.serve.limits import ConcurrencyLimiter, Limits
 from asyncrl.serve.metrics import ServerMetrics
-from asyncrl.serve.pool import RayReplicas, WeightUpdater
+from asyncrl.serve.pool import Follower, RayReplicas, WeightUpdater
 from asyncrl.serve.sessions import GroupedSink, Session, Sessions, TurnPrompt
 from asyncrl.serve.text import GeneratedTokens, ModelText
 
@@ -59,6 +59,7 @@ class ServerState:
         dtype: of the weights, by torch's name; empty if it is unknown.
         capture: where the trajectories of rewarded sessions go; None refuses rewards.
         weights: updates the weights; None refuses updates.
+        follower: updates them to what a run announces; other updates are refused then.
         new_replica: makes the engine of a replica that an operator adds; None refuses that.
         ray_replicas: makes replicas on other machines; None refuses that.
         choices_by_request: number of choices of the running requests, by request id: 0 until they are sent to the pool.
@@ -75,6 +76,7 @@ class ServerState:
     limits: Limits = field(default_factory=Limits)
     capture: GroupedSink | None = None
     weights: WeightUpdater | None = None
+    follower: Follower | None = None
     new_replica: Callable[[], RolloutEngine] | None = None
     ray_replicas: RayReplicas | None = None
     clock: Callable[[], float] = time.monotonic

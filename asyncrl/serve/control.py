@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
@@ -17,6 +16,7 @@ from asyncrl.serve.call import Call
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.native import Done
 from asyncrl.serve.pool import WeightUpdater
+from asyncrl.storage import path_or_url
 from asyncrl.weights import WeightManifest
 
 
@@ -74,12 +74,21 @@ class WeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     version: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
+class Followed(Struct, kw_only=True):
+    url: str
+    newest: int | None
+    """The version that was announced last there."""
+    error: str
+    """Why that one is not served; empty if it is."""
+
+
 class WeightStatus(Struct, kw_only=True):
     version: int
     prepared: int | None
     replicas: dict[str, int | None]
     adapters: dict[str, int] = {}
     """Versions of the adapters that are served, by name."""
+    follows: Followed | None = None
 
 
 class UpdateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -210,18 +219,22 @@ def _replicas(call: Call, *, status: int = 200) -> web.Response:
 def _updater(call: Call) -> WeightUpdater:
     if call.state.weights is None:
         raise APIError(501, "this server takes no weights: it was made without a transport")
+    if call.state.follower is not None:
+        raise APIError(409, f"this server follows {call.state.follower.url}: it takes no other weights")
     return call.state.weights
 
 
 async def weight_status(call: Call) -> web.StreamResponse:
     """Report the version that is served, the one that is prepared, and those of the replicas."""
     state = call.state
+    follower = state.follower
     return call.answer(
         WeightStatus(
             version=state.replica_pool.weight_version,
             prepared=state.weights.prepared if state.weights is not None else None,
             replicas={replica.name: replica.weight_version for replica in state.replica_pool.replicas()},
             adapters=dict(state.weights.adapters) if state.weights is not None else {},
+            follows=Followed(url=follower.url, newest=follower.newest, error=follower.error) if follower else None,
         )
     )
 
@@ -242,7 +255,7 @@ async def weights(call: Call) -> web.StreamResponse:
             version = manifest.version
         else:
             change = updater.swap if body.action == "swap" else updater.prepare_folder
-            await change(Path(body.folder or ""), version=version, adapter=body.adapter)
+            await change(path_or_url(body.folder or ""), version=version, adapter=body.adapter)
             return await weight_status(call)
     if body.action != "prepare":
         if version is None:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.errors import WeightError, WeightVersionError
+from asyncrl.errors import AsyncRLError, ConfigError, StorageError, WeightError, WeightVersionError
 from asyncrl.interfaces import RolloutEngine
 from asyncrl.rollout.engine_worker import EngineSpec, EngineWorker, WorkerGroupEngine
 from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.runtime import shield_until_done
 from asyncrl.single_controller.liveness import Liveness
-from asyncrl.weights import Adapter, WeightManifest, WeightTransport, entries_of
+from asyncrl.storage import is_url, local_copy
+from asyncrl.weights import Adapter, AnnouncingTransport, WeightManifest, WeightTransport, entries_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,10 @@ class WeightUpdater:
         """The last version that replaced the weights themselves."""
         self._last = 0
         self._busy = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._pool.weight_version
 
     @property
     def prepared(self) -> int | None:
@@ -81,51 +86,82 @@ class WeightUpdater:
         self._prepared = manifest
 
     async def prepare_folder(
-        self, folder: Path, *, version: int | None = None, adapter: str | None = None
+        self, folder: Path | str, *, version: int | None = None, adapter: str | None = None
     ) -> WeightManifest:
-        """Publish the safetensors of a model folder, as the next version by default, and prepare it.
+        """Publish the safetensors of a model folder, or of its URL, as the next version by default, and prepare it.
 
         A folder of peft's is an adapter, which is served under the name ``adapter``, by default the folder's.
         What was prepared before is freed first: a transport need not have room for three versions. A cancelled call
         ends when the transport has finished; nothing is prepared then.
 
         Raises:
-            WeightError: there is no readable safetensors file, or a tensor is not finite.
+            WeightError: there is no readable safetensors file, the URL cannot be read, or a tensor is not finite.
             WeightVersionError: the version is not newer than all that were served or published.
         """
         async with self._busy:  # before any await, so that versions follow the order of the calls
             return await self._prepare_folder(folder, version, adapter)
 
-    async def swap(self, folder: Path, *, version: int | None = None, adapter: str | None = None) -> Ended:
+    async def swap(self, folder: Path | str, *, version: int | None = None, adapter: str | None = None) -> Ended:
         """Prepare a folder and commit it, with no other call in between; raise as both."""
         async with self._busy:
             manifest = await self._prepare_folder(folder, version, adapter)
             return await self._commit(manifest.version)
 
-    async def _prepare_folder(self, folder: Path, version: int | None, name: str | None) -> WeightManifest:
-        adapter = await asyncio.to_thread(_adapter, folder, folder.name if name is None else name)
+    async def take(self, manifest: WeightManifest, source: WeightTransport) -> Ended:
+        """Serve a version that ``source`` holds, under its own number and with its proof; raise as :meth:`swap`.
+
+        What no replica could take stays prepared, so that another call needs not read it again.
+        """
+
+        def publish(version: int) -> WeightManifest:
+            with source.pull(manifest) as tensors:
+                held = self._transport.publish(tensors.items(), version=version)
+            same = {"adapter": manifest.adapter, "canary": manifest.canary, "checked_bytes": manifest.checked_bytes}
+            return msgspec.structs.replace(held, **same)
+
+        async with self._busy:
+            if self.prepared != manifest.version:
+                await self._prepare_published(manifest.version, publish)
+            return await self._commit(manifest.version, stays=True)
+
+    async def _prepare_folder(self, given: Path | str, version: int | None, name: str | None) -> WeightManifest:
+        try:
+            folder = Path(await asyncio.to_thread(local_copy, str(given)) if is_url(given) else given)
+        except (ConfigError, StorageError) as error:
+            raise WeightError(str(error)) from error
+        adapter = await asyncio.to_thread(_adapter, folder, Path(given).name if name is None else name)
         if adapter is None and name is not None:
-            raise WeightError(f"{folder} is no adapter (it has no {_ADAPTER_CONFIG}): only an adapter has a name")
+            raise WeightError(f"{given} is no adapter (it has no {_ADAPTER_CONFIG}): only an adapter has a name")
         files = await asyncio.to_thread(lambda: sorted(folder.glob("*.safetensors")))
         if not files:
-            raise WeightError(f"{folder} holds no safetensors file")
-        last = max(self._pool.weight_version, self._last)
-        number = last + 1 if version is None else version
-        if number <= last:
-            raise WeightVersionError(f"version {number} is not newer than {last}, which was served or published")
+            raise WeightError(f"{given} holds no safetensors file")
+
+        def publish(version: int) -> WeightManifest:
+            return msgspec.structs.replace(self._transport.publish(_tensors(files), version=version), adapter=adapter)
+
+        return await self._prepare_published(self._latest + 1 if version is None else version, publish)
+
+    @property
+    def _latest(self) -> int:
+        return max(self._pool.weight_version, self._last)
+
+    async def _prepare_published(self, version: int, publish: Callable[[int], WeightManifest]) -> WeightManifest:
+        if version <= self._latest:
+            raise WeightVersionError(
+                f"version {version} is not newer than {self._latest}, which was served or published"
+            )
         self._prepared = None
         await self._release()
         try:
-            manifest = await shield_until_done(self._publish(files, number))
-            manifest = msgspec.structs.replace(manifest, adapter=adapter)
+            manifest = await shield_until_done(self._publish(version, publish))
         except asyncio.CancelledError:
             await self._release()
             raise
         self.prepare(manifest)
         return manifest
 
-    async def _publish(self, files: Sequence[Path], version: int) -> WeightManifest:
-        manifest = await asyncio.to_thread(lambda: self._transport.publish(_tensors(files), version=version))
+    async def _publish(self, version: int, publish: Callable[[int], WeightManifest]) -> WeightManifest:
+        manifest = await asyncio.to_thread(publish, version)
         self._published.add(version)
         self._last = version
         return manifest
@@ -145,7 +181,7 @@ class WeightUpdater:
         async with self._busy:
             return await self._commit(version)
 
-    async def _commit(self, version: int) -> Ended:
+    async def _commit(self, version: int, *, stays: bool = False) -> Ended:
         manifest = self._check_prepared(version)  # an earlier call may have replaced it
         self._prepared = None
         try:
@@ -155,6 +191,9 @@ class WeightUpdater:
             else:
                 self._adapters[manifest.adapter.name] = msgspec.structs.replace(manifest, beside=())
             return ended
+        except WeightError:
+            self._prepared = manifest if stays else None
+            raise
         finally:
             await self._release()
 
@@ -233,6 +272,70 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return True
     low, high = tensor.aminmax()  # nan if any value is
     return -math.inf < low.item() and high.item() < math.inf
+
+
+class Follower:
+    """Serves the newest version that the trainer of a run announces at ``url``.
+
+    It looks every ``every_s`` seconds; after a failure up to ``_LONGEST_WAIT`` times as seldom, until another version
+    is announced. What is served meanwhile stays. ``tell`` gets a line for each version and each new failure.
+
+    Attributes:
+        newest: the version that was announced last, as far as is known.
+        error: why that one is not served; empty if it is.
+    """
+
+    def __init__(
+        self,
+        updater: WeightUpdater,
+        source: AnnouncingTransport,
+        *,
+        url: str,
+        every_s: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.url = url
+        self.newest: int | None = None
+        self.error = ""
+        self._updater = updater
+        self._source = source
+        self._every_s = every_s
+        self._tell = tell
+        self._known = b""  # the digest of the newest version
+        self._taken = b""
+
+    async def look(self) -> None:
+        """Serve the version that is announced, if there is another one.
+
+        Raises:
+            WeightError: it cannot be read, is not newer than the present one, or is not the model's; the latter stays.
+        """
+        manifest = await asyncio.to_thread(self._source.announced)
+        if manifest is None:
+            return
+        self._known, self.newest = manifest.digest, manifest.version
+        if manifest.digest != self._taken:
+            await self._updater.take(manifest, self._source)
+            self._taken = manifest.digest
+            self._tell(f"weight version {manifest.version} of {self.url}")
+
+    async def run(self) -> None:
+        """Look until it is cancelled; whatever fails, the next look may succeed."""
+        wait_s = self._every_s
+        while True:
+            await asyncio.sleep(wait_s)
+            known, before, self.error = self._known, self.error, ""
+            try:
+                await self.look()
+                wait_s = self._every_s
+            except Exception as error:  # noqa: BLE001  it is told, and does not end what follows
+                wait_s = self._every_s if self._known != known else min(2 * wait_s, _LONGEST_WAIT * self._every_s)
+                self.error = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+                if self.error != before:
+                    self._tell(f"weight version {self._updater.version} stays: {self.error}")
+
+
+_LONGEST_WAIT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,14 +38,14 @@ from asyncrl.rollout.engine_worker import EngineSpec, resolve_model
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.serve.call import ServerState
 from asyncrl.serve.limits import Limits
-from asyncrl.serve.pool import RayReplicas, WeightUpdater
+from asyncrl.serve.pool import Follower, RayReplicas, WeightUpdater
 from asyncrl.serve.server import Binding, Server
 from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink
 from asyncrl.serve.text import Choice, ModelText, context_tokens
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.liveness import Liveness
-from asyncrl.storage import local_model
-from asyncrl.weights import TransportSpec, WeightTransport
+from asyncrl.storage import is_url, local_model, path_or_url
+from asyncrl.weights import AnnouncingTransport, TransportSpec, WeightTransport
 
 _ENGINES = "asyncrl.rollout_engines"
 _MOST_ADAPTERS = 64
@@ -64,6 +64,8 @@ class ServingOptions:
         names: of the model for clients; the last part of MODEL by default.
         capture: folder, or replay buffer, for rewarded sessions; None keeps none.
         transport: entry point of the weight transport; None takes no new weights.
+        follow: URL at which a run announces its weight versions (``weights.transport = "store"`` with
+            ``kept_versions``); the newest is served from the start on. Looked at every ``follow_every_s``.
         ray: Ray cluster whose nodes may add replicas (``HOST:PORT``, ``auto``), or ``local`` to start one on this
             machine; None for none.
         health_check_timeout_s: longest time for which the process of a replica may be stopped, or a replica of another
@@ -82,12 +84,19 @@ class ServingOptions:
     limits: Limits = field(default_factory=Limits)
     capture: Path | str | ReplayBuffer | None = None
     transport: str | None = "shared_memory"
+    follow: str | None = None
+    follow_every_s: float = 10.0
     ray: str | None = None
     health_check_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError(f"replicas must be at least 1, got {self.replicas}", path="replicas")
+        if self.follow is not None and self.transport is None:
+            raise ConfigError("a server without a weight transport follows nothing", path="follow", remedy="give one")
+        if not 0.1 <= self.follow_every_s <= 86_400:
+            what = f"follow_every_s is {self.follow_every_s}"
+            raise ConfigError(what, path="follow_every_s", remedy="0.1 to 86400 seconds")
         if not 1 <= self.health_check_timeout_s <= 86_400:
             raise ConfigError(
                 f"health_check_timeout_s is {self.health_check_timeout_s}",
@@ -155,6 +164,11 @@ class ServedModel:
         context = options.engine_options.get("max_model_tokens") or await asyncio.to_thread(context_tokens, folder)
         self.pool = pool
         names = options.names or (_short_name(self._model),)
+        updater = WeightUpdater(pool, transport, reserved=names) if transport is not None else None
+        follower = None
+        if updater is not None and options.follow is not None:
+            url, every_s = options.follow, options.follow_every_s
+            follower = Follower(updater, _announcer(url), url=url, every_s=every_s, tell=self._tell)
         self.state = ServerState(
             pool=pool,
             names=names,
@@ -163,12 +177,17 @@ class ServedModel:
             dtype=self._dtype(),
             limits=options.limits,
             capture=_sink(options),
-            weights=WeightUpdater(pool, transport, reserved=names) if transport is not None else None,
+            weights=updater,
+            follower=follower,
             new_replica=new_replica,
             ray_replicas=ray_replicas,
         )
         if self.state.capture is not None:
             stack.push_async_callback(self.state.capture.close)
+        if follower is not None:
+            await follower.look()
+            following = asyncio.create_task(follower.run(), name="follow")
+            stack.push_async_callback(_end, following)
         self._server = Server(self.state, options.binding, ports)
         await self._server.start()
         stack.push_async_callback(self._server.close)
@@ -293,7 +312,8 @@ class ServedModel:
     async def swap(self, folder: Path | str, *, adapter: str | None = None) -> int:
         """Serve the safetensors of ``folder``; return their version. Running requests go on under the new weights.
 
-        A folder of peft's is served beside the model, under the name ``adapter``, by default the folder's.
+        ``folder`` may be a URL. One of peft's is served beside the model, under the name ``adapter``, by default the
+        folder's.
 
         Raises:
             WeightError: they are not the model's, or are not finite; the old ones stay.
@@ -302,7 +322,9 @@ class ServedModel:
         self._running()
         if self.state.weights is None:
             raise EngineError("this server takes no weights: it was made with transport=None")
-        await self.state.weights.swap(Path(folder), adapter=adapter)
+        if self.state.follower is not None:
+            raise EngineError(f"this server follows {self.state.follower.url}: it takes no other weights")
+        await self.state.weights.swap(path_or_url(folder), adapter=adapter)
         return self.pool.weight_version
 
     async def drain(self) -> None:
@@ -328,6 +350,18 @@ def serve(
     if options is not None and more:
         raise ConfigError("give options, or its fields by keyword, not both", path="options")
     return ServedModel(model, options or ServingOptions(**more), tell, clock=time.monotonic)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def _announcer(url: str) -> AnnouncingTransport:
+    if not is_url(url):
+        raise ConfigError(f"follow = {url!r} is no URL", path="follow", remedy="write s3://... or file:///...")
+    spec = TransportSpec(name="store", namespace="follower", options={"url": url})
+    return cast(AnnouncingTransport, spec.make())
 
 
 def _sink(options: ServingOptions) -> GroupedSink | None:

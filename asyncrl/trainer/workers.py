@@ -39,6 +39,7 @@ from asyncrl.single_controller.mesh import MeshDispatch
 from asyncrl.storage import Store, local_model
 from asyncrl.weights import (
     Adapter,
+    AnnouncingTransport,
     Canary,
     DeltaTransport,
     TensorEntry,
@@ -619,10 +620,12 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         else:
             for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
                 del tensor
-        if self._proof is None:
-            return manifest
-        token_ids, log_probs = self._canary_log_probs()
-        return None if manifest is None else self._proof.asked(manifest, token_ids, log_probs)
+        if self._proof is not None:
+            token_ids, log_probs = self._canary_log_probs()
+            manifest = self._proof.asked(manifest, token_ids, log_probs) if manifest is not None else None
+        if manifest is not None and isinstance(self._transport, AnnouncingTransport):
+            self._transport.announce(manifest)
+        return manifest
 
     def _published(self, *, sharded: bool = False) -> tuple[Iterable[tuple[str, Tensor]], Adapter | None]:
         """Return the tensors that are published, and what they are if they are an adapter's."""

@@ -1,5 +1,6 @@
 """Weights through a store that trainer and engines reach by a URL: ``s3://``, ``gs://``, ``file://`` and others.
 
+    URL/asyncrl.newest          the manifest of the version that was announced last
     URL/asyncrl.NAMESPACE.TOKEN/
         2-1/                version 2, a first attempt: the files of :mod:`engines.weights.disk`, ``complete`` last
 
@@ -15,6 +16,7 @@ import re
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,9 @@ from engines.weights.transport import VersionedTransport
 
 _log = logging.getLogger(__name__)
 
+_NEWEST = "asyncrl.newest"
+_PLACE = r"asyncrl\.{}\.[0-9a-f]{{16}}/[0-9]+-[0-9]+"
+
 
 class StoreTransport(VersionedTransport[str]):
     """Implements :class:`asyncrl.weights.WeightTransport` for processes that have a store in common.
@@ -38,6 +43,9 @@ class StoreTransport(VersionedTransport[str]):
     the environment of each process. A publication is in the store when it returns; publisher and readers need room for
     a version on their own disk meanwhile. What a killed publisher left stays, since no other process can tell that it
     is dead.
+
+    With ``kept_versions`` versions are announced, for ``asyncrl serve --follow URL``, and so many of them stay once the
+    run has released them, the newest also when it ends. Runs with the same URL replace each other's announcements.
 
     Raises:
         ConfigError: the URL cannot be used, or the package of its protocol is missing.
@@ -53,14 +61,17 @@ class StoreTransport(VersionedTransport[str]):
         url: str,
         max_versions: int = 2,
         shard_size_bytes: int = 1 << 28,
+        kept_versions: int = 0,
         delta: bool = False,
     ) -> None:
         super().__init__(
             namespace=namespace,
-            max_versions=max_versions,
+            max_versions=max_versions + kept_versions,
             delta=delta,
-            location=rf"asyncrl\.{re.escape(namespace)}\.[0-9a-f]{{16}}/[0-9]+-[0-9]+",
+            location=_PLACE.format(re.escape(namespace)),
         )
+        if kept_versions < 0:
+            raise ValueError(f"kept_versions must be at least 0, got {kept_versions}")
         if shard_size_bytes < 1:
             raise ValueError(f"shard_size_bytes must be at least 1, got {shard_size_bytes}")
         self.shard_size_bytes = shard_size_bytes
@@ -68,10 +79,14 @@ class StoreTransport(VersionedTransport[str]):
         self._home = f"asyncrl.{namespace}.{secrets.token_hex(8)}"
         self._attempts = 0
         self._finalizer: Any = None  # once there is something to remove
+        self._kept_versions = kept_versions
+        self._kept: list[int] = []  # released, oldest first
+        self._newest: set[str] = set()  # the places of the announced version, which stay
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, str]:
         if self._finalizer is None:
-            self._finalizer = weakref.finalize(self, _remove_home, self._store, self._home, os.getpid())
+            home = self._store, self._home, self._newest
+            self._finalizer = weakref.finalize(self, _remove_home, *home, os.getpid())
         self._attempts += 1
         place = f"{self._home}/{version}-{self._attempts}"
         try:
@@ -83,6 +98,33 @@ class StoreTransport(VersionedTransport[str]):
         except (OSError, SafetensorError, StorageError) as error:
             raise WeightError(f"version {version} cannot be written to {self._store.url}: {error}") from error
         return manifest, place
+
+    def announce(self, manifest: WeightManifest) -> None:
+        if not self._kept_versions:
+            return
+        try:
+            self._store.write(_NEWEST, manifest.encode())
+        except StorageError as error:
+            _log.warning("version %d is not announced: %s", manifest.version, error)
+            return
+        self._newest.clear()
+        self._newest.update(_places(manifest))
+
+    def announced(self) -> WeightManifest | None:
+        try:
+            manifest = WeightManifest.decode(self._store.read(_NEWEST))
+        except FileNotFoundError:
+            return None
+        except StorageError as error:
+            raise WeightError(f"the newest version cannot be asked for: {error}") from error
+        self._location = re.compile(_PLACE.format("[A-Za-z0-9_.-]+"))  # whoever has published it
+        return manifest
+
+    def release(self, version: int) -> None:
+        if version not in self._kept:
+            self._kept.append(version)
+        while len(self._kept) > self._kept_versions:
+            super().release(self._kept.pop(0))
 
     def _free(self, version: int, place: str) -> None:
         try:
@@ -113,10 +155,18 @@ class StoreTransport(VersionedTransport[str]):
             raise WeightError(f"version {manifest.version} is not available: {what} ({url})") from error
 
 
-def _remove_home(store: Store, home: str, process: int) -> None:
+def _places(manifest: WeightManifest) -> frozenset[str]:
+    return frozenset(part.location for part in (manifest, *manifest.chain))
+
+
+def _remove_home(store: Store, home: str, staying: AbstractSet[str], process: int) -> None:
     if process != os.getpid():  # a forked child's copy
         return
     try:
-        store.remove(home)
+        places = (
+            {name.rpartition("/")[0] for name in store.names() if name.startswith(f"{home}/")} if staying else {home}
+        )
+        for place in places - staying:
+            store.remove(place)
     except (StorageError, RuntimeError) as error:  # at the end of an interpreter no thread can be started
         _log.warning("%s/%s stays in the store: %s", store.url, home, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from contextlib import contextmanager
 
@@ -12,9 +13,10 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import WeightError, WeightVersionError
 from asyncrl.rollout.replica_pool import ReplicaPool
-from asyncrl.serve.pool import WeightUpdater
+from asyncrl.serve.pool import Follower, WeightUpdater
 from asyncrl.testing import ScriptedEngine
 from engines.weights.shared_memory import SharedMemoryTransport
+from engines.weights.store import StoreTransport
 
 
 class GatedTransport(SharedMemoryTransport):
@@ -236,3 +238,122 @@ async def test_a_cancelled_commit_is_finished_before_the_next(updater, pool, fol
     assert (pool.weight_version, transport.versions) == (2, (2,))
     await second
     assert (pool.weight_version, transport.versions) == (3, (3,))
+
+
+# ----------------------------------------------------------------------------------------------------------- following
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = StoreTransport(namespace="run", url=f"file://{tmp_path}/store", kept_versions=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def follower(updater, run, told):
+    source = StoreTransport(namespace="follower", url=run._store.url)
+    return Follower(updater, source, url="store", every_s=0.02, tell=told.append)
+
+
+def announce(run, version, **tensors):
+    run.announce(run.publish((tensors or {"w": torch.full((3,), float(version))}).items(), version=version))
+    run.release(version - 1)
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_follower_serves_the_newest_version_under_its_own_number(pool, follower, run, told, transport):
+    await follower.look()
+    assert (pool.weight_version, follower.newest) == (0, None), "nothing is announced"
+    announce(run, 7)
+    await follower.look()
+    await follower.look()
+    assert (pool.weight_version, follower.newest, told) == (7, 7, ["weight version 7 of store"])
+    following = asyncio.create_task(follower.run())
+    for version in (8, 9, 12):
+        announce(run, version)
+        await until(lambda version=version: pool.weight_version == version)
+        assert transport.versions == (version,)
+    following.cancel()
+    await asyncio.wait([following])
+    assert (following.cancelled(), follower.error) == (True, "")
+
+
+async def test_what_cannot_be_followed_is_told_once_and_the_weights_before_stay(pool, follower, run, told):
+    announce(run, 5)
+    await follower.look()
+    other = StoreTransport(namespace="other", url=run._store.url, kept_versions=1)
+    announce(other, 3)
+    following = asyncio.create_task(follower.run())
+    await until(lambda: follower.error)
+    await asyncio.sleep(0.2)  # it looks some more
+    assert pool.weight_version == 5
+    assert told[1:] == ["weight version 5 stays: version 3 is not newer than 5, which was served or published"]
+    announce(other, 6)
+    await until(lambda: pool.weight_version == 6)
+    assert follower.error == ""
+    following.cancel()
+    await asyncio.wait([following])
+    other.close()
+
+
+async def test_a_version_that_no_replica_could_take_is_offered_again_without_reading_it_again(transport, run, told):
+    failures = [OSError("the device is busy")] * 2
+
+    class Busy(ScriptedEngine):
+        async def prepare_weights(self, tensors, *, version):
+            if failures:
+                raise failures.pop()
+            await super().prepare_weights(tensors, version=version)
+
+    async with ReplicaPool({"r0": lambda: Busy(lambda prompt: [7])}, transport=transport) as pool:
+        source = StoreTransport(namespace="follower", url=run._store.url)
+        follower = Follower(WeightUpdater(pool, transport), source, url="store", every_s=0.02, tell=told.append)
+        announce(run, 4)
+        following = asyncio.create_task(follower.run())
+        await until(lambda: pool.weight_version == 4)
+        following.cancel()
+        await asyncio.wait([following])
+        assert told[0].startswith("weight version 0 stays: ")
+        assert told[-1] == "weight version 4 of store"
+        assert transport.versions == (4,)
+
+
+async def test_a_follower_whose_source_is_gone_looks_less_often_until_another_version_is_there(updater, told):
+    looks = []
+
+    class Gone:
+        def announced(self):
+            looks.append(asyncio.run_coroutine_threadsafe(now(), loop).result())
+            raise WeightError("no answer")
+
+    async def now():
+        return loop.time()
+
+    loop = asyncio.get_running_loop()
+    follower = Follower(updater, Gone(), url="store", every_s=0.01, tell=told.append)
+    following = asyncio.create_task(follower.run())
+    await until(lambda: len(looks) > 5)
+    following.cancel()
+    await asyncio.wait([following])
+    waits = [later - earlier for earlier, later in itertools.pairwise(looks)]
+    assert all(wait >= 0.01 * 2 ** (number + 1) for number, wait in enumerate(waits[:4]))
+    assert told == ["weight version 0 stays: no answer"]
+
+
+async def test_a_url_is_a_folder_too(updater, pool, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
+    await updater.swap(f"file://{folder}")
+    assert pool.weight_version == 1
+    with pytest.raises(WeightError, match="nowhere': there is nothing"):
+        await updater.swap(f"file://{tmp_path}/nowhere")

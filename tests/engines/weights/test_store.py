@@ -118,6 +118,75 @@ def test_a_version_travels_as_what_it_changes(url: str) -> None:
     assert Store(url).names() == []
 
 
+def test_an_announced_version_is_found_and_stays_until_newer_ones_are_released(url: str) -> None:
+    publisher = StoreTransport(namespace="run", url=url, kept_versions=1)
+    follower = StoreTransport(namespace="x", url=url)
+    assert follower.announced() is None
+    for version in range(3):
+        manifest = publisher.publish(a_model(version).items(), version=version)
+        publisher.announce(manifest)
+        publisher.release(version - 1)
+        assert follower.announced() == manifest
+        assert torch.equal(copies(follower, manifest)["layer.5"], a_model(version)["layer.5"])
+    assert publisher.versions == (1, 2)
+    publisher.close()
+    newest = follower.announced()
+    assert newest is not None
+    assert newest.version == 2
+    assert torch.equal(copies(follower, newest)["layer.5"], a_model(2)["layer.5"])
+    folders = {name.rpartition("/")[0] for name in Store(url).names()}
+    assert folders == {"", newest.location}, "the others were removed at the end"
+
+
+def test_a_follower_reads_what_versions_change_and_goes_on_with_the_next_run(url: str) -> None:
+    follower, model = StoreTransport(namespace="x", url=url), {"weight": torch.randn(64, 64).bfloat16()}
+    for run in range(2):
+        publisher = StoreTransport(namespace=f"run-{run}", url=url, kept_versions=1, delta=True)
+        for version in range(3):
+            model["weight"] = model["weight"].clone()
+            model["weight"][version, run] *= 2
+            publisher.announce(publisher.publish(model.items(), version=10 * run + version))
+            publisher.release(10 * run + version - 1)
+        publisher.close()
+        manifest = follower.announced()
+        assert manifest is not None
+        assert len(manifest.chain) == 3
+        assert torch.equal(copies(follower, manifest)["weight"], model["weight"])
+
+
+def test_nothing_is_announced_by_a_run_that_keeps_nothing(transport: StoreTransport) -> None:
+    transport.announce(transport.publish(a_model().items(), version=0))
+    assert transport.announced() is None
+
+
+def test_an_announcement_that_cannot_be_written_or_read_is_named(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = StoreTransport(namespace="run", url=url, kept_versions=1)
+    manifest = publisher.publish(a_model().items(), version=0)
+
+    def refuses(self: Store, *given: Any) -> bytes:
+        raise StorageError("access is refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", refuses)
+        publisher.announce(manifest)
+        assert "version 0 is not announced: access is refused" in caplog.text
+        patch.setattr(Store, "read", refuses)
+        with pytest.raises(WeightError, match="the newest version cannot be asked for: access is refused"):
+            publisher.announced()
+    Store(url).write("asyncrl.newest", b"half of one")
+    with pytest.raises(WeightError, match="11 bytes are no weight manifest"):
+        publisher.announced()
+    elsewhere = WeightManifest(version=1, transport="store", location="../secrets/1-1", tensors=manifest.tensors)
+    Store(url).write("asyncrl.newest", elsewhere.encode())
+    found = publisher.announced()
+    assert found is not None
+    with pytest.raises(WeightError, match="not in the store"):
+        copies(publisher, found)
+    publisher.close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

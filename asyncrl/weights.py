@@ -265,10 +265,13 @@ class DeltaTransport(WeightTransport, Protocol):
 
 @runtime_checkable
 class AnnouncingTransport(WeightTransport, Protocol):
-    """Optional capability: pools that belong to no run find its newest version (``asyncrl serve --follow``)."""
+    """Optional capability: pools that belong to no run find its newest version (``asyncrl serve --follow``).
+
+    It takes the option ``kept_versions``: with 0 nothing is announced, otherwise as many released versions stay.
+    """
 
     def announce(self, manifest: WeightManifest) -> None:
-        """Name a version that was published here as the newest one; it can be pulled until a newer one is released."""
+        """Name a version that was published here as the newest one. It stays at least until another one is named."""
 
     def announced(self) -> WeightManifest | None:
         """Return the version that was named last, by whatever publisher, for :meth:`pull`; None if there is none.

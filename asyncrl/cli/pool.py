@@ -56,7 +56,7 @@ def pool_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     from asyncrl.serve.control_client import ControlClient, control_socket_path
 
     if namespace.action in ("add", "drain", "swap") and not namespace.what:
-        raise ConfigError(f"asyncrl pool {namespace.action} needs a name or a folder", path="pool")
+        raise ConfigError(f"asyncrl pool {namespace.action} needs a name, a folder or a URL", path="pool")
     address = namespace.control or str(control_socket_path(namespace.port))
     client = ControlClient(address, key=control_key(namespace.control_key_file))
     asyncio.run(_run(client, namespace))

@@ -38,6 +38,8 @@ def join_command(namespace: argparse.Namespace) -> int:
 
     if namespace.model:
         raise ConfigError("--join takes no MODEL: replicas get the pool's", path="join")
+    if namespace.follow is not None:
+        raise ConfigError("--join takes no --follow: replicas get the pool's weights", path="join")
     client = ControlClient(namespace.join, key=control_key(namespace.control_key_file))
     try:
         return asyncio.run(_join(client, replicas=namespace.replicas, cpus=namespace.join_cpus))

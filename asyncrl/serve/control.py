@@ -78,8 +78,8 @@ class Followed(Struct, kw_only=True):
     url: str
     newest: int | None
     """The version that was announced last there."""
-    error: str
-    """Why that one is not served; empty if it is."""
+    problem: str
+    """Why that one is not served, or that none is announced; empty if it is."""
 
 
 class WeightStatus(Struct, kw_only=True):
@@ -220,7 +220,9 @@ def _updater(call: Call) -> WeightUpdater:
     if call.state.weights is None:
         raise APIError(501, "this server takes no weights: it was made without a transport")
     if call.state.follower is not None:
-        raise APIError(409, f"this server follows {call.state.follower.url}: it takes no other weights")
+        raise APIError(
+            409, f"this server follows {call.state.follower.url}: it takes no other weights; serve without --follow"
+        )
     return call.state.weights
 
 
@@ -234,7 +236,7 @@ async def weight_status(call: Call) -> web.StreamResponse:
             prepared=state.weights.prepared if state.weights is not None else None,
             replicas={replica.name: replica.weight_version for replica in state.replica_pool.replicas()},
             adapters=dict(state.weights.adapters) if state.weights is not None else {},
-            follows=Followed(url=follower.url, newest=follower.newest, error=follower.error) if follower else None,
+            follows=Followed(url=follower.url, newest=follower.newest, problem=follower.problem) if follower else None,
         )
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +18,15 @@ from asyncrl.interfaces import RolloutEngine
 from asyncrl.rollout.engine_worker import EngineSpec, EngineWorker, WorkerGroupEngine
 from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.replica_pool import ReplicaPool
-from asyncrl.runtime import shield_until_done
+from asyncrl.runtime import in_abandonable_thread, shield_until_done
 from asyncrl.single_controller.liveness import Liveness
 from asyncrl.storage import is_url, local_copy
 from asyncrl.weights import Adapter, AnnouncingTransport, WeightManifest, WeightTransport, entries_of
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
 
 
 class WeightUpdater:
@@ -41,6 +45,8 @@ class WeightUpdater:
         self._replaced: int | None = None
         """The last version that replaced the weights themselves."""
         self._last = 0
+        self._taken = b""
+        """The digest of what was read last from another transport."""
         self._busy = asyncio.Lock()
 
     @property
@@ -68,6 +74,10 @@ class WeightUpdater:
             raise WeightVersionError(
                 f"version {manifest.version} is not newer than {self._pool.weight_version}, which is served"
             )
+        self._prepared = self._checked(manifest)
+
+    def _checked(self, manifest: WeightManifest) -> WeightManifest:
+        """Return the manifest beside the adapters that are served; raise WeightError if it cannot serve beside them."""
         if manifest.adapter is None and self._adapters:
             raise WeightError(
                 f"adapters ({', '.join(map(repr, self._adapters))}) are served beside the present weights, which are "
@@ -82,8 +92,8 @@ class WeightUpdater:
             if manifest.adapter.name in self._reserved:
                 raise WeightError(f"{manifest.adapter.name!r} is the model itself: give the adapter another name")
             others = (each for name, each in self._adapters.items() if name != manifest.adapter.name)
-            manifest = msgspec.structs.replace(manifest, beside=tuple(others))
-        self._prepared = manifest
+            return msgspec.structs.replace(manifest, beside=tuple(others))
+        return manifest
 
     async def prepare_folder(
         self, folder: Path | str, *, version: int | None = None, adapter: str | None = None
@@ -108,20 +118,27 @@ class WeightUpdater:
             return await self._commit(manifest.version)
 
     async def take(self, manifest: WeightManifest, source: WeightTransport) -> Ended:
-        """Serve a version that ``source`` holds, under its own number and with its proof; raise as :meth:`swap`.
+        """Serve a version that ``source`` holds, under its own number; raise as :meth:`swap`.
 
-        What no replica could take stays prepared, so that another call needs not read it again.
+        What no replica could take stays prepared, so that the next call need not read it again. The canary of a run is
+        left out: its tolerance is that of the run's engine and devices.
         """
-
-        def publish(version: int) -> WeightManifest:
-            with source.pull(manifest) as tensors:
-                held = self._transport.publish(tensors.items(), version=version)
-            same = {"adapter": manifest.adapter, "canary": manifest.canary, "checked_bytes": manifest.checked_bytes}
-            return msgspec.structs.replace(held, **same)
-
         async with self._busy:
-            if self.prepared != manifest.version:
-                await self._prepare_published(manifest.version, publish)
+            if (self.prepared, self._taken) != (manifest.version, manifest.digest):
+                self._check_newer(manifest.version)
+                self._checked(manifest)
+                with ExitStack() as stack:
+                    pulled = await in_abandonable_thread(lambda: stack.enter_context(source.pull(manifest)))
+
+                    def publish(version: int) -> WeightManifest:
+                        for name, tensor in pulled.items():
+                            _check_finite(tensor, name)
+                        held = self._transport.publish(pulled.items(), version=version)
+                        more = {"adapter": manifest.adapter, "checked_bytes": manifest.checked_bytes}
+                        return msgspec.structs.replace(held, **more)
+
+                    await self._prepare_published(manifest.version, publish)
+                self._taken = manifest.digest
             return await self._commit(manifest.version, stays=True)
 
     async def _prepare_folder(self, given: Path | str, version: int | None, name: str | None) -> WeightManifest:
@@ -145,11 +162,14 @@ class WeightUpdater:
     def _latest(self) -> int:
         return max(self._pool.weight_version, self._last)
 
-    async def _prepare_published(self, version: int, publish: Callable[[int], WeightManifest]) -> WeightManifest:
+    def _check_newer(self, version: int) -> None:
         if version <= self._latest:
             raise WeightVersionError(
                 f"version {version} is not newer than {self._latest}, which was served or published"
             )
+
+    async def _prepare_published(self, version: int, publish: Callable[[int], WeightManifest]) -> WeightManifest:
+        self._check_newer(version)
         self._prepared = None
         await self._release()
         try:
@@ -185,17 +205,19 @@ class WeightUpdater:
         manifest = self._check_prepared(version)  # an earlier call may have replaced it
         self._prepared = None
         try:
-            ended = await shield_until_done(self._pool.publish(manifest))
-            if manifest.adapter is None:
-                self._replaced = manifest.version
-            else:
-                self._adapters[manifest.adapter.name] = msgspec.structs.replace(manifest, beside=())
-            return ended
-        except WeightError:
-            self._prepared = manifest if stays else None
-            raise
+            return await shield_until_done(self._pool.publish(manifest))
         finally:
+            if self._pool.weight_version == manifest.version:  # also if every replica failed: it comes back with it
+                self._served(manifest)
+            elif stays:
+                self._prepared = manifest
             await self._release()
+
+    def _served(self, manifest: WeightManifest) -> None:
+        if manifest.adapter is None:
+            self._replaced = manifest.version
+        else:
+            self._adapters[manifest.adapter.name] = msgspec.structs.replace(manifest, beside=())
 
     def _check_prepared(self, version: int) -> WeightManifest:
         if self._prepared is None or self._prepared.version != version:
@@ -259,83 +281,98 @@ def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                     tensor = tensors.get_tensor(name)
-                    if not _is_finite(tensor):
-                        raise WeightError(f"{file}: {name} has values that are nan or infinite, so it is not served")
+                    _check_finite(tensor, f"{file}: {name}")
                     yield name, tensor
         except (OSError, SafetensorError) as error:
             raise WeightError(f"{file}: {error}") from error
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether every value is, in one pass without a copy. Types of 8 bits are not examined."""
+def _check_finite(tensor: torch.Tensor, name: str) -> None:
+    """Raise WeightError unless every value is finite: one pass without a copy. Types of 8 bits are not examined."""
     if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
-        return True
+        return
     low, high = tensor.aminmax()  # nan if any value is
-    return -math.inf < low.item() and high.item() < math.inf
+    if not (-math.inf < low.item() and high.item() < math.inf):
+        raise WeightError(f"{name} has values that are nan or infinite, so it is not served")
 
 
 class Follower:
-    """Serves the newest version that the trainer of a run announces at ``url``.
+    """Serves the newest version that a run announces at ``url``. What is served stays until a newer one can be.
 
-    It looks every ``every_s`` seconds; after a failure up to ``_LONGEST_WAIT`` times as seldom, until another version
-    is announced. What is served meanwhile stays. ``tell`` gets a line for each version and each new failure.
+    It looks every ``every_s`` seconds. A version that could not be served is tried again after twice as long each time.
 
     Attributes:
         newest: the version that was announced last, as far as is known.
-        error: why that one is not served; empty if it is.
+        problem: why that one is not served, or that none is announced; empty if it is.
     """
 
-    def __init__(
-        self,
-        updater: WeightUpdater,
-        source: AnnouncingTransport,
-        *,
-        url: str,
-        every_s: float,
-        tell: Callable[[str], None],
-    ) -> None:
+    def __init__(self, updater: WeightUpdater, source: AnnouncingTransport, *, url: str, every_s: float) -> None:
         self.url = url
         self.newest: int | None = None
-        self.error = ""
+        self.problem = ""
         self._updater = updater
         self._source = source
         self._every_s = every_s
-        self._tell = tell
-        self._known = b""  # the digest of the newest version
-        self._taken = b""
+        self._tried = b""  # the digest of the newest version
+        self._is_served = False
+        self._wait_s = self._again_at = 0.0
 
-    async def look(self) -> None:
-        """Serve the version that is announced, if there is another one.
+    async def begin(self) -> None:
+        """Serve what is announced already, if anything is.
 
         Raises:
-            WeightError: it cannot be read, is not newer than the present one, or is not the model's; the latter stays.
+            WeightError: it cannot be served, not at the third attempt.
         """
-        manifest = await asyncio.to_thread(self._source.announced)
-        if manifest is None:
-            return
-        self._known, self.newest = manifest.digest, manifest.version
-        if manifest.digest != self._taken:
-            await self._updater.take(manifest, self._source)
-            self._taken = manifest.digest
-            self._tell(f"weight version {manifest.version} of {self.url}")
+        for _ in range(_FIRST_LOOKS - 1):
+            with suppress(WeightError):
+                self.problem = await self.look()
+                return
+            await asyncio.sleep(max(self._every_s, self._wait_s))
+        self.problem = await self.look()
 
     async def run(self) -> None:
-        """Look until it is cancelled; whatever fails, the next look may succeed."""
-        wait_s = self._every_s
+        """Look until it is cancelled; whatever fails, a later look may succeed."""
         while True:
-            await asyncio.sleep(wait_s)
-            known, before, self.error = self._known, self.error, ""
+            await asyncio.sleep(self._every_s)
             try:
-                await self.look()
-                wait_s = self._every_s
-            except Exception as error:  # noqa: BLE001  it is told, and does not end what follows
-                wait_s = self._every_s if self._known != known else min(2 * wait_s, _LONGEST_WAIT * self._every_s)
-                self.error = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-                if self.error != before:
-                    self._tell(f"weight version {self._updater.version} stays: {self.error}")
+                problem = await self.look()
+            except Exception as error:  # noqa: BLE001  it is logged, and does not end what follows
+                problem = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+            if problem and problem != self.problem:
+                _log.warning("weight version %d stays: %s", self._updater.version, problem)
+            self.problem = problem
+
+    async def look(self) -> str:
+        """Serve the version that is announced, if that is another one; return why it is not served, or "".
+
+        Raises:
+            WeightError: it cannot be read, is not newer than the present one, or is not the model's.
+        """
+        manifest = await in_abandonable_thread(self._source.announced)
+        if manifest is None:
+            return f"nothing is announced at {self.url}: the run needs weights.options.kept_versions >= 1, and a step"
+        now = asyncio.get_running_loop().time()
+        if manifest.digest != self._tried:
+            self._tried, self.newest = manifest.digest, manifest.version
+            self._is_served = manifest.version == 0  # what the run began with
+            self._wait_s = self._again_at = 0.0
+        elif now < self._again_at and not self._is_served:
+            return self.problem
+        if not self._is_served:
+            before = self._updater.version
+            self._wait_s = min(max(2 * self._wait_s, self._every_s), _LONGEST_WAIT_S)
+            self._again_at = now + self._wait_s
+            try:
+                await self._updater.take(manifest, self._source)
+            except WeightVersionError as error:
+                remedy = "start the server again, or follow another URL: one has to be one run's"
+                raise WeightVersionError(f"{error}; {remedy}") from error
+            finally:
+                self._is_served = before < manifest.version == self._updater.version
+        return ""
 
 
-_LONGEST_WAIT = 32
+_FIRST_LOOKS, _LONGEST_WAIT_S = 3, 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

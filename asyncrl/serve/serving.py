@@ -92,8 +92,12 @@ class ServingOptions:
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError(f"replicas must be at least 1, got {self.replicas}", path="replicas")
+        if self.follow is not None and not is_url(self.follow):
+            what = f"follow = {self.follow!r} is no URL"
+            raise ConfigError(what, path="follow", remedy="write s3://..., or file:///... for a folder")
         if self.follow is not None and self.transport is None:
-            raise ConfigError("a server without a weight transport follows nothing", path="follow", remedy="give one")
+            what = f"follow = {self.follow!r}, and transport = None takes no weights"
+            raise ConfigError(what, path="follow", remedy="leave transport out")
         if not 0.1 <= self.follow_every_s <= 86_400:
             what = f"follow_every_s is {self.follow_every_s}"
             raise ConfigError(what, path="follow_every_s", remedy="0.1 to 86400 seconds")
@@ -142,6 +146,7 @@ class ServedModel:
         children.configure(options.liveness)
         ports = options.binding.bind()  # an address in use is found before the model is loaded
         stack.callback(ports.close)
+        announcer = None if options.follow is None else _announcer(options.follow)
         folder = await self._model_folder(stack)
         namespace = f"serve-{os.getpid()}-{secrets.token_hex(4)}"
         spec = transport = None
@@ -166,9 +171,9 @@ class ServedModel:
         names = options.names or (_short_name(self._model),)
         updater = WeightUpdater(pool, transport, reserved=names) if transport is not None else None
         follower = None
-        if updater is not None and options.follow is not None:
-            url, every_s = options.follow, options.follow_every_s
-            follower = Follower(updater, _announcer(url), url=url, every_s=every_s, tell=self._tell)
+        if updater is not None and announcer is not None:
+            url, every_s = str(options.follow), options.follow_every_s
+            follower = Follower(updater, announcer, url=url, every_s=every_s)
         self.state = ServerState(
             pool=pool,
             names=names,
@@ -185,7 +190,10 @@ class ServedModel:
         if self.state.capture is not None:
             stack.push_async_callback(self.state.capture.close)
         if follower is not None:
-            await follower.look()
+            self._tell(f"fetching what is announced at {follower.url}")
+            await follower.begin()
+            if follower.problem:
+                self._tell(follower.problem)
             following = asyncio.create_task(follower.run(), name="follow")
             stack.push_async_callback(_end, following)
         self._server = Server(self.state, options.binding, ports)
@@ -358,10 +366,13 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def _announcer(url: str) -> AnnouncingTransport:
-    if not is_url(url):
-        raise ConfigError(f"follow = {url!r} is no URL", path="follow", remedy="write s3://... or file:///...")
     spec = TransportSpec(name="store", namespace="follower", options={"url": url})
-    return cast(AnnouncingTransport, spec.make())
+    try:
+        return cast(AnnouncingTransport, spec.make())
+    except ConfigError as error:
+        raise ConfigError(
+            str(error).replace("weights.options.url", "follow"), path="follow", remedy=error.remedy
+        ) from None
 
 
 def _sink(options: ServingOptions) -> GroupedSink | None:

@@ -65,6 +65,8 @@ class TrainingPlan:
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     checkpoint_every: int | None = 0
     trajectories_per_step: int = 0
+    announces: bool = False
+    """Whether pools that belong to no run are told of each version once it serves."""
 
 
 class Observer(Protocol):
@@ -325,6 +327,8 @@ class Driver:
                 await self.learner.trainer.release(old)
         self.law.published(version)
         self._admission_changed.set()
+        if self.plan.announces:
+            await self.learner.trainer.announce(weights)
 
     # ------------------------------------------------------------------------------------------------------- groups
 

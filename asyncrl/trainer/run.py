@@ -341,6 +341,7 @@ class TrainingRun:
                 ),
                 checkpoint_every=config.checkpoint.every,
                 trajectories_per_step=config.telemetry.trajectories_per_step,
+                announces=bool(config.weights.options.get("kept_versions")),
             ),
             law=start.law,
             groups=start.groups,

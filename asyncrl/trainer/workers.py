@@ -103,6 +103,8 @@ class TrainerGroup(EngineGroup, Protocol):
 
     def usage(self) -> Awaitable[Sequence[TrainerUsage | None]]: ...
 
+    def announce(self, manifest: WeightManifest) -> Awaitable[Any]: ...
+
     def release(self, version: int) -> Awaitable[Any]: ...
 
 
@@ -620,12 +622,10 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         else:
             for _name, tensor in tensors:  # gathering a sharded tensor is collective: take part, keep nothing
                 del tensor
-        if self._proof is not None:
-            token_ids, log_probs = self._canary_log_probs()
-            manifest = self._proof.asked(manifest, token_ids, log_probs) if manifest is not None else None
-        if manifest is not None and isinstance(self._transport, AnnouncingTransport):
-            self._transport.announce(manifest)
-        return manifest
+        if self._proof is None:
+            return manifest
+        token_ids, log_probs = self._canary_log_probs()
+        return None if manifest is None else self._proof.asked(manifest, token_ids, log_probs)
 
     def _published(self, *, sharded: bool = False) -> tuple[Iterable[tuple[str, Tensor]], Adapter | None]:
         """Return the tensors that are published, and what they are if they are an adapter's."""
@@ -657,6 +657,12 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         tensors, adapter = self._published()
         held = WeightManifest(version=0, transport="", location="", tensors=entries_of(tensors), adapter=adapter)
         return manifest_fingerprint(held)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def announce(self, manifest: WeightManifest) -> None:
+        """Tell pools that belong to no run of a version that those of the run serve."""
+        if isinstance(self._transport, AnnouncingTransport):
+            self._transport.announce(manifest)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def release(self, version: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from asyncrl.errors import StorageError, WeightError
+from asyncrl.errors import StorageError, WeightError, WeightMismatchError
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.storage import Store
 from asyncrl.weights import WeightManifest
@@ -64,14 +64,14 @@ class StoreTransport(VersionedTransport[str]):
         kept_versions: int = 0,
         delta: bool = False,
     ) -> None:
+        if kept_versions < 0:
+            raise ValueError(f"kept_versions must be at least 0, got {kept_versions}")
         super().__init__(
             namespace=namespace,
             max_versions=max_versions + kept_versions,
             delta=delta,
             location=_PLACE.format(re.escape(namespace)),
         )
-        if kept_versions < 0:
-            raise ValueError(f"kept_versions must be at least 0, got {kept_versions}")
         if shard_size_bytes < 1:
             raise ValueError(f"shard_size_bytes must be at least 1, got {shard_size_bytes}")
         self.shard_size_bytes = shard_size_bytes
@@ -85,8 +85,7 @@ class StoreTransport(VersionedTransport[str]):
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, str]:
         if self._finalizer is None:
-            home = self._store, self._home, self._newest
-            self._finalizer = weakref.finalize(self, _remove_home, *home, os.getpid())
+            self._finalizer = weakref.finalize(self, _remove_home, self._store, self._home, self._newest, os.getpid())
         self._attempts += 1
         place = f"{self._home}/{version}-{self._attempts}"
         try:
@@ -115,18 +114,20 @@ class StoreTransport(VersionedTransport[str]):
             manifest = WeightManifest.decode(self._store.read(_NEWEST))
         except FileNotFoundError:
             return None
-        except StorageError as error:
-            raise WeightError(f"the newest version cannot be asked for: {error}") from error
+        except (StorageError, WeightMismatchError) as error:
+            raise WeightError(f"{self._store.url}/{_NEWEST}: {error}") from error
         self._location = re.compile(_PLACE.format("[A-Za-z0-9_.-]+"))  # whoever has published it
         return manifest
 
     def release(self, version: int) -> None:
-        if version not in self._kept:
+        if version in self._held and version not in self._kept:
             self._kept.append(version)
         while len(self._kept) > self._kept_versions:
             super().release(self._kept.pop(0))
 
     def _free(self, version: int, place: str) -> None:
+        if place in self._newest:  # no later one could be announced
+            return
         try:
             self._store.remove(f"{place}/{COMPLETE}")  # first: what is left of it is no version
             self._store.remove(place)
@@ -163,10 +164,10 @@ def _remove_home(store: Store, home: str, staying: AbstractSet[str], process: in
     if process != os.getpid():  # a forked child's copy
         return
     try:
-        places = (
-            {name.rpartition("/")[0] for name in store.names() if name.startswith(f"{home}/")} if staying else {home}
-        )
-        for place in places - staying:
-            store.remove(place)
+        if not staying:
+            store.remove(home)
+        else:
+            for place in {name.rpartition("/")[0] for name in store.names() if name.startswith(f"{home}/")} - staying:
+                store.remove(place)
     except (StorageError, RuntimeError) as error:  # at the end of an interpreter no thread can be started
         _log.warning("%s/%s stays in the store: %s", store.url, home, error)

@@ -311,7 +311,7 @@ class DeltaReader:
         """Make the version of what is held, or of its full version if that fails."""
         base, *_ = manifest.chain
         with self._lock:
-            usable = [each for each in self._idle if base.version <= each.version < manifest.version]
+            usable = [each for each in self._idle if base.version <= each.version <= manifest.version]
             held = max(usable, key=lambda each: each.version, default=None)
             if held is not None:
                 self._idle.remove(held)
@@ -321,6 +321,10 @@ class DeltaReader:
             except WeightMismatchError as error:
                 _log.warning("version %d is fetched from its full version: %s", manifest.version, error)
                 held = None
+            except BaseException:  # a link could not be fetched: the version before it is whole
+                with self._lock:
+                    self._idle = [*self._idle, held]
+                raise
         if held is None:
             held = _Held(base.version, manifest_fingerprint(base), dict(self._read(base)))
             self._advance(held, manifest)

@@ -20,10 +20,11 @@ import asyncrl
 from asyncrl.cli.main import main
 from asyncrl.cli.pool import _table
 from asyncrl.data import DataProto
-from asyncrl.errors import ConfigError, InfrastructureError
+from asyncrl.errors import ConfigError, EngineError, InfrastructureError
 from asyncrl.serve.control_client import ControlClient
 from asyncrl.serve.server import Binding, Server
 from engines.training.scratch import make
+from engines.weights.store import StoreTransport
 
 
 def demonstration(number):
@@ -49,6 +50,52 @@ async def test_weights_that_lack_a_tensor_leave_a_real_engine_serving(model, tmp
         (replica,) = pool.pool.replicas()
         assert (replica.state, replica.restarts, replica.weight_version) == ("healthy", 0, 0)
         assert (await pool.chat([{"role": "user", "content": "count 3"}], greedy(2)))["role"] == "assistant"
+
+
+async def test_a_server_follows_what_a_run_announces_and_takes_nothing_else(model, tmp_path, monkeypatch):
+    weights = load_file(model / "model.safetensors")
+    run = StoreTransport(namespace="run", url=f"file://{tmp_path}/store", kept_versions=1)
+
+    def announce(version):
+        changed = {name: tensor + version / 100 for name, tensor in weights.items()}
+        run.announce(run.publish(changed.items(), version=version))
+
+    announce(5)
+    options = {"engine_options": {"threads": 1, "dtype": "float32"}, "follow": run._store.url, "follow_every_s": 0.1}
+    told, binding = [], Binding(port=0, control_socket=tmp_path / "control.sock")
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(asyncrl.serve(str(model), binding=binding, tell=told.append, **options))
+        control = await stack.enter_async_context(ControlClient(str(pool.control_socket)))
+        assert f"fetching what is announced at {run._store.url}" in told
+        for version in (5, 6):
+            if version == 6:
+                announce(6)
+            async with asyncio.timeout(30):
+                while (status := await control.ask("GET", "/weights"))["follows"]["newest"] != version:
+                    await asyncio.sleep(0.05)
+                while pool.pool.weight_version != version:
+                    await asyncio.sleep(0.05)
+            assert status["follows"] == {"url": run._store.url, "newest": version, "problem": ""}
+        with pytest.raises(InfrastructureError, match=r"follows .*: it takes no other weights; serve without --follow"):
+            await control.ask("POST", "/weights", {"action": "swap", "folder": str(model)})
+        with pytest.raises(EngineError, match="it takes no other weights"):
+            await pool.swap(model)
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"follow": "/models"}, "follow = '/models' is no URL"),
+        ({"follow": "s3://bucket/weights", "transport": None}, "transport = None takes no weights"),
+        ({"follow": "nonsense://bucket"}, "follow = 'nonsense://bucket'"),
+        ({"follow": "s3://bucket/weights", "follow_every_s": 0.0}, "follow_every_s is 0.0"),
+    ],
+)
+async def test_a_server_that_cannot_follow_does_not_start(options, words):
+    with pytest.raises(ConfigError, match=words):
+        async with asyncrl.serve("no-such-model", binding=Binding(port=0), **options):
+            raise AssertionError
 
 
 async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_path, monkeypatch):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import asynccontextmanager, contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -251,19 +253,27 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def told():
-    return []
+def source(run):
+    return StoreTransport(namespace="follower", url=run._store.url)
 
 
 @pytest.fixture
-def follower(updater, run, told):
-    source = StoreTransport(namespace="follower", url=run._store.url)
-    return Follower(updater, source, url="store", every_s=0.02, tell=told.append)
+def follower(updater, source):
+    return Follower(updater, source, url="store", every_s=0.02)
 
 
 def announce(run, version, **tensors):
     run.announce(run.publish((tensors or {"w": torch.full((3,), float(version))}).items(), version=version))
     run.release(version - 1)
+
+
+@asynccontextmanager
+async def following(follower):
+    task = asyncio.create_task(follower.run())
+    yield
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 async def until(condition):
@@ -272,83 +282,148 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-async def test_a_follower_serves_the_newest_version_under_its_own_number(pool, follower, run, told, transport):
-    await follower.look()
-    assert (pool.weight_version, follower.newest) == (0, None), "nothing is announced"
+def count_looks(source):
+    looks, announced = [], source.announced
+    source.announced = lambda: looks.append(time.monotonic()) or announced()
+    return looks
+
+
+async def test_a_follower_serves_the_newest_version_under_its_own_number(pool, follower, run, transport):
+    await follower.begin()
+    assert (pool.weight_version, follower.newest) == (0, None)
+    assert "nothing is announced at store: the run needs weights.options.kept_versions >= 1" in follower.problem
+    announce(run, 0)
+    assert (await follower.look(), pool.weight_version, transport.versions) == ("", 0, ()), "what the run began with"
     announce(run, 7)
-    await follower.look()
-    await follower.look()
-    assert (pool.weight_version, follower.newest, told) == (7, 7, ["weight version 7 of store"])
-    following = asyncio.create_task(follower.run())
-    for version in (8, 9, 12):
-        announce(run, version)
-        await until(lambda version=version: pool.weight_version == version)
-        assert transport.versions == (version,)
-    following.cancel()
-    await asyncio.wait([following])
-    assert (following.cancelled(), follower.error) == (True, "")
+    assert [await follower.look() for _ in range(2)] == ["", ""]
+    assert (pool.weight_version, follower.newest, transport.versions) == (7, 7, (7,))
+    async with following(follower):
+        for version in (8, 9, 12):
+            announce(run, version)
+            await until(lambda version=version: (follower.newest, follower.problem) == (version, ""))
+    assert (pool.weight_version, transport.versions) == (12, (12,))
 
 
-async def test_what_cannot_be_followed_is_told_once_and_the_weights_before_stay(pool, follower, run, told):
+async def test_what_cannot_be_followed_is_logged_once_and_the_weights_before_stay(pool, follower, run, source, caplog):
     announce(run, 5)
-    await follower.look()
+    await follower.begin()
     other = StoreTransport(namespace="other", url=run._store.url, kept_versions=1)
-    announce(other, 3)
-    following = asyncio.create_task(follower.run())
-    await until(lambda: follower.error)
-    await asyncio.sleep(0.2)  # it looks some more
-    assert pool.weight_version == 5
-    assert told[1:] == ["weight version 5 stays: version 3 is not newer than 5, which was served or published"]
+    looks = count_looks(source)
+    for version in (3, 5):
+        caplog.clear()
+        looks.clear()
+        announce(other, version)
+        async with following(follower):
+            await until(lambda: len(looks) > 5)
+        assert pool.weight_version == 5
+        (line,) = caplog.messages
+        assert line == (
+            f"weight version 5 stays: version {version} is not newer than 5, which was served or published; start the "
+            "server again, or follow another URL: one has to be one run's"
+        )
+        assert line.endswith(follower.problem)
     announce(other, 6)
-    await until(lambda: pool.weight_version == 6)
-    assert follower.error == ""
-    following.cancel()
-    await asyncio.wait([following])
+    async with following(follower):
+        await until(lambda: (pool.weight_version, follower.problem) == (6, ""))
     other.close()
 
 
-async def test_a_version_that_no_replica_could_take_is_offered_again_without_reading_it_again(transport, run, told):
-    failures = [OSError("the device is busy")] * 2
-
-    class Busy(ScriptedEngine):
-        async def prepare_weights(self, tensors, *, version):
-            if failures:
-                raise failures.pop()
-            await super().prepare_weights(tensors, version=version)
-
-    async with ReplicaPool({"r0": lambda: Busy(lambda prompt: [7])}, transport=transport) as pool:
-        source = StoreTransport(namespace="follower", url=run._store.url)
-        follower = Follower(WeightUpdater(pool, transport), source, url="store", every_s=0.02, tell=told.append)
-        announce(run, 4)
-        following = asyncio.create_task(follower.run())
-        await until(lambda: pool.weight_version == 4)
-        following.cancel()
-        await asyncio.wait([following])
-        assert told[0].startswith("weight version 0 stays: ")
-        assert told[-1] == "weight version 4 of store"
-        assert transport.versions == (4,)
+async def test_weights_that_are_not_finite_are_not_followed(pool, follower, run):
+    announce(run, 1, w=torch.tensor([1.0, float("nan"), 2.0]))
+    with pytest.raises(WeightError, match="w has values that are nan or infinite, so it is not served"):
+        await follower.begin()
+    assert [(each.state, each.weight_version) for each in pool.replicas()] == [("healthy", 0)]
+    announce(run, 2)
+    await follower.begin()
+    assert pool.weight_version == 2
 
 
-async def test_a_follower_whose_source_is_gone_looks_less_often_until_another_version_is_there(updater, told):
-    looks = []
+class Busy(ScriptedEngine):
+    """Takes no weights until ``failures`` is empty."""
 
-    class Gone:
+    failures: ClassVar[list[Exception]] = []
+
+    async def prepare_weights(self, tensors, *, version):
+        if self.failures:
+            raise self.failures.pop()
+        await super().prepare_weights(tensors, version=version)
+
+
+@pytest.fixture
+async def busy_pool(transport, monkeypatch):
+    monkeypatch.setattr(Busy, "failures", [WeightError("the device is busy")] * 2)
+    async with ReplicaPool({"r0": lambda: Busy(lambda prompt: [7])}, transport=transport) as made:
+        yield made
+
+
+async def test_a_version_that_no_replica_could_take_is_offered_again_without_reading_it_again(
+    busy_pool, transport, run, source
+):
+    pulls, pull = [], source.pull
+    source.pull = lambda manifest: pulls.append(manifest.version) or pull(manifest)
+    follower = Follower(WeightUpdater(busy_pool, transport), source, url="store", every_s=0.02)
+    announce(run, 4)
+    async with following(follower):
+        await until(lambda: (busy_pool.weight_version, follower.problem) == (4, ""))
+    assert (Busy.failures, pulls, transport.versions) == ([], [4], (4,))
+
+
+async def test_another_version_of_the_same_number_is_not_taken_for_the_one_that_is_prepared(
+    busy_pool, transport, run, source
+):
+    """A run is killed and goes on from an earlier step: it makes another version 4."""
+    updater = WeightUpdater(busy_pool, transport)
+    announce(run, 4)
+    with pytest.raises(WeightError, match="the device is busy"):
+        await updater.take(source.announced(), source)
+    assert updater.prepared == 4
+    again = StoreTransport(namespace="again", url=run._store.url, kept_versions=1)
+    announce(again, 4, w=torch.zeros(3))
+    with pytest.raises(WeightVersionError, match="4 is not newer than 4"):
+        await updater.take(source.announced(), source)
+    assert busy_pool.weight_version == 0
+    Busy.failures.clear()
+    announce(again, 5, w=torch.zeros(3))
+    await updater.take(source.announced(), source)
+    assert (busy_pool.weight_version, transport.versions) == (5, (5,))
+    again.close()
+
+
+async def test_a_version_that_fails_is_tried_less_often_and_another_one_at_once(updater, pool, run, source):
+    follower = Follower(updater, source, url="store", every_s=0.02)
+    tries, looks = [], count_looks(source)
+    announce(run, 1)
+
+    @contextmanager
+    def cut_off(manifest):
+        tries.append(time.monotonic())
+        raise WeightError("the connection was cut off")
+        yield
+
+    pull, source.pull = source.pull, cut_off
+    async with following(follower):
+        await until(lambda: len(tries) == 4)
+        waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
+        assert all(wait >= 0.02 * 2**number for number, wait in enumerate(waits))
+        assert len(looks) > len(tries)
+        await until(lambda: follower.problem == "the connection was cut off")
+        source.pull = pull
+        announce(run, 2)
+        await until(lambda: (pool.weight_version, follower.problem) == (2, ""))
+
+
+async def test_a_follower_that_waits_for_a_store_ends_at_once(updater):
+    asked, answer = threading.Event(), threading.Event()
+
+    class Hangs:
         def announced(self):
-            looks.append(asyncio.run_coroutine_threadsafe(now(), loop).result())
-            raise WeightError("no answer")
+            asked.set()
+            answer.wait(60)
 
-    async def now():
-        return loop.time()
-
-    loop = asyncio.get_running_loop()
-    follower = Follower(updater, Gone(), url="store", every_s=0.01, tell=told.append)
-    following = asyncio.create_task(follower.run())
-    await until(lambda: len(looks) > 5)
-    following.cancel()
-    await asyncio.wait([following])
-    waits = [later - earlier for earlier, later in itertools.pairwise(looks)]
-    assert all(wait >= 0.01 * 2 ** (number + 1) for number, wait in enumerate(waits[:4]))
-    assert told == ["weight version 0 stays: no answer"]
+    async with following(Follower(updater, Hangs(), url="store", every_s=0.01)):
+        assert await asyncio.to_thread(asked.wait, 10)
+    assert not answer.is_set()
+    answer.set()
 
 
 async def test_a_url_is_a_folder_too(updater, pool, folder, tmp_path, monkeypatch):

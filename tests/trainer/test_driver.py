@@ -236,6 +236,20 @@ def test_a_version_that_fenced_a_replica_is_followed_by_a_whole_one() -> None:
     assert whole == [3]
 
 
+@pytest.mark.parametrize("announces", [True, False])
+def test_a_version_is_announced_once_it_serves(announces: bool) -> None:
+    made, parts = driver(max_staleness=0, steps=3, announces=announces)
+    announced: list[int] = []
+
+    async def announce(manifest: WeightManifest) -> None:
+        assert parts.weight_version == manifest.version
+        announced.append(manifest.version)
+
+    parts.announce = announce
+    finish(made.run())
+    assert announced == ([1, 2, 3] if announces else [])
+
+
 def test_checkpoints_and_evaluations_stand_between_steps() -> None:
     saved: list[int] = []
 

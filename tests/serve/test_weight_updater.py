@@ -264,7 +264,8 @@ def follower(updater, source):
 
 def announce(run, version, **tensors):
     run.announce(run.publish((tensors or {"w": torch.full((3,), float(version))}).items(), version=version))
-    run.release(version - 1)
+    for older in run.versions[:-1]:
+        run.release(older)
 
 
 @asynccontextmanager
@@ -426,9 +427,11 @@ async def test_a_follower_that_waits_for_a_store_ends_at_once(updater):
     answer.set()
 
 
-async def test_a_url_is_a_folder_too(updater, pool, folder, tmp_path, monkeypatch):
+async def test_a_url_is_a_folder_too(updater, pool, tmp_path, monkeypatch):
     monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
-    await updater.swap(f"file://{folder}")
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
+    await updater.swap(f"file://{tmp_path}/model")
     assert pool.weight_version == 1
     with pytest.raises(WeightError, match="nowhere': there is nothing"):
         await updater.swap(f"file://{tmp_path}/nowhere")

@@ -26,6 +26,7 @@ import asyncrl
 from asyncrl.cli.main import main
 from asyncrl.config import Config
 from asyncrl.errors import StorageError
+from asyncrl.interfaces import SamplingParams
 from asyncrl.serve.server import Binding
 from asyncrl.storage import Store, local_copy
 from asyncrl.tasks.export import export
@@ -151,6 +152,33 @@ def test_a_run_that_lost_its_machine_goes_on_from_the_bucket_and_is_served_from_
     secret = os.environ["AWS_SECRET_ACCESS_KEY"]
     assert secret not in told
     assert not any(secret.encode() in s3fs.S3FileSystem().cat_file(f"{url}/{each}") for each in Store(url).names())
+
+
+@pytest.mark.timeout(300)
+def test_a_pool_elsewhere_serves_what_a_run_has_announced_in_the_bucket(
+    server: str, small_config: Callable[..., Config], tmp_path: Path
+):
+    url = "s3://bucket/weights"
+    config = small_config(
+        runs=str(tmp_path / "runs"),
+        steps=3,
+        checkpoint={"every": 3},
+        weights={"transport": "store", "options": {"url": url, "kept_versions": 1}},
+    )
+    train(config)
+    (run,) = config.runs.iterdir()
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+
+    async def answers(model: Path, **options: Any) -> tuple[int, list[Any]]:
+        async with asyncrl.serve(str(model), binding=Binding(port=0), **options) as pool:
+            asked = [[{"role": "user", "content": f"{number} + 3 = ?"}] for number in range(4)]
+            return pool.pool.weight_version, [await pool.chat(each, greedy) for each in asked]
+
+    began_with = run / "model"
+    version, found = asyncio.run(answers(began_with, follow=url))
+    assert version == 3
+    assert found == asyncio.run(answers(run / "checkpoints" / "step-000003" / "model"))[1]
+    assert found != asyncio.run(answers(began_with))[1]
 
 
 @pytest.mark.parametrize(

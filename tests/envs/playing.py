@@ -139,9 +139,9 @@ def _before(trajectory: Trajectory, number: int) -> tuple[int, ...]:
 
 
 def resources() -> list[str]:
-    """Child processes, open files, sockets and pipes, and the number of tasks."""
+    """Child processes, open files, sockets and pipes, and tasks."""
     found = [f"process {each.pid}" for each in psutil.Process().children(recursive=True)]
     for each in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # of the listing itself
             found.append(f"descriptor {each.readlink()}")
-    return [*found, f"{len(asyncio.all_tasks())} tasks"]
+    return [*found, *(f"task {each.get_name()}: {each.get_coro()}" for each in asyncio.all_tasks())]

@@ -311,7 +311,7 @@ class DeltaReader:
         """Make the version of what is held, or of its full version if that fails."""
         base, *_ = manifest.chain
         with self._lock:
-            usable = [each for each in self._idle if base.version <= each.version <= manifest.version]
+            usable = [each for each in self._idle if base.version <= each.version < manifest.version]
             held = max(usable, key=lambda each: each.version, default=None)
             if held is not None:
                 self._idle.remove(held)

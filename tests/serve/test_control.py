@@ -55,7 +55,7 @@ async def test_new_weights_from_a_folder_under_load(serve, transport, tmp_path):
         while not served.engines[0].requests:
             await asyncio.sleep(0)
         status = await served.control("POST", "/weights", {"action": "swap", "folder": str(tmp_path)})
-        assert status == {"version": 1, "prepared": None, "replicas": {"r0": 1}, "adapters": {}}
+        assert status == {"version": 1, "prepared": None, "replicas": {"r0": 1}, "adapters": {}, "follows": None}
         answer = await running
         versions = answer["weight_versions"]
         assert [(span["version"], span["end"]) for span in versions][-1] == (1, 200)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -182,6 +182,29 @@ def test_a_delta_out_of_order_or_of_another_run_is_refused_by_name(
     elsewhere = DiskTransport(namespace="other", directory=str(tmp_path))
     with pytest.raises(WeightError, match="not on the disk of namespace 'other'"):
         elsewhere.pull(last).__enter__()
+
+
+def test_a_link_that_cannot_be_fetched_costs_no_more_than_that_link(
+    transport: DiskTransport, reader: DiskTransport
+) -> None:
+    model, fetched = a_model(), []
+    assert_pulled(reader, transport.publish(model.items(), version=0), model)
+    for version in (1, 2):
+        step(model, 0.01, seed=version)
+        manifest = transport.publish(model.items(), version=version)
+    true = reader._read
+
+    def cut_off(link: WeightManifest) -> Mapping[str, torch.Tensor]:
+        fetched.append(link.version)
+        if fetched.count(2) == 1 and link.version == 2:
+            raise WeightError("the connection was cut off")
+        return true(link)
+
+    reader._readers._read = cut_off
+    with pytest.raises(WeightError, match="cut off"):
+        reader.pull(manifest).__enter__()
+    assert_pulled(reader, manifest, model)
+    assert fetched == [1, 2, 2]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

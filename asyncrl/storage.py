@@ -97,7 +97,17 @@ class Store:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        _ask(f"{self.url}/{name}", partial(self._files.pipe_file, f"{self._root}/{name}", content), writes=True)
+        """Write a small file, in one piece for whoever reads it."""
+        path = f"{self._root}/{name}"
+
+        def write() -> None:
+            if "file" not in self._files.protocol:
+                self._files.pipe_file(path, content)
+                return
+            self._files.pipe_file(f"{path}.partial", content)
+            self._files.mv(f"{path}.partial", path)
+
+        _ask(f"{self.url}/{name}", write, writes=True)
 
     def put(self, files: Mapping[str, Path]) -> None:
         """Copy local files to their names, one after the other."""

@@ -271,7 +271,10 @@ class AnnouncingTransport(WeightTransport, Protocol):
     """
 
     def announce(self, manifest: WeightManifest) -> None:
-        """Name a version that was published here as the newest one. It stays at least until another one is named."""
+        """Name a version that was published here as the newest one. It stays at least until another one is named.
+
+        Called from any thread, once at a time. What fails is logged; the next version is named later.
+        """
 
     def announced(self) -> WeightManifest | None:
         """Return the version that was named last, by whatever publisher, for :meth:`pull`; None if there is none.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ class WeightUpdater:
 
         A folder of peft's is an adapter, which is served under the name ``adapter``, by default the folder's.
         What was prepared before is freed first: a transport need not have room for three versions. A cancelled call
-        ends when the transport has finished; nothing is prepared then.
+        ends when the transport has finished, or at once while a URL is read; nothing is prepared then.
 
         Raises:
             WeightError: there is no readable safetensors file, the URL cannot be read, or a tensor is not finite.
@@ -125,25 +125,28 @@ class WeightUpdater:
         """
         async with self._busy:
             if (self.prepared, self._taken) != (manifest.version, manifest.digest):
-                self._check_newer(manifest.version)
-                self._checked(manifest)
-                with ExitStack() as stack:
-                    pulled = await in_abandonable_thread(lambda: stack.enter_context(source.pull(manifest)))
-
-                    def publish(version: int) -> WeightManifest:
-                        for name, tensor in pulled.items():
-                            _check_finite(tensor, name)
-                        held = self._transport.publish(pulled.items(), version=version)
-                        more = {"adapter": manifest.adapter, "checked_bytes": manifest.checked_bytes}
-                        return msgspec.structs.replace(held, **more)
-
-                    await self._prepare_published(manifest.version, publish)
+                await self._prepare_held(manifest, source)
                 self._taken = manifest.digest
             return await self._commit(manifest.version, stays=True)
 
+    async def _prepare_held(self, manifest: WeightManifest, source: WeightTransport) -> None:
+        self._check_newer(manifest.version)
+        self._checked(manifest)
+        with ExitStack() as stack:
+            pulled = await in_abandonable_thread(lambda: stack.enter_context(source.pull(manifest)))
+
+            def publish(version: int) -> WeightManifest:
+                for name, tensor in pulled.items():
+                    _check_finite(tensor, name)
+                held = self._transport.publish(pulled.items(), version=version)
+                more = {"adapter": manifest.adapter, "checked_bytes": manifest.checked_bytes}
+                return msgspec.structs.replace(held, **more)
+
+            await self._prepare_published(manifest.version, publish)
+
     async def _prepare_folder(self, given: Path | str, version: int | None, name: str | None) -> WeightManifest:
         try:
-            folder = Path(await asyncio.to_thread(local_copy, str(given)) if is_url(given) else given)
+            folder = Path(await in_abandonable_thread(lambda: local_copy(str(given))) if is_url(given) else given)
         except (ConfigError, StorageError) as error:
             raise WeightError(str(error)) from error
         adapter = await asyncio.to_thread(_adapter, folder, Path(given).name if name is None else name)
@@ -299,7 +302,8 @@ def _check_finite(tensor: torch.Tensor, name: str) -> None:
 class Follower:
     """Serves the newest version that a run announces at ``url``. What is served stays until a newer one can be.
 
-    It looks every ``every_s`` seconds. A version that could not be served is tried again after twice as long each time.
+    It looks every ``every_s`` seconds. A version that could not be served is tried again after twice as long each time,
+    up to five minutes.
 
     Attributes:
         newest: the version that was announced last, as far as is known.
@@ -313,8 +317,8 @@ class Follower:
         self._updater = updater
         self._source = source
         self._every_s = every_s
-        self._tried = b""  # the digest of the newest version
-        self._is_served = False
+        self._served = self._tried = b""  # digests
+        self._failure = ""  # of the one that was tried
         self._wait_s = self._again_at = 0.0
 
     async def begin(self) -> None:
@@ -324,23 +328,27 @@ class Follower:
             WeightError: it cannot be served, not at the third attempt.
         """
         for _ in range(_FIRST_LOOKS - 1):
-            with suppress(WeightError):
+            try:
                 self.problem = await self.look()
                 return
-            await asyncio.sleep(max(self._every_s, self._wait_s))
+            except WeightError as error:
+                _log.warning("%s; it is tried again", error)
+            await asyncio.sleep(min(self._every_s, _FIRST_WAIT_S))
+            self._again_at = 0.0
         self.problem = await self.look()
 
     async def run(self) -> None:
         """Look until it is cancelled; whatever fails, a later look may succeed."""
+        told = self.problem
         while True:
             await asyncio.sleep(self._every_s)
             try:
                 problem = await self.look()
             except Exception as error:  # noqa: BLE001  it is logged, and does not end what follows
-                problem = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-            if problem and problem != self.problem:
+                problem = _text(error)
+            if problem and problem != told:
                 _log.warning("weight version %d stays: %s", self._updater.version, problem)
-            self.problem = problem
+            told = self.problem = problem
 
     async def look(self) -> str:
         """Serve the version that is announced, if that is another one; return why it is not served, or "".
@@ -351,28 +359,35 @@ class Follower:
         manifest = await in_abandonable_thread(self._source.announced)
         if manifest is None:
             return f"nothing is announced at {self.url}: the run needs weights.options.kept_versions >= 1, and a step"
-        now = asyncio.get_running_loop().time()
+        self.newest, before, now = manifest.version, self._updater.version, asyncio.get_running_loop().time()
+        if manifest.digest == self._served:
+            return ""
         if manifest.digest != self._tried:
-            self._tried, self.newest = manifest.digest, manifest.version
-            self._is_served = manifest.version == 0  # what the run began with
-            self._wait_s = self._again_at = 0.0
-        elif now < self._again_at and not self._is_served:
-            return self.problem
-        if not self._is_served:
-            before = self._updater.version
-            self._wait_s = min(max(2 * self._wait_s, self._every_s), _LONGEST_WAIT_S)
-            self._again_at = now + self._wait_s
-            try:
-                await self._updater.take(manifest, self._source)
-            except WeightVersionError as error:
-                remedy = "start the server again, or follow another URL: one has to be one run's"
-                raise WeightVersionError(f"{error}; {remedy}") from error
-            finally:
-                self._is_served = before < manifest.version == self._updater.version
+            self._tried, self._failure, self._wait_s = manifest.digest, "", 0.0
+        elif now < self._again_at:
+            return self._failure
+        self.problem = self._failure or f"version {manifest.version} is being fetched"
+        self._wait_s = min(max(2 * self._wait_s, self._every_s), max(_LONGEST_WAIT_S, self._every_s))
+        self._again_at = now + self._wait_s
+        try:
+            await self._updater.take(manifest, self._source)
+        except Exception as error:
+            if before < manifest.version == self._updater.version:  # every replica failed: it comes back with it
+                self._served = manifest.digest
+            self._failure = _text(error)
+            raise
+        self._served = manifest.digest
         return ""
 
 
-_FIRST_LOOKS, _LONGEST_WAIT_S = 3, 300.0
+def _text(error: Exception) -> str:
+    text = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, WeightVersionError):
+        text += "; wait until a resumed run is past it, and start the server again to follow another run"
+    return text
+
+
+_FIRST_LOOKS, _FIRST_WAIT_S, _LONGEST_WAIT_S = 3, 5.0, 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,6 +127,8 @@ class Driver:
     """Whether a checkpoint is being written still, which an interrupted run has waited for long enough."""
     _writing: asyncio.Task[None] | None = None
     _rebase: bool = False
+    _unannounced: WeightManifest | None = None
+    _announcing: asyncio.Task[None] | None = None
     _book: GroupBook = field(init=False)
 
     def __post_init__(self) -> None:
@@ -243,7 +245,7 @@ class Driver:
                 manifest = self.learner.trainer.publish(step, *([True] if self._rebase else []))
                 if self.devices.shared:
                     await manifest
-            publication = tasks.create_task(self._publish(step, manifest), name=f"publish {step}")
+            publication = tasks.create_task(self._publish(tasks, step, manifest), name=f"publish {step}")
             await self._checkpoint(tasks, step, pace, after=publication)
             evaluation = self.plan.evaluation
             if evaluation.tasks and evaluation.every and step % evaluation.every == 0 and step < self.plan.steps:
@@ -312,7 +314,9 @@ class Driver:
             checks=self.journal.take_checks(),
         )
 
-    async def _publish(self, version: int, manifest: Awaitable[Sequence[WeightManifest | None]]) -> None:
+    async def _publish(
+        self, tasks: asyncio.TaskGroup, version: int, manifest: Awaitable[Sequence[WeightManifest | None]]
+    ) -> None:
         """Bring the weights of ``version`` into every engine, then let the law admit new groups."""
         with self.timeline.span("publish", f"version {version}"):
             with self.timeline.wait("publish", "trainer"):
@@ -328,6 +332,13 @@ class Driver:
         self.law.published(version)
         self._admission_changed.set()
         if self.plan.announces:
+            self._unannounced = weights
+            if self._announcing is None or self._announcing.done():
+                self._announcing = tasks.create_task(self._announce(), name="announce")
+
+    async def _announce(self) -> None:
+        while (weights := self._unannounced) is not None:
+            self._unannounced = None
             await self.learner.trainer.announce(weights)
 
     # ------------------------------------------------------------------------------------------------------- groups

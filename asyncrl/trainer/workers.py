@@ -659,16 +659,17 @@ class TrainerWorker(EngineRank[TrainingEngine]):
         return manifest_fingerprint(held)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def announce(self, manifest: WeightManifest) -> None:
-        """Tell pools that belong to no run of a version that those of the run serve."""
-        if isinstance(self._transport, AnnouncingTransport):
-            self._transport.announce(manifest)
+    async def announce(self, manifest: WeightManifest) -> None:
+        """Tell pools that belong to no run of a version that those of the run serve, beside other calls."""
+        transport = self._transport
+        if isinstance(transport, AnnouncingTransport):
+            await in_abandonable_thread(lambda: transport.announce(manifest))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def release(self, version: int) -> None:
         """Free a published version that no replica needs any more."""
-        if self._transport is not None:
-            self._transport.release(version)
+        if self._transport is not None:  # in a thread: it may wait for a publication, or for a store
+            await in_thread(self._transport.release, version)
 
     def close(self) -> None:
         """Leave the process group and unlink what was published."""

@@ -81,7 +81,8 @@ class StoreTransport(VersionedTransport[str]):
         self._finalizer: Any = None  # once there is something to remove
         self._kept_versions = kept_versions
         self._kept: list[int] = []  # released, oldest first
-        self._newest: set[str] = set()  # the places of the announced version, which stay
+        self._newest: set[str] = set()  # the places of the version that is announced, or may be: they stay
+        self._staying: list[tuple[int, str]] = []  # those that were to be freed, with their versions
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[WeightManifest, str]:
         if self._finalizer is None:
@@ -101,13 +102,19 @@ class StoreTransport(VersionedTransport[str]):
     def announce(self, manifest: WeightManifest) -> None:
         if not self._kept_versions:
             return
+        places = frozenset(part.location for part in (manifest, *manifest.chain))
+        with self._lock:
+            self._newest |= places
         try:
             self._store.write(_NEWEST, manifest.encode())
         except StorageError as error:
             _log.warning("version %d is not announced: %s", manifest.version, error)
             return
-        self._newest.clear()
-        self._newest.update(_places(manifest))
+        with self._lock:
+            self._newest &= places
+            staying, self._staying = self._staying, []
+            for version, place in staying:
+                self._free(version, place)
 
     def announced(self) -> WeightManifest | None:
         try:
@@ -126,7 +133,8 @@ class StoreTransport(VersionedTransport[str]):
             super().release(self._kept.pop(0))
 
     def _free(self, version: int, place: str) -> None:
-        if place in self._newest:  # no later one could be announced
+        if place in self._newest:  # no later one could be announced yet
+            self._staying.append((version, place))
             return
         try:
             self._store.remove(f"{place}/{COMPLETE}")  # first: what is left of it is no version
@@ -154,10 +162,6 @@ class StoreTransport(VersionedTransport[str]):
             what = "it is not there" if isinstance(error, FileNotFoundError) else error
             url = f"{self._store.url}/{manifest.location}"
             raise WeightError(f"version {manifest.version} is not available: {what} ({url})") from error
-
-
-def _places(manifest: WeightManifest) -> frozenset[str]:
-    return frozenset(part.location for part in (manifest, *manifest.chain))
 
 
 def _remove_home(store: Store, home: str, staying: AbstractSet[str], process: int) -> None:

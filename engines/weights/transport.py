@@ -321,18 +321,26 @@ class DeltaReader:
             except WeightMismatchError as error:
                 _log.warning("version %d is fetched from its full version: %s", manifest.version, error)
                 held = None
-            except BaseException:  # a link could not be fetched: the version before it is whole
-                with self._lock:
-                    self._idle = [*self._idle, held]
+            except BaseException:
+                self._keep(held)  # a link could not be fetched: what was reached is whole
                 raise
         if held is None:
             held = _Held(base.version, manifest_fingerprint(base), dict(self._read(base)))
-            self._advance(held, manifest)
+            try:
+                self._advance(held, manifest)
+            except WeightMismatchError:
+                raise
+            except BaseException:
+                self._keep(held)
+                raise
         try:
             yield held.tensors
         finally:
-            with self._lock:
-                self._idle = [*self._idle, held][-2:]
+            self._keep(held)
+
+    def _keep(self, held: _Held) -> None:
+        with self._lock:
+            self._idle = [*self._idle, held][-2:]
 
     def _advance(self, held: _Held, manifest: WeightManifest) -> None:
         for link in manifest.chain[1:]:

@@ -73,9 +73,10 @@ async def test_a_server_follows_what_a_run_announces_and_takes_nothing_else(mode
             async with asyncio.timeout(30):
                 while (status := await control.ask("GET", "/weights"))["follows"]["newest"] != version:
                     await asyncio.sleep(0.05)
-                while pool.pool.weight_version != version:
+                while (status := await control.ask("GET", "/weights"))["follows"]["problem"]:
                     await asyncio.sleep(0.05)
             assert status["follows"] == {"url": run._store.url, "newest": version, "problem": ""}
+            assert (status["version"], pool.pool.weight_version) == (version, version)
         with pytest.raises(InfrastructureError, match=r"follows .*: it takes no other weights; serve without --follow"):
             await control.ask("POST", "/weights", {"action": "swap", "folder": str(model)})
         with pytest.raises(EngineError, match="it takes no other weights"):

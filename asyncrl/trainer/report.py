@@ -397,7 +397,7 @@ def read_status(path: Path) -> RunStatus:
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunStatus)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not the status of a run: {error!r}", path="run") from error
 
 

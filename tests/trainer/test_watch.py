@@ -133,10 +133,13 @@ def test_the_status_tells_waits_work_and_causes(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("damaged", ["", "{}", "[]", '{"waits": 5}'])
-def test_a_damaged_status_is_refused(tmp_path: Path, damaged: str):
+@pytest.mark.parametrize("damaged", ["", "{}", "[]", '{"waits": 5}', None])
+def test_a_damaged_status_is_refused(tmp_path: Path, damaged: str | None):
     path = tmp_path / "status.json"
-    path.write_text(damaged)
+    if damaged is None:
+        path.mkdir()
+    else:
+        path.write_text(damaged)
     with pytest.raises(ConfigError, match="not the status of a run"):
         read_status(path)
 

@@ -56,8 +56,7 @@ class CodeRule:
     The program gets the inputs alone: what it prints or returns is compared outside its process, and assertions run in
     a sandbox of their own, where its functions and objects are called as if they were there
     (:mod:`asyncrl.rewards.code_program`). A program that raises, runs out of memory or time, or exits early fails that
-    test. Parts: ``passed`` (share of the
-    tests), ``compiles``, ``deadlines`` (share of the tests).
+    test. Parts: ``passed`` (share of the tests), ``compiles``, ``deadlines`` (share of the tests).
 
     Args:
         partial: whether the share of passed tests is the score.

@@ -13,7 +13,7 @@ from asyncrl.rewards import code
 from asyncrl.rewards.code import CodeRule, program_in
 from asyncrl.rewards.code_program import names_of
 from asyncrl.rewards.rules import Answer, Verdict
-from asyncrl.sandboxes.contract import ProgramEnd
+from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from tests.rewards.forgeries import FORGERIES, HONEST, REPLACED, TESTS
 
 DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
@@ -169,6 +169,44 @@ async def test_the_third_death_is_the_programs_own_and_never_a_dead_sandboxes(
     else:
         assert (await judge("print(2)", DOUBLE)).score == 0.0
     assert "death 2" in caplog.text
+
+
+class Pair:
+    """A backend whose first sandbox of a pair ends when it is stopped, perhaps by failing."""
+
+    def __init__(self, *, fails: int) -> None:
+        self.fails = fails
+        self.log: list[str] = []
+        self.destroy = self.nothing
+
+    async def create(self, limits: Any) -> Pair:
+        self.log.append("create")
+        return self
+
+    async def write(self, path: str, content: bytes) -> None:
+        self.log.append("write")
+
+    async def exec(self, command: Any, *, over: asyncio.Event | None = None, **_: Any) -> ProgramEnd:
+        self.log.append(command[-2])
+        if command[-2] == "tests":
+            return ProgramEnd(how="exited", code=1)
+        await (over or asyncio.Event()).wait()
+        self.fails -= 1
+        if self.fails >= 0:
+            raise SandboxError("died")
+        return ProgramEnd(how="stopped", code=0)
+
+    async def nothing(self) -> None: ...
+
+
+async def test_a_pair_begins_together_and_a_sandbox_that_fails_is_no_failed_test(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code, "_LAST_S", 0.0)
+    pair, sides = Pair(fails=1), {"solution": "", "tests": ""}
+    end, judged = await code.run_pair(pair, "", sides, limits=SandboxLimits())  # type: ignore[arg-type]
+    assert pair.log == ["create", "write", "create", "write", "solution", "tests"] * 2
+    assert end == judged == ProgramEnd(how="exited", code=1)
+    with pytest.raises(SandboxError, match="died"):
+        await code.run_pair(Pair(fails=3), "", sides, limits=SandboxLimits())  # type: ignore[arg-type]
 
 
 def test_program_in_prefers_the_last_python_block():

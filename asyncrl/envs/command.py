@@ -44,6 +44,8 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
+_NOT_STARTED = (126, 127)
+"""Status of a command whose program cannot be started."""
 _LAST_WORDS = 500
 _MOST_SANDBOXES = 4096
 _SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
@@ -363,7 +365,8 @@ class CommandEnvironment:
         command = [filled(part, names) for part in factory.judging_command]
         env = {**env, "ASYNCRL_TURNS_FILE": f"{place.folder}/turns.json"}
         judging = await place.run(command, env, factory.limits, over=asyncio.Event())
-        if judging.how != "exited" or (factory.judged_by == "score_command" and judging.code):
+        failed = judging.code if factory.judged_by == "score_command" else judging.code in _NOT_STARTED
+        if judging.how != "exited" or failed:
             raise _failure(f"{factory.judged_by}", judging, factory)
         if factory.judged_by == "test_command":
             return _Earned(float(judging.code == 0))
@@ -408,7 +411,7 @@ def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentF
         "memory": "held more than memory_bytes",
         "killed": f"was killed by signal {end.code}",
         "stopped": "was stopped",
-        "exited": f"ended with status {end.code}",
+        "exited": f"ended with status {end.code}" + (" (it could not be started)" if end.code in _NOT_STARTED else ""),
     }[end.how]
     name, last = ("stderr", end.stderr) if end.stderr.strip() else ("stdout", end.stdout)
     kind = EnvironmentDeadlineError if end.how == "deadline" else EnvironmentFailure
@@ -470,6 +473,20 @@ def filled(text: str, names: Mapping[str, str]) -> str:
 # ----------------------------------------------------------------------------------------------------- the factory
 
 
+def _is_program(part: str, copy: str | None) -> bool:
+    """Check whether a command can begin so: with a program of this machine, of the copied folder, or of a row."""
+    copied = str(Path(copy, part)) if copy is not None and "/" in part else part
+    return bool(_PLACEHOLDER.search(part) or shutil.which(part) or shutil.which(copied))
+
+
+def _absolute(command: Sequence[str]) -> list[str]:
+    return [str(Path(part).absolute()) if _is_file(part) else part for part in command]
+
+
+def _is_file(text: str) -> bool:
+    return os.path.isfile(text)  # noqa: PTH113  of a text that is too long for a path, pathlib raises
+
+
 class CommandFactory:
     """Tasks of another environment, each given to a program.
 
@@ -480,7 +497,8 @@ class CommandFactory:
         tasks: environment that poses the tasks, and whose reward for the last message counts; ``options`` are its.
         reward: where the reward comes from instead: ``exit_status`` (1 if the program ends with status 0, else 0).
             Anything else is an option of ``tasks``.
-        test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0.
+        test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0. Status
+            126 or 127, as of a command that cannot be started, is a failure.
         score_command: likewise; the reward is the number on the last line of its output.
         env: further environment variables, with the same placeholders. Of this process's own the program gets
             ``PATH``, ``LANG`` and the like alone.
@@ -517,15 +535,15 @@ class CommandFactory:
             if isinstance(given, str) or not all(isinstance(part, str) for part in given):
                 remedy = '["my-agent", "--task", "{task}"]'
                 raise ConfigError(f"{name} is {given!r}", path=f"{_KEY}.{name}", remedy=remedy)
-        if not command or (shutil.which(command[0]) is None and not _PLACEHOLDER.search(command[0])):
-            named = command[0] if command else ""
-            raise ConfigError(f"there is no program {named!r}", path=f"{_KEY}.command", remedy="install it")
+            if (given or name == "command") and not _is_program(given[0] if given else "", copy):
+                missing = f"there is no program {given[0] if given else ''!r}"
+                raise ConfigError(missing, path=f"{_KEY}.{name}", remedy="install it, or check the path")
         for name, limit in (("deadline_s", deadline_s), ("output_bytes", output_bytes)):
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigError(f"{name} is {limit}", path=f"{_KEY}.{name}", remedy="a positive number")
         if copy is not None and not Path(copy).is_dir():
             raise ConfigError(f"copy = {copy!r}: no such folder", path=f"{_KEY}.copy", remedy="check the path")
-        self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
+        self.command = _absolute(command)
         self.files: dict[str, Path] = {}
         self.judging_files: dict[str, Path] = {}
         self.copy = Path(copy).absolute() if copy is not None else None
@@ -540,7 +558,7 @@ class CommandFactory:
             remedy = "a rule, exit_status, test_command or score_command"
             raise ConfigError("the reward comes from one of several", path=f"{_KEY}.reward", remedy=remedy)
         self.judged_by: Literal["rule", "exit_status", "test_command", "score_command"] = "rule"
-        self.judging_command = list(test_command or score_command)
+        self.judging_command = _absolute(test_command or score_command)
         if self._sandbox is not None:
             self._carry(self.command, self.files, "program")
             self._carry(self.judging_command, self.judging_files, "judge")
@@ -616,6 +634,6 @@ class CommandFactory:
         visible = [Path(each) for each in visible_paths()]
         for number, part in enumerate(command):
             found = Path((shutil.which(part) or "") if number == 0 and "/" not in part else part)
-            if found.is_absolute() and found.is_file() and not any(map(found.is_relative_to, visible)):
+            if found.is_absolute() and _is_file(str(found)) and not any(map(found.is_relative_to, visible)):
                 name = f"{folder}/{number}/{found.name}"
                 files[name], command[number] = found.resolve(), f"{{files}}/{name}"

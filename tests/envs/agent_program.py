@@ -60,6 +60,12 @@ def well(question: str) -> None:
     Path("answer.txt").write_text(str(messages[-1]["content"]))
 
 
+def prepares(question: str) -> None:
+    """Put a judge of its own where one might be looked for."""
+    ask([{"role": "user", "content": question}])
+    Path("score.py").write_text("print(1.0)")
+
+
 def tree(question: str) -> None:
     """Ask twice, have a sub-agent, and begin again from a summary."""
     first = [{"role": "user", "content": question}]
@@ -134,7 +140,8 @@ def misbehave(manner: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("well", "tree", "looks"):
-        {"well": well, "tree": tree, "looks": looks}[sys.argv[1]](sys.argv[2])
+    manners = {"well": well, "tree": tree, "looks": looks, "prepares": prepares}
+    if sys.argv[1] in manners:
+        manners[sys.argv[1]](sys.argv[2])
     else:
         misbehave(sys.argv[1], sys.argv[2])

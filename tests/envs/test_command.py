@@ -240,6 +240,23 @@ async def test_rewards_of_programs(play: Callable[..., Any]) -> None:
         await play(factory_of("well", score_command=["echo", "nan"]))
 
 
+@pytest.mark.parametrize("sandbox", [None, {}])
+async def test_the_judge_is_the_runs_file(
+    play: Callable[..., Any], sandbox: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "score.py").write_text("print(0.25)")
+    monkeypatch.chdir(tmp_path)
+    (trajectory,), _ = await play(factory_of("prepares", score_command=["python3", "score.py"], sandbox=sandbox))
+    assert trajectory.reward == 0.25
+
+
+async def test_a_test_that_cannot_be_started_is_no_reward(play: Callable[..., Any]) -> None:
+    (failed,), _ = await play(factory_of("prepares", test_command=["sh", "-c", "exit 1"]))
+    assert failed.reward == 0.0
+    with pytest.raises(EnvironmentFailure, match=r"test_command ended with status 127 \(it could not be started\)"):
+        await play(factory_of("prepares", test_command=["sh", "-c", "exit 127"]))
+
+
 async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> None:
     program = (
         "import json, os; turns = json.load(open(os.environ['ASYNCRL_TURNS_FILE']));"
@@ -249,9 +266,14 @@ async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> N
     assert [turn.reward for turn in trajectory.turns] == [-1.0, -1.0, -1.0, 0.0, -1.0]
 
 
-def test_options_that_cannot_be_used_are_named() -> None:
+def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no program 'no-such-agent'"):
         CommandFactory(command=["no-such-agent"], tasks="calculator")
+    with pytest.raises(ConfigError, match="there is no program 'no-such-test'"):
+        factory_of("well", test_command=["no-such-test"])
+    (tmp_path / "check.sh").touch(mode=0o755)
+    factory_of("well", test_command=["./check.sh"], copy=str(tmp_path))
+    factory_of("well", score_command=["sh", "-c", "x" * 5000])
     with pytest.raises(ConfigError, match="one of several"):
         factory_of("well", test_command=["true"], score_command=["true"])
     with pytest.raises(ConfigError, match=r"has no value for \{mistake\}"):

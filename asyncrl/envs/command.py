@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -168,8 +169,10 @@ class _Machine:
     async def prepare(self, factory: CommandFactory) -> None:
         await asyncio.to_thread(self._make_folders, factory.copy)
 
-    async def prepare_judging(self, factory: CommandFactory) -> None:
-        """Do nothing: files of this machine are where they are."""
+    async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
+        """Make a folder ``name`` with an empty ``home``; files of this machine are where they are."""
+        del factory
+        await asyncio.to_thread((Path(self.folder) / name / "home").mkdir, parents=True)
 
     async def write(self, name: str, text: str) -> None:
         await asyncio.to_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
@@ -217,18 +220,19 @@ class _Sandboxed:
         self._sandbox = sandbox
 
     async def prepare(self, factory: CommandFactory) -> None:
+        files = {"work": factory.copy, **_under("program", factory.files)}
         try:
-            await self._sandbox.restore(await asyncio.to_thread(_archive, {"work": factory.copy, **factory.files}))
+            await self._sandbox.restore(await asyncio.to_thread(_archive, files))
         except OSError as error:
             raise SandboxError(f"the agent's files cannot be written: {error}") from error
 
-    async def prepare_judging(self, factory: CommandFactory) -> None:
-        """Write what the agent must not have touched."""
-        if factory.judging_files:
-            try:
-                await self._sandbox.restore(await asyncio.to_thread(_archive, factory.judging_files))
-            except OSError as error:
-                raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
+    async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
+        """Make a folder ``name`` with an empty ``home`` and what the agent must not have touched."""
+        files = _under(name, {"home": None, **factory.judging_files})
+        try:
+            await self._sandbox.restore(await asyncio.to_thread(_archive, files))
+        except OSError as error:
+            raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
 
     async def write(self, name: str, text: str) -> None:
         try:
@@ -273,6 +277,10 @@ async def _serve_on_what_comes(ours: socket.socket, session: AgentSession) -> No
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if descriptors:
         await session.listen_on(socket.socket(fileno=descriptors[0]))
+
+
+def _under(folder: str, files: Mapping[str, Path | None]) -> dict[str, Path | None]:
+    return {f"{folder}/{name}": path for name, path in files.items()}
 
 
 def _archive(files: Mapping[str, Path | None]) -> bytes:
@@ -360,10 +368,13 @@ class CommandEnvironment:
             said = turns[-1]["message"].get("content") or ""
             step = await self._judge.step({"role": "assistant", "content": said})
             return _Earned(float(step.reward), info=dict(step.info))
-        await place.prepare_judging(factory)
-        await place.write("turns.json", json.dumps(turns))
-        command = [filled(part, names) for part in factory.judging_command]
-        env = {**env, "ASYNCRL_TURNS_FILE": f"{place.folder}/turns.json"}
+        name = f"judge-{secrets.token_hex(8)}"  # in which the agent can have prepared nothing
+        own = f"{place.folder}/{name}"
+        await place.prepare_judging(factory, name)
+        await place.write(f"{name}/turns.json", json.dumps(turns))
+        command = [filled(part, {**names, "judging_files": own}) for part in factory.judging_command]
+        home = {**dict.fromkeys(("HOME", "TMPDIR"), f"{own}/home"), "PYTHONNOUSERSITE": "1"}
+        env = {**home, **env, "ASYNCRL_TURNS_FILE": f"{own}/turns.json"}
         judging = await place.run(command, env, factory.limits, over=asyncio.Event())
         failed = judging.code if factory.judged_by == "score_command" else judging.code in _NOT_STARTED
         if judging.how != "exited" or failed:
@@ -434,7 +445,7 @@ def _texts(messages: Sequence[Message]) -> dict[str, str]:
 def _placeholders(session: AgentSession, folder: str) -> dict[str, str]:
     return {
         "folder": f"{folder}/work",
-        "files": folder,
+        "files": f"{folder}/program",
         "base_url": f"{session.url}/v1",
         "session_url": session.url,
         "api_key": session.key,
@@ -560,8 +571,8 @@ class CommandFactory:
         self.judged_by: Literal["rule", "exit_status", "test_command", "score_command"] = "rule"
         self.judging_command = _absolute(test_command or score_command)
         if self._sandbox is not None:
-            self._carry(self.command, self.files, "program")
-            self._carry(self.judging_command, self.judging_files, "judge")
+            self._carry(self.command, self.files, "files")
+            self._carry(self.judging_command, self.judging_files, "judging_files")
         if chosen:
             self.judged_by = chosen[0]  # type: ignore[assignment]
             options |= {"reward": "none"} if tasks == "dataset" else {}
@@ -629,11 +640,11 @@ class CommandFactory:
             raise ConfigError("a sandbox has no network but its session", path=f"{path}.network", remedy="false")
         return limits, NamespacesBackend(require_isolation=require, loopback=True)
 
-    def _carry(self, command: list[str], files: dict[str, Path], folder: str) -> None:
+    def _carry(self, command: list[str], files: dict[str, Path], placeholder: str) -> None:
         """Note the files of a command that a sandbox does not show, and name them as they will lie in it."""
         visible = [Path(each) for each in visible_paths()]
         for number, part in enumerate(command):
             found = Path((shutil.which(part) or "") if number == 0 and "/" not in part else part)
             if found.is_absolute() and _is_file(str(found)) and not any(map(found.is_relative_to, visible)):
-                name = f"{folder}/{number}/{found.name}"
-                files[name], command[number] = found.resolve(), f"{{files}}/{name}"
+                name = f"{number}/{found.name}"
+                files[name], command[number] = found.resolve(), f"{{{placeholder}}}/{name}"

@@ -64,6 +64,12 @@ def prepares(question: str) -> None:
     """Put a judge of its own where one might be looked for."""
     ask([{"role": "user", "content": question}])
     Path("score.py").write_text("print(1.0)")
+    folder = Path(os.environ["ASYNCRL_TASK_FILE"]).parent
+    for name in ("judge/1/json.py", "1/json.py", "work/json.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("print(1.0); raise SystemExit")
+    (Path.home() / ".profile").touch()
+    os.mkfifo(folder / "turns.json")  # nothing would ever open its other end
 
 
 def tree(question: str) -> None:

@@ -241,10 +241,16 @@ async def test_rewards_of_programs(play: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("sandbox", [None, {}])
-async def test_the_judge_is_the_runs_file(
+async def test_the_judge_is_the_runs_file_and_finds_nothing_that_the_agent_has_prepared(
     play: Callable[..., Any], sandbox: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "score.py").write_text("print(0.25)")
+    score = """
+import json, os
+turns = json.load(open(os.environ["ASYNCRL_TURNS_FILE"]))
+prepared = os.listdir(os.environ["HOME"]) + os.listdir(os.environ["TMPDIR"])
+print(0.25 if len(turns) == 1 and not prepared and "PYTHONNOUSERSITE" in os.environ else 1.0)
+"""
+    (tmp_path / "score.py").write_text(score)
     monkeypatch.chdir(tmp_path)
     (trajectory,), _ = await play(factory_of("prepares", score_command=["python3", "score.py"], sandbox=sandbox))
     assert trajectory.reward == 0.25

@@ -20,12 +20,13 @@ import signal
 import socket
 import sys
 import tarfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, SandboxError
+from asyncrl.foreign import place_of
 from asyncrl.interfaces import ClosableFactory, Environment, EnvironmentFactory, Message, Task
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.plugins import make_part, offered_options
@@ -39,6 +40,7 @@ from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.agents import MODEL_NAME, AgentSession
 from asyncrl.single_controller.children import children
 
+_T = TypeVar("_T")
 _KEY = "env.options"
 _INHERITED = ("LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -313,12 +315,23 @@ class CommandEnvironment:
         self._judge = judge
 
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
-        messages = await self._judge.reset(task)
+        messages = await self._asked("reset", self._judge.reset(task))
         async with self._factory.place() as place:
             return await self._run(task, messages, policy, place)
 
     async def close(self) -> None:
         await self._judge.close()
+
+    async def _asked(self, what: str, call: Awaitable[_T]) -> _T:
+        deadline = asyncio.timeout(self._factory.limits.deadline_s)
+        try:
+            async with deadline:
+                return await call
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            late = f"the {what} of tasks took longer than deadline_s = {self._factory.limits.deadline_s:g}"
+            raise EnvironmentDeadlineError(late + place_of(error)) from error
 
     async def _run(
         self, task: Task, messages: Sequence[Message], policy: EpisodePolicy, place: _Machine | _Sandboxed
@@ -366,7 +379,12 @@ class CommandEnvironment:
             return _Earned(float(end.succeeded))
         if factory.judged_by == "rule":
             said = turns[-1]["message"].get("content") or ""
-            step = await self._judge.step({"role": "assistant", "content": said})
+            step = await self._asked("step", self._judge.step({"role": "assistant", "content": said}))
+            if not step.done:
+                raise EnvironmentFailure(
+                    "the environment of tasks goes on after the agent's last message, which it must judge at once: "
+                    "take the reward from exit_status, test_command or score_command"
+                )
             return _Earned(float(step.reward), info=dict(step.info))
         name = f"judge-{secrets.token_hex(8)}"  # in which the agent can have prepared nothing
         own = f"{place.folder}/{name}"
@@ -515,7 +533,8 @@ class CommandFactory:
             ``PATH``, ``LANG`` and the like alone.
         enforce_forms: whether a required call, a JSON schema or a grammar is enforced; such turns are not trained on.
         copy: folder whose copy the program starts in; an empty one without it.
-        deadline_s: for the program, from its start to its end.
+        deadline_s: for the program, from its start to its end; likewise for what judges it, and for ``tasks`` to pose
+            the task and to judge the last message.
         output_bytes: of each of its two outputs.
         sandbox: limits of a sandbox of this machine in which it runs, and what judges it
             (:class:`~asyncrl.sandboxes.contract.SandboxLimits`), perhaps with ``require_isolation``. The program then

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import psutil
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.envs.command import CommandFactory, filled
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
-from asyncrl.interfaces import SamplingParams
+from asyncrl.interfaces import Environment, SamplingParams, Step
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
 from asyncrl.rollout.trajectory import Trajectory
@@ -270,6 +272,49 @@ async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> N
     )
     (trajectory,), _ = await play(factory_of("tree", score_command=["python3", "-c", program]), said=lambda text: "so")
     assert [turn.reward for turn in trajectory.turns] == [-1.0, -1.0, -1.0, 0.0, -1.0]
+
+
+class SlowTasks(CalculatorFactory):
+    """Tasks whose environment does not return from ``slow``, or does not end."""
+
+    def __init__(self, *, slow: str, seed: int) -> None:
+        super().__init__(operation_shares=[1.0], seed=seed)
+        self._slow = slow
+
+    def make(self) -> Environment:
+        environment = super().make()
+
+        async def never(_: object) -> None:
+            await asyncio.Event().wait()
+
+        async def goes_on(_: object) -> Step:
+            return Step(reward=1.0)
+
+        if self._slow:
+            setattr(environment, self._slow, never)
+        else:
+            environment.step = goes_on  # type: ignore[method-assign]
+        return environment
+
+
+async def test_an_environment_of_tasks_has_a_deadline_and_one_turn(play: Callable[..., Any]) -> None:
+    def factory(slow: str) -> CommandFactory:
+        command = [sys.executable, "-I", "-S", str(AGENT), "well", "{task}"]
+        return CommandFactory(command=command, tasks=f"{__name__}:SlowTasks", slow=slow)
+
+    def said(text: str) -> str:
+        late.limits = replace(late.limits, deadline_s=0.01)  # once the program runs
+        return "so"
+
+    with pytest.raises(EnvironmentFailure, match="goes on after the agent's last message"):
+        await play(factory(""))
+    late = factory("step")
+    with pytest.raises(EnvironmentDeadlineError, match=r"the step of tasks took longer .* 0.01 in .*command.py"):
+        await play(late, said=said)
+    late = factory("reset")
+    said("")
+    with pytest.raises(EnvironmentDeadlineError, match="the reset of tasks took longer"):
+        await play(late)
 
 
 def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:

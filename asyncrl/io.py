@@ -14,11 +14,12 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -333,8 +334,29 @@ def _lock(path: Path) -> int | None:
 
 def _remove(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:
-        shutil.rmtree(path, ignore_errors=True)  # the next process that makes a directory removes what is left
+        _remove_tree(path)  # the next process that makes a directory removes what is left
         os.close(lock)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a directory as untrusted programs leave it: with some in it that have no permissions, or any depth."""
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    folder.chmod(0o700)
+    folders, unique = [folder], secrets.token_hex(8)
+    for each in folders:  # they are moved into the first one, so that no path is too long
+        for entry in list(os.scandir(each)):
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    Path(entry).chmod(0o700)
+                    folders.append(Path(entry).rename(folder / f"{unique}.{len(folders)}"))
+                else:
+                    Path(entry).unlink()
+    for each in reversed(folders):
+        with suppress(OSError):
+            each.rmdir()
 
 
 @functools.cache

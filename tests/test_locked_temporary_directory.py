@@ -27,6 +27,38 @@ sys.stdin.read()
 """
 
 
+UNTIDY = """
+import os, pathlib, sys, tempfile
+from asyncrl.io import LockedTemporaryDirectory
+parent = pathlib.Path(tempfile.mkdtemp())
+if os.getuid() == 0:  # whom no permissions hold
+    os.chown(parent, 65534, 65534)
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+tempfile.tempdir = str(parent)
+outside = parent / "outside"
+outside.mkdir(0o500)
+with LockedTemporaryDirectory("test") as folder:
+    (folder / "link").symlink_to(outside)
+    for name, mode in (("cache", 0o555), ("closed", 0)):
+        (folder / name / "inner").mkdir(parents=True)
+        (folder / name / "file").touch()
+        (folder / name / "inner").chmod(mode)
+        (folder / name).chmod(mode)
+    os.chdir(folder)
+    for _ in range(DEPTH):
+        os.mkdir("deeper" * 40)
+        os.chdir("deeper" * 40)
+    os.chdir("/")
+    sys.setrecursionlimit(150)
+    folder.chmod(0o500)
+print(os.listdir(parent), oct(outside.stat().st_mode))
+outside.rmdir()
+parent.rmdir()
+"""
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -89,3 +121,9 @@ def test_a_directory_is_removed_with_its_object_and_can_be_closed_twice(temporar
     held.close()
     held.close()
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("depth", [0, 200])
+def test_a_directory_is_removed_whatever_a_program_has_made_in_it(depth: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", UNTIDY.replace("DEPTH", str(depth))], capture_output=True, check=True)
+    assert ended.stdout == b"['outside'] 0o40500\n"

@@ -14,17 +14,19 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
 import sys
 import tarfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, SandboxError
+from asyncrl.foreign import place_of
 from asyncrl.interfaces import ClosableFactory, Environment, EnvironmentFactory, Message, Task
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.plugins import make_part, offered_options
@@ -38,12 +40,15 @@ from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.agents import MODEL_NAME, AgentSession
 from asyncrl.single_controller.children import children
 
+_T = TypeVar("_T")
 _KEY = "env.options"
 _INHERITED = ("LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _END_S = 10.0
 _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
+_NOT_STARTED = (126, 127)
+"""Status of a command whose program cannot be started."""
 _LAST_WORDS = 500
 _MOST_SANDBOXES = 4096
 _SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
@@ -166,8 +171,10 @@ class _Machine:
     async def prepare(self, factory: CommandFactory) -> None:
         await asyncio.to_thread(self._make_folders, factory.copy)
 
-    async def prepare_judging(self, factory: CommandFactory) -> None:
-        """Do nothing: files of this machine are where they are."""
+    async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
+        """Make a folder ``name`` with an empty ``home``; files of this machine are where they are."""
+        del factory
+        await asyncio.to_thread((Path(self.folder) / name / "home").mkdir, parents=True)
 
     async def write(self, name: str, text: str) -> None:
         await asyncio.to_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
@@ -215,18 +222,19 @@ class _Sandboxed:
         self._sandbox = sandbox
 
     async def prepare(self, factory: CommandFactory) -> None:
+        files = {"work": factory.copy, **_under("program", factory.files)}
         try:
-            await self._sandbox.restore(await asyncio.to_thread(_archive, {"work": factory.copy, **factory.files}))
+            await self._sandbox.restore(await asyncio.to_thread(_archive, files))
         except OSError as error:
             raise SandboxError(f"the agent's files cannot be written: {error}") from error
 
-    async def prepare_judging(self, factory: CommandFactory) -> None:
-        """Write what the agent must not have touched."""
-        if factory.judging_files:
-            try:
-                await self._sandbox.restore(await asyncio.to_thread(_archive, factory.judging_files))
-            except OSError as error:
-                raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
+    async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
+        """Make a folder ``name`` with an empty ``home`` and what the agent must not have touched."""
+        files = _under(name, {"home": None, **factory.judging_files})
+        try:
+            await self._sandbox.restore(await asyncio.to_thread(_archive, files))
+        except OSError as error:
+            raise EnvironmentFailure(f"the agent leaves no room for {factory.judged_by}: {error}") from error
 
     async def write(self, name: str, text: str) -> None:
         try:
@@ -273,6 +281,10 @@ async def _serve_on_what_comes(ours: socket.socket, session: AgentSession) -> No
         await session.listen_on(socket.socket(fileno=descriptors[0]))
 
 
+def _under(folder: str, files: Mapping[str, Path | None]) -> dict[str, Path | None]:
+    return {f"{folder}/{name}": path for name, path in files.items()}
+
+
 def _archive(files: Mapping[str, Path | None]) -> bytes:
     """Return files and folders by their names in a tar archive; None is an empty folder."""
     made = io.BytesIO()
@@ -303,12 +315,23 @@ class CommandEnvironment:
         self._judge = judge
 
     async def run_agent(self, task: Task, policy: EpisodePolicy) -> Trajectory:
-        messages = await self._judge.reset(task)
+        messages = await self._asked("reset", self._judge.reset(task))
         async with self._factory.place() as place:
             return await self._run(task, messages, policy, place)
 
     async def close(self) -> None:
         await self._judge.close()
+
+    async def _asked(self, what: str, call: Awaitable[_T]) -> _T:
+        deadline = asyncio.timeout(self._factory.limits.deadline_s)
+        try:
+            async with deadline:
+                return await call
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            late = f"the {what} of tasks took longer than deadline_s = {self._factory.limits.deadline_s:g}"
+            raise EnvironmentDeadlineError(late + place_of(error)) from error
 
     async def _run(
         self, task: Task, messages: Sequence[Message], policy: EpisodePolicy, place: _Machine | _Sandboxed
@@ -356,14 +379,23 @@ class CommandEnvironment:
             return _Earned(float(end.succeeded))
         if factory.judged_by == "rule":
             said = turns[-1]["message"].get("content") or ""
-            step = await self._judge.step({"role": "assistant", "content": said})
+            step = await self._asked("step", self._judge.step({"role": "assistant", "content": said}))
+            if not step.done:
+                raise EnvironmentFailure(
+                    "the environment of tasks goes on after the agent's last message, which it must judge at once: "
+                    "take the reward from exit_status, test_command or score_command"
+                )
             return _Earned(float(step.reward), info=dict(step.info))
-        await place.prepare_judging(factory)
-        await place.write("turns.json", json.dumps(turns))
-        command = [filled(part, names) for part in factory.judging_command]
-        env = {**env, "ASYNCRL_TURNS_FILE": f"{place.folder}/turns.json"}
+        name = f"judge-{secrets.token_hex(8)}"  # in which the agent can have prepared nothing
+        own = f"{place.folder}/{name}"
+        await place.prepare_judging(factory, name)
+        await place.write(f"{name}/turns.json", json.dumps(turns))
+        command = [filled(part, {**names, "judging_files": own}) for part in factory.judging_command]
+        home = {**dict.fromkeys(("HOME", "TMPDIR"), f"{own}/home"), "PYTHONNOUSERSITE": "1"}
+        env = {**home, **env, "ASYNCRL_TURNS_FILE": f"{own}/turns.json"}
         judging = await place.run(command, env, factory.limits, over=asyncio.Event())
-        if judging.how != "exited" or (factory.judged_by == "score_command" and judging.code):
+        failed = judging.code if factory.judged_by == "score_command" else judging.code in _NOT_STARTED
+        if judging.how != "exited" or failed:
             raise _failure(f"{factory.judged_by}", judging, factory)
         if factory.judged_by == "test_command":
             return _Earned(float(judging.code == 0))
@@ -408,7 +440,7 @@ def _failure(who: str, end: ProgramEnd, factory: CommandFactory) -> EnvironmentF
         "memory": "held more than memory_bytes",
         "killed": f"was killed by signal {end.code}",
         "stopped": "was stopped",
-        "exited": f"ended with status {end.code}",
+        "exited": f"ended with status {end.code}" + (" (it could not be started)" if end.code in _NOT_STARTED else ""),
     }[end.how]
     name, last = ("stderr", end.stderr) if end.stderr.strip() else ("stdout", end.stdout)
     kind = EnvironmentDeadlineError if end.how == "deadline" else EnvironmentFailure
@@ -431,7 +463,7 @@ def _texts(messages: Sequence[Message]) -> dict[str, str]:
 def _placeholders(session: AgentSession, folder: str) -> dict[str, str]:
     return {
         "folder": f"{folder}/work",
-        "files": folder,
+        "files": f"{folder}/program",
         "base_url": f"{session.url}/v1",
         "session_url": session.url,
         "api_key": session.key,
@@ -470,6 +502,20 @@ def filled(text: str, names: Mapping[str, str]) -> str:
 # ----------------------------------------------------------------------------------------------------- the factory
 
 
+def _is_program(part: str, copy: str | None) -> bool:
+    """Check whether a command can begin so: with a program of this machine, of the copied folder, or of a row."""
+    copied = str(Path(copy, part)) if copy is not None and "/" in part else part
+    return bool(_PLACEHOLDER.search(part) or shutil.which(part) or shutil.which(copied))
+
+
+def _absolute(command: Sequence[str]) -> list[str]:
+    return [str(Path(part).absolute()) if _is_file(part) else part for part in command]
+
+
+def _is_file(text: str) -> bool:
+    return os.path.isfile(text)  # noqa: PTH113  of a text that is too long for a path, pathlib raises
+
+
 class CommandFactory:
     """Tasks of another environment, each given to a program.
 
@@ -480,13 +526,15 @@ class CommandFactory:
         tasks: environment that poses the tasks, and whose reward for the last message counts; ``options`` are its.
         reward: where the reward comes from instead: ``exit_status`` (1 if the program ends with status 0, else 0).
             Anything else is an option of ``tasks``.
-        test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0.
+        test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0. Status
+            126 or 127, as of a command that cannot be started, is a failure.
         score_command: likewise; the reward is the number on the last line of its output.
         env: further environment variables, with the same placeholders. Of this process's own the program gets
             ``PATH``, ``LANG`` and the like alone.
         enforce_forms: whether a required call, a JSON schema or a grammar is enforced; such turns are not trained on.
         copy: folder whose copy the program starts in; an empty one without it.
-        deadline_s: for the program, from its start to its end.
+        deadline_s: for the program, from its start to its end; likewise for what judges it, and for ``tasks`` to pose
+            the task and to judge the last message.
         output_bytes: of each of its two outputs.
         sandbox: limits of a sandbox of this machine in which it runs, and what judges it
             (:class:`~asyncrl.sandboxes.contract.SandboxLimits`), perhaps with ``require_isolation``. The program then
@@ -517,15 +565,15 @@ class CommandFactory:
             if isinstance(given, str) or not all(isinstance(part, str) for part in given):
                 remedy = '["my-agent", "--task", "{task}"]'
                 raise ConfigError(f"{name} is {given!r}", path=f"{_KEY}.{name}", remedy=remedy)
-        if not command or (shutil.which(command[0]) is None and not _PLACEHOLDER.search(command[0])):
-            named = command[0] if command else ""
-            raise ConfigError(f"there is no program {named!r}", path=f"{_KEY}.command", remedy="install it")
+            if (given or name == "command") and not _is_program(given[0] if given else "", copy):
+                missing = f"there is no program {given[0] if given else ''!r}"
+                raise ConfigError(missing, path=f"{_KEY}.{name}", remedy="install it, or check the path")
         for name, limit in (("deadline_s", deadline_s), ("output_bytes", output_bytes)):
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigError(f"{name} is {limit}", path=f"{_KEY}.{name}", remedy="a positive number")
         if copy is not None and not Path(copy).is_dir():
             raise ConfigError(f"copy = {copy!r}: no such folder", path=f"{_KEY}.copy", remedy="check the path")
-        self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
+        self.command = _absolute(command)
         self.files: dict[str, Path] = {}
         self.judging_files: dict[str, Path] = {}
         self.copy = Path(copy).absolute() if copy is not None else None
@@ -540,10 +588,10 @@ class CommandFactory:
             remedy = "a rule, exit_status, test_command or score_command"
             raise ConfigError("the reward comes from one of several", path=f"{_KEY}.reward", remedy=remedy)
         self.judged_by: Literal["rule", "exit_status", "test_command", "score_command"] = "rule"
-        self.judging_command = list(test_command or score_command)
+        self.judging_command = _absolute(test_command or score_command)
         if self._sandbox is not None:
-            self._carry(self.command, self.files, "program")
-            self._carry(self.judging_command, self.judging_files, "judge")
+            self._carry(self.command, self.files, "files")
+            self._carry(self.judging_command, self.judging_files, "judging_files")
         if chosen:
             self.judged_by = chosen[0]  # type: ignore[assignment]
             options |= {"reward": "none"} if tasks == "dataset" else {}
@@ -611,11 +659,11 @@ class CommandFactory:
             raise ConfigError("a sandbox has no network but its session", path=f"{path}.network", remedy="false")
         return limits, NamespacesBackend(require_isolation=require, loopback=True)
 
-    def _carry(self, command: list[str], files: dict[str, Path], folder: str) -> None:
+    def _carry(self, command: list[str], files: dict[str, Path], placeholder: str) -> None:
         """Note the files of a command that a sandbox does not show, and name them as they will lie in it."""
         visible = [Path(each) for each in visible_paths()]
         for number, part in enumerate(command):
             found = Path((shutil.which(part) or "") if number == 0 and "/" not in part else part)
-            if found.is_absolute() and found.is_file() and not any(map(found.is_relative_to, visible)):
-                name = f"{folder}/{number}/{found.name}"
-                files[name], command[number] = found.resolve(), f"{{files}}/{name}"
+            if found.is_absolute() and _is_file(str(found)) and not any(map(found.is_relative_to, visible)):
+                name = f"{number}/{found.name}"
+                files[name], command[number] = found.resolve(), f"{{{placeholder}}}/{name}"

@@ -9,7 +9,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from asyncrl.rewards.rules import Answer, Verdict
 from asyncrl.rewards.scoring import check_count, check_seconds
 from asyncrl.runtime import run_all
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits, as_failure
-from asyncrl.sandboxes.namespaces import NamespacesBackend
+from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 
 _log = logging.getLogger(__name__)
 _LAST_S = 1.0
@@ -56,8 +57,7 @@ class CodeRule:
     The program gets the inputs alone: what it prints or returns is compared outside its process, and assertions run in
     a sandbox of their own, where its functions and objects are called as if they were there
     (:mod:`asyncrl.rewards.code_program`). A program that raises, runs out of memory or time, or exits early fails that
-    test. Parts: ``passed`` (share of the
-    tests), ``compiles``, ``deadlines`` (share of the tests).
+    test. Parts: ``passed`` (share of the tests), ``compiles``, ``deadlines`` (share of the tests).
 
     Args:
         partial: whether the share of passed tests is the score.
@@ -136,7 +136,7 @@ async def run_program(
     """
 
     async def once() -> list[ProgramEnd]:
-        return [await _run_once(sandboxes, program, [], stdin, limits)]
+        return [await _run_once(sandboxes, program, stdin, limits)]
 
     return (await _run_until_it_ends(once))[0]
 
@@ -146,28 +146,24 @@ async def run_pair(
 ) -> tuple[ProgramEnd, ProgramEnd]:
     """Run one program twice, in two sandboxes with a socket between them; return how both ended.
 
-    Each side gets its name (a key of ``stdins``) and the descriptor of its socket as arguments. When the second side
-    has ended, the first has a second to end. Deaths are as for :func:`run_program`.
+    Each side gets its name (a key of ``stdins``) and the descriptor of its socket as arguments. They start once both
+    sandboxes are there. When the second side has ended, the first has a second to end: then it is stopped, and counts
+    as ended like the second. Deaths are as for :func:`run_program`.
     """
 
     async def once() -> list[ProgramEnd]:
-        ends: list[asyncio.Task[ProgramEnd]] = []
-        sockets = socket.socketpair()
-        try:
-            for (side, stdin), end in zip(stdins.items(), sockets, strict=True):
-                ends.append(asyncio.create_task(_run_once(sandboxes, program, [side, "3"], stdin, limits, end)))
-            await asyncio.wait([ends[1]])
-            await asyncio.wait([ends[0]], timeout=_LAST_S)
-            return [await ends[1]] if not ends[0].done() else [await ends[0], await ends[1]]
-        finally:
-            for end in sockets:
-                end.close()
-            for task in ends:
-                task.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+        over = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            ends = [stack.enter_context(each) for each in socket.socketpair()]
+            made = [await stack.enter_async_context(_sandbox_with(sandboxes, program, limits)) for _ in stdins]
+            first, second = (
+                _exec(sandbox, [side, "3"], stdin, connection=end, over=over)
+                for sandbox, (side, stdin), end in zip(made, stdins.items(), ends, strict=True)
+            )
+            return await run_all([first, _ending_soon(second, over)])
 
-    ends = await _run_until_it_ends(once)
-    return ends[0], ends[-1]
+    one, other = await _run_until_it_ends(once)
+    return other if one.how == "stopped" else one, other
 
 
 async def _run_until_it_ends(run: Callable[[], Awaitable[list[ProgramEnd]]]) -> list[ProgramEnd]:
@@ -187,23 +183,34 @@ async def _run_until_it_ends(run: Callable[[], Awaitable[list[ProgramEnd]]]) -> 
     return ends
 
 
-async def _run_once(
-    sandboxes: NamespacesBackend,
-    program: str,
-    arguments: list[str],
-    stdin: str,
-    limits: SandboxLimits,
-    connection: socket.socket | None = None,
-) -> ProgramEnd:
+async def _run_once(sandboxes: NamespacesBackend, program: str, stdin: str, limits: SandboxLimits) -> ProgramEnd:
+    async with _sandbox_with(sandboxes, program, limits) as sandbox:
+        return await _exec(sandbox, [], stdin)
+
+
+@asynccontextmanager
+async def _sandbox_with(
+    sandboxes: NamespacesBackend, program: str, limits: SandboxLimits
+) -> AsyncGenerator[NamespacesSandbox, None]:
     sandbox = await sandboxes.create(limits)
     try:
         await sandbox.write("main.py", program.encode("utf-8", "backslashreplace"))
-        command = [sys.executable, "-I", "main.py", *arguments]
-        return await sandbox.exec(command, stdin=stdin.encode("utf-8", "backslashreplace"), connection=connection)
+        yield sandbox
     except OSError as error:
         raise as_failure("the program of a sandbox could not be written", error) from error
     finally:
         await sandbox.destroy()
+
+
+async def _ending_soon(running: Awaitable[ProgramEnd], over: asyncio.Event) -> ProgramEnd:
+    end = await running
+    asyncio.get_running_loop().call_later(_LAST_S, over.set)
+    return end
+
+
+async def _exec(sandbox: NamespacesSandbox, arguments: list[str], stdin: str, **given: Any) -> ProgramEnd:
+    command = [sys.executable, "-I", "main.py", *arguments]
+    return await sandbox.exec(command, stdin=stdin.encode("utf-8", "backslashreplace"), **given)
 
 
 def program_in(text: str) -> str:

@@ -2,7 +2,8 @@
 
 The ``solution`` executes a program and lets the other side use what it defines; the ``tests`` execute assertions in
 which the program's names stand for that. So the program never sees what is expected of it, and only data of built-in
-types come back: nothing of the program takes part in a comparison. Imports only the standard library.
+types come back: nothing of the program takes part in a comparison. Built-ins and modules are the tests' own, whatever
+the program calls so (:func:`names_of`). Imports only the standard library.
 
 On the socket FD each message is one line of JSON. Either side may send ``{"do": operation, "on": handle, "with":
 data}`` and gets ``{"value": data, "changed": [data, ...]}`` or ``{"error": [type, text]}``; while it waits it answers
@@ -14,18 +15,24 @@ Data: None, booleans, numbers and texts as in JSON; others as ``[kind, content]`
 
 from __future__ import annotations
 
+import ast
 import builtins
+import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import socket
+import symtable
 import sys
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SHORT = {"np": "numpy", "pd": "pandas", "nx": "networkx"}
+"""Modules by the short names that they usually have."""
 
 
 class Peer:
@@ -184,27 +191,42 @@ def _become(argument: Any, now: Any) -> None:
 def serve_solution(peer: Peer, program: str) -> None:
     scope: dict[str, Any] = {"__name__": "solution"}
     exec(compile(program, "solution.py", "exec"), scope)  # noqa: S102  the purpose of this program
-    names = {}
-    for name, value in scope.items():
-        if not name.startswith("__"):
-            is_module = isinstance(value, ModuleType)
-            names[name] = ["module", value.__name__] if is_module else ["value", peer.encode(value)]
-    peer.send({"names": names})
+    peer.send({"names": {name: peer.encode(value) for name, value in scope.items() if not name.startswith("__")}})
     while True:
         peer.answer(peer.receive())
 
 
 def run_tests(peer: Peer, assertions: str) -> None:
     scope: dict[str, Any] = {"__name__": "tests"}
-    for name, (kind, value) in peer.receive()["names"].items():
-        if kind == "module":
-            try:
-                scope[name] = importlib.import_module(value)
-            except Exception:  # noqa: BLE001, S112  not for everyone; a test that needs it fails
-                continue
-        else:
-            scope[name] = peer.decode(value)
+    given, (wanted, modules) = peer.receive()["names"], names_of(assertions)
+    for name in modules:
+        with contextlib.suppress(Exception):  # not for everyone; a test that needs it fails
+            scope[name] = importlib.import_module(_SHORT.get(name, name))
+    scope |= {name: peer.decode(given[name]) for name in wanted if name in given}
     exec(compile(assertions, "tests.py", "exec"), scope)  # noqa: S102  likewise
+
+
+def names_of(assertions: str) -> tuple[set[str], set[str]]:
+    """Return the names that assertions take from the program, and the modules that they use without an import.
+
+    A module is a name of which they only read attributes, if there is one to import. A built-in is the program's only
+    where nothing else can be: ``assert sum(10, 15) == 6``.
+    """
+    nodes, table = list(ast.walk(ast.parse(assertions))), symtable.symtable(assertions, "tests.py", "exec")
+    owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    others = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
+    read = set(_globals_in(table))
+    modules = {name for name in read - others if name in _SHORT or importlib.util.find_spec(name)}
+    bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
+    free = read - modules - bound
+    return (read - modules - {*dir(builtins)}) | (free if len(free) == 1 else set()), modules
+
+
+def _globals_in(table: symtable.SymbolTable) -> Iterator[str]:
+    """Yield the names that are read as global ones, inside functions too."""
+    yield from (each.get_name() for each in table.get_symbols() if each.is_referenced() and each.is_global())
+    for child in table.get_children():
+        yield from _globals_in(child)
 
 
 def main() -> None:

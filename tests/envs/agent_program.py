@@ -60,6 +60,18 @@ def well(question: str) -> None:
     Path("answer.txt").write_text(str(messages[-1]["content"]))
 
 
+def prepares(question: str) -> None:
+    """Put a judge of its own where one might be looked for."""
+    ask([{"role": "user", "content": question}])
+    Path("score.py").write_text("print(1.0)")
+    folder = Path(os.environ["ASYNCRL_TASK_FILE"]).parent
+    for name in ("judge/1/json.py", "1/json.py", "work/json.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("print(1.0); raise SystemExit")
+    (Path.home() / ".profile").touch()
+    os.mkfifo(folder / "turns.json")  # nothing would ever open its other end
+
+
 def tree(question: str) -> None:
     """Ask twice, have a sub-agent, and begin again from a summary."""
     first = [{"role": "user", "content": question}]
@@ -134,7 +146,8 @@ def misbehave(manner: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("well", "tree", "looks"):
-        {"well": well, "tree": tree, "looks": looks}[sys.argv[1]](sys.argv[2])
+    manners = {"well": well, "tree": tree, "looks": looks, "prepares": prepares}
+    if sys.argv[1] in manners:
+        manners[sys.argv[1]](sys.argv[2])
     else:
         misbehave(sys.argv[1], sys.argv[2])

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import psutil
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.envs.command import CommandFactory, filled
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
-from asyncrl.interfaces import SamplingParams
+from asyncrl.interfaces import Environment, SamplingParams, Step
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
 from asyncrl.rollout.trajectory import Trajectory
@@ -240,6 +242,29 @@ async def test_rewards_of_programs(play: Callable[..., Any]) -> None:
         await play(factory_of("well", score_command=["echo", "nan"]))
 
 
+@pytest.mark.parametrize("sandbox", [None, {}])
+async def test_the_judge_is_the_runs_file_and_finds_nothing_that_the_agent_has_prepared(
+    play: Callable[..., Any], sandbox: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = """
+import json, os
+turns = json.load(open(os.environ["ASYNCRL_TURNS_FILE"]))
+prepared = os.listdir(os.environ["HOME"]) + os.listdir(os.environ["TMPDIR"])
+print(0.25 if len(turns) == 1 and not prepared and "PYTHONNOUSERSITE" in os.environ else 1.0)
+"""
+    (tmp_path / "score.py").write_text(score)
+    monkeypatch.chdir(tmp_path)
+    (trajectory,), _ = await play(factory_of("prepares", score_command=["python3", "score.py"], sandbox=sandbox))
+    assert trajectory.reward == 0.25
+
+
+async def test_a_test_that_cannot_be_started_is_no_reward(play: Callable[..., Any]) -> None:
+    (failed,), _ = await play(factory_of("prepares", test_command=["sh", "-c", "exit 1"]))
+    assert failed.reward == 0.0
+    with pytest.raises(EnvironmentFailure, match=r"test_command ended with status 127 \(it could not be started\)"):
+        await play(factory_of("prepares", test_command=["sh", "-c", "exit 127"]))
+
+
 async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> None:
     program = (
         "import json, os; turns = json.load(open(os.environ['ASYNCRL_TURNS_FILE']));"
@@ -249,9 +274,57 @@ async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> N
     assert [turn.reward for turn in trajectory.turns] == [-1.0, -1.0, -1.0, 0.0, -1.0]
 
 
-def test_options_that_cannot_be_used_are_named() -> None:
+class SlowTasks(CalculatorFactory):
+    """Tasks whose environment does not return from ``slow``, or does not end."""
+
+    def __init__(self, *, slow: str, seed: int) -> None:
+        super().__init__(operation_shares=[1.0], seed=seed)
+        self._slow = slow
+
+    def make(self) -> Environment:
+        environment = super().make()
+
+        async def never(_: object) -> None:
+            await asyncio.Event().wait()
+
+        async def goes_on(_: object) -> Step:
+            return Step(reward=1.0)
+
+        if self._slow:
+            setattr(environment, self._slow, never)
+        else:
+            environment.step = goes_on  # type: ignore[method-assign]
+        return environment
+
+
+async def test_an_environment_of_tasks_has_a_deadline_and_one_turn(play: Callable[..., Any]) -> None:
+    def factory(slow: str) -> CommandFactory:
+        command = [sys.executable, "-I", "-S", str(AGENT), "well", "{task}"]
+        return CommandFactory(command=command, tasks=f"{__name__}:SlowTasks", slow=slow)
+
+    def said(text: str) -> str:
+        late.limits = replace(late.limits, deadline_s=0.01)  # once the program runs
+        return "so"
+
+    with pytest.raises(EnvironmentFailure, match="goes on after the agent's last message"):
+        await play(factory(""))
+    late = factory("step")
+    with pytest.raises(EnvironmentDeadlineError, match=r"the step of tasks took longer .* 0.01 in .*command.py"):
+        await play(late, said=said)
+    late = factory("reset")
+    said("")
+    with pytest.raises(EnvironmentDeadlineError, match="the reset of tasks took longer"):
+        await play(late)
+
+
+def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no program 'no-such-agent'"):
         CommandFactory(command=["no-such-agent"], tasks="calculator")
+    with pytest.raises(ConfigError, match="there is no program 'no-such-test'"):
+        factory_of("well", test_command=["no-such-test"])
+    (tmp_path / "check.sh").touch(mode=0o755)
+    factory_of("well", test_command=["./check.sh"], copy=str(tmp_path))
+    factory_of("well", score_command=["sh", "-c", "x" * 5000])
     with pytest.raises(ConfigError, match="one of several"):
         factory_of("well", test_command=["true"], score_command=["true"])
     with pytest.raises(ConfigError, match=r"has no value for \{mistake\}"):

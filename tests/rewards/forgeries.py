@@ -107,7 +107,7 @@ def f(x): return 0
 """,
     "answers for the tests": """
 import os
-names = b'{"names": {"f": ["value", "nine"]}}\\n'
+names = b'{"names": {"f": "nine"}}\\n'
 for n in range(3, 64):
     try: os.write(n, names)
     except OSError: pass
@@ -170,3 +170,18 @@ def f(x):
     return None
 """,
 }
+
+ISCLOSE = "isclose = staticmethod(lambda *a, **k: True)"
+REPLACED = {
+    "a built-in": ("def f(x): return 0\ndef set(x): return 0", "assert set(f(3)) == set('nine')"),
+    "a built-in inside a function": (
+        "def f(x): return 0\ndef abs(x): return 0",
+        "def check(f):\n    assert abs(f(3) - 9) < 1e-6\ncheck(f)",
+    ),
+    "a module": (f"def f(x): return 0\nclass math: {ISCLOSE}", "assert math.isclose(f(3), 9)"),
+    "a module by its short name": (
+        "def f(x): return 0\nclass np: allclose = staticmethod(lambda *a: True)",
+        "assert np.allclose(f(3), 9)",
+    ),
+}
+"""Programs that define what the tests compare with, and assertions. Each must score 0."""

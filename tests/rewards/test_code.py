@@ -11,9 +11,10 @@ import pytest
 from asyncrl.errors import ConfigError, RewardError, SandboxError
 from asyncrl.rewards import code
 from asyncrl.rewards.code import CodeRule, program_in
+from asyncrl.rewards.code_program import names_of
 from asyncrl.rewards.rules import Answer, Verdict
-from asyncrl.sandboxes.contract import ProgramEnd
-from tests.rewards.forgeries import FORGERIES, HONEST, TESTS
+from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
+from tests.rewards.forgeries import FORGERIES, HONEST, REPLACED, TESTS
 
 DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
 
@@ -80,6 +81,8 @@ async def test_no_forgery_is_rewarded(kind: str):
         ),
         ("def f(): raise KeyError('x')", "try:\n    f()\nexcept KeyError:\n    pass\nelse:\n    assert False"),
         ("import math\nLIMIT = 7", "assert math.floor(7.5) == LIMIT"),
+        ("def sum(a, b): return a - b", "assert sum(3, 1) == 2"),
+        ("class sky: blue = 1", "assert sky.blue == 1"),
         ("print('{\"names\": {}}')\ndef f(): print('x'); return 1", "assert f() == 1"),
         ("def add(a, b): return a + b", "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)"),
         (
@@ -91,6 +94,29 @@ async def test_no_forgery_is_rewarded(kind: str):
 async def test_assertions_call_the_program_in_its_own_sandbox(program: str, assertion: str):
     assert (await judge(program, assertion)).score == 1.0
     assert (await judge(program, f"{assertion}\nassert False")).score == 0.0
+
+
+@pytest.mark.parametrize("what", REPLACED)
+async def test_what_the_tests_compare_with_is_not_the_programs(what: str):
+    program, assertion = REPLACED[what]
+    assert (await judge(program, assertion)).score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("assertions", "wanted", "modules"),
+    [
+        ("assert set(f((3, 4))) == set((4,))", {"f"}, set()),
+        ("assert sum(10, 15) == 6", {"sum"}, set()),
+        ("assert sum(range(4)) == 6", set(), set()),
+        ("given = [1]\nassert sum(given) == 1", {"sum", "given"}, set()),
+        ("assert math.isclose(f(1), np.pi)", {"f"}, {"math", "np"}),
+        ("assert token(3) == Sky.BLUE", {"token", "Sky"}, set()),  # a module cannot be called
+        ("def check(f):\n    assert abs(f(1)) < 2\ncheck(f)", {"f", "check"}, set()),
+        ("sorted = sorted\nassert f(1)", {"f"}, set()),
+    ],
+)
+def test_names_that_assertions_take_from_a_program(assertions: str, wanted: set[str], modules: set[str]):
+    assert names_of(assertions) == (wanted, modules)
 
 
 async def test_a_program_that_passes_its_deadline_fails_the_test():
@@ -143,6 +169,44 @@ async def test_the_third_death_is_the_programs_own_and_never_a_dead_sandboxes(
     else:
         assert (await judge("print(2)", DOUBLE)).score == 0.0
     assert "death 2" in caplog.text
+
+
+class Pair:
+    """A backend whose first sandbox of a pair ends when it is stopped, perhaps by failing."""
+
+    def __init__(self, *, fails: int) -> None:
+        self.fails = fails
+        self.log: list[str] = []
+        self.destroy = self.nothing
+
+    async def create(self, limits: Any) -> Pair:
+        self.log.append("create")
+        return self
+
+    async def write(self, path: str, content: bytes) -> None:
+        self.log.append("write")
+
+    async def exec(self, command: Any, *, over: asyncio.Event | None = None, **_: Any) -> ProgramEnd:
+        self.log.append(command[-2])
+        if command[-2] == "tests":
+            return ProgramEnd(how="exited", code=1)
+        await (over or asyncio.Event()).wait()
+        self.fails -= 1
+        if self.fails >= 0:
+            raise SandboxError("died")
+        return ProgramEnd(how="stopped", code=0)
+
+    async def nothing(self) -> None: ...
+
+
+async def test_a_pair_begins_together_and_a_sandbox_that_fails_is_no_failed_test(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(code, "_LAST_S", 0.0)
+    pair, sides = Pair(fails=1), {"solution": "", "tests": ""}
+    end, judged = await code.run_pair(pair, "", sides, limits=SandboxLimits())  # type: ignore[arg-type]
+    assert pair.log == ["create", "write", "create", "write", "solution", "tests"] * 2
+    assert end == judged == ProgramEnd(how="exited", code=1)
+    with pytest.raises(SandboxError, match="died"):
+        await code.run_pair(Pair(fails=3), "", sides, limits=SandboxLimits())  # type: ignore[arg-type]
 
 
 def test_program_in_prefers_the_last_python_block():

@@ -105,6 +105,7 @@ class StartingPoint:
         reused: groups that were trained on, and that recorded batches train on once more.
         tasks: of groups that are issued, where a curriculum has chosen them.
         left_over_tokens: sampled for recorded groups that the remaining steps do not need; they stay in the ledger.
+        generated: tokens that the engines of the runs before delivered.
     """
 
     law: AdmissionLaw
@@ -112,6 +113,7 @@ class StartingPoint:
     groups: dict[int, Group]
     reused: dict[int, Group]
     left_over_tokens: int = 0
+    generated: int = 0
     tasks: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
@@ -128,19 +130,25 @@ def starting_point(
     groups_per_step: int,
     max_staleness: int,
     policy: StalenessPolicy,
-    generated: int | None = None,
+    generated: int = 0,
     endless: bool = False,
 ) -> StartingPoint:
     """Make the admission law, the journal and the groups of a run of ``steps`` steps in all.
 
     ``resumed`` is the state of the checkpoint to resume from (None for a new run), ``ledger`` the run's, opened.
-    ``generated`` are tokens that the engines of all runs before delivered; None: as the checkpoint counted. With
-    ``endless`` the law goes on admitting groups that no step will train on (benchmarks).
+    ``generated`` are tokens that the engines of all runs before delivered, by counts that may lag: those of the
+    checkpoint, and what is trained on, dropped or recorded, were delivered too. With ``endless`` the law goes on
+    admitting groups that no step will train on (benchmarks).
     """
+    trained = resumed.trained if resumed is not None else 0
+    dropped, recorded_tokens = _dropped_and_recorded(resumed, ledger)
+    accounted = trained + sum(dropped.values()) + recorded_tokens
+    generated = max(generated, accounted, resumed.generated if resumed is not None else 0)
+    dropped["interrupted"] = generated - accounted  # neither trained on nor recorded, so lost
     journal = Journal(
         ledger,
-        trained=resumed.trained if resumed is not None else 0,
-        dropped=_dropped_tokens(resumed, ledger, generated=generated),
+        trained=trained,
+        dropped=dropped,
         staleness=resumed.staleness if resumed is not None else None,
         failures=resumed.history.get("failures") if resumed is not None else None,
     )
@@ -171,6 +179,7 @@ def starting_point(
         groups={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in outstanding},
         reused={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in used},
         left_over_tokens=left_over,
+        generated=generated,
         tasks=tasks,
     )
 
@@ -207,18 +216,13 @@ def _outstanding(
     return tuple(sorted(set(first) - found.waiting.keys())), tuple(sorted(found.waiting.keys() & set(first)))
 
 
-def _dropped_tokens(resumed: DriverState | None, ledger: Ledger | None, *, generated: int | None) -> dict[str, int]:
-    """Return tokens dropped so far, by reason; what was neither trained on nor recorded was lost ("interrupted")."""
+def _dropped_and_recorded(resumed: DriverState | None, ledger: Ledger | None) -> tuple[dict[str, int], int]:
+    """Return tokens dropped so far, by reason, without lost ones, and those recorded for groups to be trained on."""
     if resumed is None:
-        return {}
+        return {}, 0
     found = ledger.recovered if ledger is not None else None
     if found is None or not found.next_group_id:
-        held, dropped = 0, {reason: tokens for reason, tokens in resumed.dropped.items() if reason != "interrupted"}
-    else:
-        held = sum(group.summary.tokens for group in found.groups.values() if not group.uses)
-        held += sum(turns.tokens for turns in found.turns.values())
-        dropped = {reason: tokens for reason, tokens in resumed.dropped.items() if reason in STEP_REASONS}
-        dropped |= found.dropped_tokens
-    total = resumed.generated if generated is None else generated
-    dropped["interrupted"] = total - resumed.trained - sum(dropped.values()) - held
-    return dropped
+        return {reason: tokens for reason, tokens in resumed.dropped.items() if reason != "interrupted"}, 0
+    dropped = {reason: tokens for reason, tokens in resumed.dropped.items() if reason in STEP_REASONS}
+    recorded = sum(group.summary.tokens for group in found.groups.values() if not group.uses)
+    return dropped | found.dropped_tokens, recorded + sum(turns.tokens for turns in found.turns.values())

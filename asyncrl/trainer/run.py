@@ -234,8 +234,7 @@ class TrainingRun:
             run.rewind(resumed.step, kept=kept)
             self._checkpoints.rewind(resumed.step)
             self._progress.note(_where(resumed.step, found, steps=self._config.steps))
-            # Counts that did not reach this machine's disk are those of the checkpoint, at least.
-            self._generated_before = max(resumed.generated, metered_tokens(run.meters, "train"))
+            self._generated_before = metered_tokens(run.meters, "train")
         history = resumed.history if resumed is not None else None
         self._recorder = Recorder(run, self._progress, self._trackers, history=history)
 
@@ -286,6 +285,10 @@ class TrainingRun:
             generated=self._generated_before,
         )
         self._left_over_tokens = start.left_over_tokens
+        if start.generated > self._generated_before:
+            text = "the files in %s count %d tokens, and at least %d were sampled: these count"
+            _log.warning(text, self._run.meters, self._generated_before, start.generated)
+        self._generated_before = start.generated
         assembly.pool.on_state(self._timeline.replica_state)
         if self._ledger is not None:
             assembly.pool.on_turns(start.journal.turns)

@@ -368,6 +368,24 @@ def test_a_meter_outlives_its_process(tmp_path: Path):
     assert metered_tokens(tmp_path / "absent", "train") == 0
 
 
+def test_counts_that_the_death_of_a_machine_took_are_those_of_the_ledger(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Step 3 comes after the checkpoint: its groups are recorded, and no meter has counted them."""
+    config = small_config(steps=4, max_staleness=0, checkpoint={"every": 2}, eval={"tasks": 0})
+    with monkeypatch.context() as patch:
+        stop_before(patch, 4)
+        with pytest.raises(Stopped):
+            train(config)
+    run = only_run(config)
+    for meter in (run / "meters").glob("*.tokens"):
+        meter.write_bytes(bytes(meter.stat().st_size))
+    tokens = train(config, resume=run)["tokens"]
+    sampled = int(query(run / "ledger.sqlite").batch["loss_mask"].values().sum())
+    assert tokens == {"generated": sampled, "trained": sampled, "dropped": {}, "in_flight": 0}
+    assert "count 0 tokens, and at least" in (run / "logs" / "driver.log").read_text()
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("max_staleness", "seed", "more"),

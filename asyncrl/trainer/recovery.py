@@ -6,13 +6,14 @@ beside it (rollouts that finished, groups dropped), also after the checkpoint.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data import DataProtoFuture
 from asyncrl.errors import ConfigError
-from asyncrl.ledger import Ledger, LedgerBase, LedgerPosition, Recovered
+from asyncrl.ledger import Ledger, LedgerBase, LedgerPosition, RecordedGroup, Recovered
 from asyncrl.staleness import AdmissionLaw, StalenessPolicy
 from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.group import Group
@@ -32,13 +33,17 @@ def driver_state(
     step: int,
     history: dict[str, Any],
     position: LedgerPosition | None = None,
+    left_over: Collection[int] = (),
 ) -> DriverState:
-    """Return the state of a driver after ``step`` steps; the ledger is on the disk up to ``position``."""
+    """Return the state of a driver after ``step`` steps; the ledger is on the disk up to ``position``.
+
+    ``left_over`` are groups of the runs before that the driver has not (:class:`StartingPoint`).
+    """
     ledger = driver.journal.ledger
     return DriverState(
         step=step,
         next_group_id=driver.law.next_group_id,
-        outstanding=tuple(sorted({*driver.groups, *driver.law.again})),
+        outstanding=tuple(sorted({*driver.groups, *driver.law.again, *left_over})),
         generated=balance.generated,
         trained=balance.trained,
         dropped=dict(balance.dropped),
@@ -104,7 +109,8 @@ class StartingPoint:
         groups: outstanding ones of the runs before.
         reused: groups that were trained on, and that recorded batches train on once more.
         tasks: of groups that are issued, where a curriculum has chosen them.
-        left_over_tokens: sampled for recorded groups that the remaining steps do not need; they stay in the ledger.
+        left_over: outstanding groups that the remaining steps do not need; they stay in ledger and checkpoints.
+        left_over_tokens: sampled for those of them that are recorded.
         generated: tokens that the engines of the runs before delivered.
     """
 
@@ -112,6 +118,7 @@ class StartingPoint:
     journal: Journal
     groups: dict[int, Group]
     reused: dict[int, Group]
+    left_over: tuple[int, ...] = ()
     left_over_tokens: int = 0
     generated: int = 0
     tasks: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -155,7 +162,11 @@ def starting_point(
     found = journal.recovered
     first_version = resumed.step if resumed is not None else 0
     total_groups = (steps - first_version) * groups_per_step
-    held, again = _outstanding(resumed, found, total_groups=total_groups)
+    reserved = Counter(group_id for step, batch in found.batches.items() if step <= steps for group_id in batch)
+    live = _outstanding(resumed, found, first=reserved)
+    needed, left_over = live[:total_groups], live[total_groups:]
+    held = [group_id for group_id in needed if group_id in found.groups]
+    again = [group_id for group_id in needed if group_id not in found.groups]
     law = AdmissionLaw(
         groups_per_step,
         max_staleness=max_staleness,
@@ -167,25 +178,28 @@ def starting_point(
         overdue_after=policy.overdue_after(max_staleness),
     )
     outstanding = [*held, *(again if found.next_group_id else ())]
-    used = [group_id for group_id, group in found.groups.items() if group.uses]
+    reused = [group_id for group_id, group in found.groups.items() if group.uses and group_id in reserved]
     chosen: Mapping[str, int] = resumed.history.get("tasks", {}) if resumed is not None else {}
     tasks = {**{int(group_id): task for group_id, task in chosen.items()}, **found.tasks}
-    left_over = sum(
-        group.summary.tokens for group_id, group in found.groups.items() if group_id not in held and not group.uses
-    )
+    groups = {
+        group_id: _recovered_group(
+            group_id, found.groups.get(group_id), task=tasks.get(group_id), reserved_uses=reserved[group_id]
+        )
+        for group_id in (*outstanding, *reused)
+    }
     return StartingPoint(
         law=law,
         journal=journal,
-        groups={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in outstanding},
-        reused={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in used},
-        left_over_tokens=left_over,
+        groups={group_id: groups[group_id] for group_id in outstanding},
+        reused={group_id: groups[group_id] for group_id in reused},
+        left_over=tuple(left_over),
+        left_over_tokens=sum(each.summary.tokens for group_id, each in found.groups.items() if group_id in left_over),
         generated=generated,
         tasks=tasks,
     )
 
 
-def _recovered_group(group_id: int, found: Recovered, task: int | None) -> Group:
-    recorded = found.groups.get(group_id)
+def _recovered_group(group_id: int, recorded: RecordedGroup | None, *, task: int | None, reserved_uses: int) -> Group:
     if recorded is None:
         return Group(group_id=group_id, task=task)
     return Group(
@@ -195,25 +209,21 @@ def _recovered_group(group_id: int, found: Recovered, task: int | None) -> Group
         rows=DataProtoFuture.of(recorded.rows),
         uses=recorded.uses,
         rewarded=recorded.rewarded,
-        reserved_uses=sum(batch.count(group_id) for batch in found.batches.values()),
+        reserved_uses=reserved_uses,
     )
 
 
-def _outstanding(
-    resumed: DriverState | None, found: Recovered, *, total_groups: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return outstanding groups that the steps to come need: recorded ones (held), and those to be sampled again.
+def _outstanding(resumed: DriverState | None, found: Recovered, *, first: Collection[int]) -> list[int]:
+    """Return outstanding groups in the order in which the steps to come need them: those in ``first``, then the oldest.
 
-    Fewer steps than planned before need fewer groups; recorded batches come first, then the oldest groups.
+    Fewer steps than planned before need fewer groups.
     """
     if resumed is None:
-        return (), ()
-    if not found.next_group_id:  # without a ledger
-        return (), tuple(sorted(resumed.outstanding)[:total_groups])
-    batches = {group_id for batch in found.batches.values() for group_id in batch}
+        return []
     live = {*found.waiting, *(group_id for group_id, group in found.groups.items() if not group.uses)}
-    first = sorted(live, key=lambda group_id: (group_id not in batches, group_id))[:total_groups]
-    return tuple(sorted(set(first) - found.waiting.keys())), tuple(sorted(found.waiting.keys() & set(first)))
+    if not found.next_group_id:  # without a ledger
+        live = {*resumed.outstanding}
+    return sorted(live, key=lambda group_id: (group_id not in first, group_id))
 
 
 def _dropped_and_recorded(resumed: DriverState | None, ledger: Ledger | None) -> tuple[dict[str, int], int]:

@@ -124,6 +124,7 @@ class TrainingRun:
         self._devices: Devices = SeparateDevices()
         self._stopped = False
         self._generated_before = 0
+        self._left_over: tuple[int, ...] = ()
         self._left_over_tokens = 0
         self._lost_with_replicas = 0
         self._save_s = 0.0
@@ -284,7 +285,7 @@ class TrainingRun:
             policy=config.staleness_policy,
             generated=self._generated_before,
         )
-        self._left_over_tokens = start.left_over_tokens
+        self._left_over, self._left_over_tokens = start.left_over, start.left_over_tokens
         if start.generated > self._generated_before:
             text = "the files in %s count %d tokens, and at least %d were sampled: these count"
             _log.warning(text, self._run.meters, self._generated_before, start.generated)
@@ -546,7 +547,14 @@ class TrainingRun:
         begun_s = time.monotonic()
         balance = await self._balance(driver)
         position = await self._ledger.durable() if self._ledger is not None else None
-        state = driver_state(driver, balance, step=step, history=self._recorder.history, position=position)
+        state = driver_state(
+            driver,
+            balance,
+            step=step,
+            history=self._recorder.history,
+            position=position,
+            left_over=self._left_over,
+        )
         async with self._devices.trainer_turn():
             write = await self._checkpoints.take(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
         take_s = time.monotonic() - begun_s

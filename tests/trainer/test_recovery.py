@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,9 @@ from asyncrl.interfaces import GroupSummary
 from asyncrl.ledger import Ledger, RecordedGroup, RecordedTurns, Recovered
 from asyncrl.staleness import POLICIES
 from asyncrl.trainer.checkpoint import DriverState
-from asyncrl.trainer.recovery import StartingPoint, starting_point
+from asyncrl.trainer.driver import Driver, TrainingPlan
+from asyncrl.trainer.journal import Journal, TokenBalance
+from asyncrl.trainer.recovery import StartingPoint, driver_state, starting_point
 
 STATE = DriverState(
     step=4,
@@ -72,3 +75,35 @@ def test_without_a_ledger_the_checkpoint_counts_at_least(metered: int, interrupt
     begun = start(STATE, None, generated=metered)
     assert begun.generated == max(metered, 100)
     assert begun.journal.dropped_tokens == {"interrupted": interrupted, "masked": 3, "stale": 12}
+
+
+def test_fewer_steps_than_recorded_ones_need_the_groups_of_those_that_are_left():
+    """Step 5 took 9 and 10; step 6 took the slow 8, and 5 once more. The run ends with step 5."""
+    found = replace(FOUND, batches={5: (9, 10), 6: (8, 5)}, groups={**FOUND.groups, 5: recorded(5, uses=1)})
+    begun = start(found=found, steps=5, generated=133)
+    assert {group_id: each.reserved_uses for group_id, each in begun.groups.items()} == {9: 1, 10: 1}
+    assert (begun.reused, begun.left_over, begun.left_over_tokens) == ({}, (8, 11), 10)
+    assert begun.law.finished
+    begun.journal.balance(generated=begun.generated, in_flight=20 + begun.left_over_tokens).check()
+
+    whole = start(found=found, steps=7)
+    assert {group_id: each.reserved_uses for group_id, each in whole.groups.items()} == {8: 1, 9: 1, 10: 1, 11: 0}
+    assert {group_id: each.reserved_uses for group_id, each in whole.reused.items()} == {5: 1}
+    assert whole.left_over == ()
+
+
+@pytest.mark.parametrize("found", [None, FOUND])
+def test_groups_that_fewer_steps_do_not_need_stay_in_the_checkpoints(found: Recovered | None):
+    begun = start(found=found, steps=5)
+    assert begun.left_over == (10, 11)
+    driver = Driver(
+        plan=TrainingPlan(steps=5, groups_per_step=2, group_size=1),
+        law=begun.law,
+        groups=begun.groups,
+        stages=cast("Any", SimpleNamespace(journal=Journal())),
+        learner=cast("Any", SimpleNamespace(advantages=SimpleNamespace(kl_coef=None))),
+        observer=cast("Any", None),
+    )
+    balance = TokenBalance(generated=0, trained=0, dropped={}, in_flight=0)
+    state = driver_state(driver, balance, step=5, history={}, left_over=begun.left_over)
+    assert state.outstanding == (8, 9, 10, 11)

@@ -88,16 +88,27 @@ def ledger_base(resumed: DriverState) -> LedgerBase:
     )
 
 
-def check_batches(found: Recovered, *, steps: int, groups_per_step: int) -> None:
-    """Raise ConfigError unless recorded batches, trained on again, are as large as new ones: the law has one size."""
-    sizes = {step: len(batch) for step, batch in sorted(found.batches.items()) if step <= steps}
-    for step, size in sizes.items():
-        if size != groups_per_step:
+def check_batches(found: Recovered, *, steps: int, groups_per_step: int, max_uses: int | None = None) -> None:
+    """Raise ConfigError unless recorded batches, trained on again, are as new ones may be: in size, and in uses."""
+    batches = {step: batch for step, batch in sorted(found.batches.items()) if step <= steps}
+    last = max(batches, default=0)
+    until = f"until step {last} is in a checkpoint (--steps {last} ends with one)"
+    for step, batch in batches.items():
+        if len(batch) != groups_per_step:
             raise ConfigError(
-                f"groups_per_step is {groups_per_step}, but step {step} is trained again on its {size} recorded groups",
+                f"groups_per_step is {groups_per_step}, but step {step} is trained again on its {len(batch)} recorded "
+                "groups",
                 path="trainer.groups_per_step",
-                remedy=f"{size} until step {max(sizes)} is in a checkpoint (--steps {max(sizes)} ends with one)",
+                remedy=f"{len(batch)} {until}",
             )
+    again = Counter(group_id for batch in batches.values() for group_id in batch)
+    most = max((found.groups[group_id].uses + uses for group_id, uses in again.items()), default=0)
+    if max_uses is not None and most > max_uses:
+        raise ConfigError(
+            f"max_uses is {max_uses}, but recorded batches up to step {last} train on a group {most} times in all",
+            path="buffer.options.max_uses",
+            remedy=f"{most} {until}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

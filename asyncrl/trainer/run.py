@@ -227,7 +227,12 @@ class TrainingRun:
         if found is not None:
             for note in found.notes:
                 self._progress.note(note)
-            check_batches(found, steps=self._config.steps, groups_per_step=self._config.trainer.groups_per_step)
+            check_batches(
+                found,
+                steps=self._config.steps,
+                groups_per_step=self._config.trainer.groups_per_step,
+                max_uses=_buffer_rules(self._config).get("max_uses"),
+            )
         if resumed is not None:
             kept = None
             if found is not None and found.next_group_id:

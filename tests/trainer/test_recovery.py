@@ -9,13 +9,14 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.data import DataProto
+from asyncrl.errors import ConfigError
 from asyncrl.interfaces import GroupSummary
 from asyncrl.ledger import Ledger, RecordedGroup, RecordedTurns, Recovered
 from asyncrl.staleness import POLICIES
 from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.driver import Driver, TrainingPlan
 from asyncrl.trainer.journal import Journal, TokenBalance
-from asyncrl.trainer.recovery import StartingPoint, driver_state, starting_point
+from asyncrl.trainer.recovery import StartingPoint, check_batches, driver_state, starting_point
 
 STATE = DriverState(
     step=4,
@@ -107,3 +108,16 @@ def test_groups_that_fewer_steps_do_not_need_stay_in_the_checkpoints(found: Reco
     balance = TokenBalance(generated=0, trained=0, dropped={}, in_flight=0)
     state = driver_state(driver, balance, step=5, history={}, left_over=begun.left_over)
     assert state.outstanding == (8, 9, 10, 11)
+
+
+def test_recorded_batches_that_use_a_group_more_often_than_is_allowed_now_are_refused():
+    """Group 5 was trained on twice, and step 6 trains on it again; group 8 is trained on by steps 5 and 7."""
+    batches = {5: (8, 9), 6: (10, 5), 7: (8, 9)}
+    found = replace(FOUND, batches=batches, groups={**FOUND.groups, 5: recorded(5, uses=2)})
+    check_batches(found, steps=7, groups_per_step=2, max_uses=3)
+    check_batches(found, steps=7, groups_per_step=2)  # a buffer that keeps rules of its own
+    check_batches(found, steps=5, groups_per_step=2, max_uses=1)
+    with pytest.raises(ConfigError, match=r"max_uses is 1, .* up to step 7 train on a group 3 times in all") as told:
+        check_batches(found, steps=7, groups_per_step=2, max_uses=1)
+    assert told.value.path == "buffer.options.max_uses"
+    assert told.value.remedy == "3 until step 7 is in a checkpoint (--steps 7 ends with one)"

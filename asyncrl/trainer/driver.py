@@ -90,7 +90,8 @@ class Driver:
     Attributes:
         stages: samples groups and completes them; it has the buffer, the pool and the journal.
         groups: issued and neither trained on nor dropped, by id; a resumed run starts with those of the runs before.
-        reused: of a resumed run, groups that recorded batches train on once more.
+        reused: groups that were trained on and may be again, as far as the buffer does not have them; a resumed run
+            starts with those that recorded batches train on once more.
         save_checkpoint: awaited between two steps, with this driver and the number of the step that is done; returns
             what writes the checkpoint, while training goes on.
         before_step: called before each step, with its number; returns what has to be awaited, if anything, once the
@@ -289,6 +290,7 @@ class Driver:
 
     async def _update(self, step: int, selected: Sequence[SelectedGroup]) -> StepRecord:
         recorded = step in self.journal.recovered.batches
+        await self.buffer.settled()  # it may have dropped groups before it selected these
         self._book.trained(step, selected, recorded=recorded)
         groups = [self._group_of(each) for each in selected]
         first = step == self.law.first_version + 1
@@ -302,7 +304,7 @@ class Driver:
             self.tasks.learned(step, groups)
         self.buffer.release([group.group_id for group in groups])
         for group in groups:
-            self.groups.pop(group.group_id, None)
+            self._used(group)
         ready, pending = self._count_groups()
         if not isinstance(self.buffer, OutOfProcessReplayBuffer):  # its counts are those of a moment ago
             self._book.check_pending(pending)
@@ -357,6 +359,14 @@ class Driver:
         group.summary, group.uses = selected.summary, selected.uses
         group.rows = DataProtoFuture.of(selected.rows) if isinstance(selected.rows, DataProto) else selected.rows
         return group
+
+    def _used(self, group: Group) -> None:
+        """Remove a group that was trained on; keep what the buffer does not have if it may be trained on again."""
+        self.groups.pop(group.group_id, None)
+        self.reused.pop(group.group_id, None)
+        last = self.plan.max_uses is not None and group.uses + 1 >= self.plan.max_uses
+        if not last and (group.task, group.baseline_reward, group.divergences) != (None, None, None):
+            self.reused[group.group_id] = dataclasses.replace(group, summary=None, rows=None)
 
     def _failed(self, group: Group, failure: Failure) -> None:
         """Drop a group whose rollouts or baseline failed; raise if groups fail one after another."""

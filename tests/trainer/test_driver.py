@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
-from asyncrl.interfaces import GroupSummary
+from asyncrl.interfaces import DroppedGroup, GroupSummary
 from asyncrl.ledger import Committed
 from asyncrl.rollout.publication import Ended
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
@@ -192,6 +192,59 @@ def test_a_group_that_fails_is_dropped_and_a_later_one_takes_its_place() -> None
         (0, 0),
     ]
     assert made.balance(generated=27, in_flight=0).difference == 0
+
+
+def test_a_group_keeps_its_task_and_baseline_until_its_last_use() -> None:
+    """Each step takes the lowest numbers, and each group is trained on twice."""
+    made, parts = driver(max_staleness=3, steps=4, max_uses=2)
+    buffer = AsyncReplayBuffer(capacity=8, max_staleness=3, selection="fifo_ready", max_uses=2)
+    sample = parts.sample
+
+    async def sampled(group: Group, *, show: bool = False) -> Any:
+        group.baseline_reward = float(group.group_id)
+        return await sample(group, show=show)
+
+    parts.buffer, parts.sample = buffer, sampled  # type: ignore[method-assign]
+    learned: list[list[tuple[int, float | None]]] = []
+    made.tasks = SimpleNamespace(  # type: ignore[assignment]
+        choose=lambda group_id, horizon: 100 + group_id,
+        learned=lambda step, groups: learned.append([(each.task_number, each.baseline_reward) for each in groups]),
+    )
+    finish(made.run())
+    assert parts.batches == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert learned == [[(100, 0.0), (101, 1.0)]] * 2 + [[(102, 2.0), (103, 3.0)]] * 2
+    assert made.reused == {}
+
+
+class LateDrops(AsyncReplayBuffer):
+    """Drops are heard of when the buffer is settled, as from a buffer in another process."""
+
+    _late: list[DroppedGroup]
+
+    def on_drop(self, listener: Callable[[DroppedGroup], None]) -> None:
+        self._late, self._listener = [], listener
+        super().on_drop(self._late.append)
+
+    async def settled(self) -> None:
+        late, self._late[:] = [*self._late], []
+        for each in late:
+            self._listener(each)
+
+
+def test_a_drop_that_is_heard_of_after_the_selection_breaks_no_order() -> None:
+    """Group 0 is dropped while 1 and 2 are ready, so the step that waited takes these."""
+    made, parts = driver(max_staleness=1, fails={0: RolloutsLostError("replicas died")}, in_order=True)
+    parts.buffer = LateDrops(capacity=4, max_staleness=1)
+    sample = parts.sample
+
+    async def slow_first(group: Group, *, show: bool = False) -> Any:
+        if group.group_id == 0:
+            await asyncio.sleep(SAMPLING_S)
+        return await sample(group, show=show)
+
+    parts.sample = slow_first  # type: ignore[method-assign]
+    finish(made.run())
+    assert parts.batches == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_groups_that_fail_one_after_another_end_the_run_by_name() -> None:

@@ -128,6 +128,8 @@ class Driver:
     """Whether a checkpoint is being written still, which an interrupted run has waited for long enough."""
     _writing: asyncio.Task[None] | None = None
     _rebase: bool = False
+    _recovered: list[Group] = field(default_factory=list)
+    """Groups of the runs before, with rows, that wait for the version which sampled the newest of them."""
     _unannounced: WeightManifest | None = None
     _announcing: asyncio.Task[None] | None = None
     _book: GroupBook = field(init=False)
@@ -333,6 +335,7 @@ class Driver:
                 await self.learner.trainer.release(old)
         self.law.published(version)
         self._admission_changed.set()
+        self._go_on(tasks)
         if self.plan.announces:
             self._unannounced = weights
             if self._announcing is None or self._announcing.done():
@@ -347,10 +350,24 @@ class Driver:
 
     async def _enter_recovered(self, tasks: asyncio.TaskGroup) -> None:
         """Admit the groups of the runs before; those whose rows were recorded go on from there, beside the loop."""
-        for group_id, group in sorted((self.groups | self.reused).items()):
+        recovered = sorted((self.groups | self.reused).items())
+        self._recovered = [group for _, group in recovered if group.rows is not None]
+        for group_id, _ in recovered:
             await self.buffer.admit(group_id, again=True)
-            if group.rows is not None:
-                tasks.create_task(self._sample(group), name=f"group {group_id}")
+        self._go_on(tasks)
+
+    def _go_on(self, tasks: asyncio.TaskGroup) -> None:
+        """Go on with recovered groups that the weights of now, or older ones, have sampled.
+
+        So its values and its baseline are of no older weights than its rows, and of the same where the bound is 0.
+        """
+        waiting: list[Group] = []
+        for group in self._recovered:
+            if min(max(group.known.version_tokens), self.plan.steps) > self.law.version:
+                waiting.append(group)
+            else:
+                tasks.create_task(self._sample(group), name=f"group {group.group_id}")
+        self._recovered = waiting
 
     def _group_of(self, selected: SelectedGroup) -> Group:
         """Return the record of a group that the buffer hands out; one that is trained on again has left ``groups``."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
 from asyncrl.interfaces import DroppedGroup, GroupSummary
-from asyncrl.ledger import Committed
+from asyncrl.ledger import Committed, Recovered
 from asyncrl.rollout.publication import Ended
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
@@ -63,16 +64,7 @@ class Parts:
         await asyncio.sleep(SAMPLING_S)
         if (failure := self.fails.get(group.group_id)) is not None:
             return failure, None
-        summary = GroupSummary(
-            group_id=group.group_id,
-            rows=1,
-            oldest_version=version,
-            tokens=4,
-            version_tokens={version: 4},
-            rewards=(1.0,),
-            lengths=(4,),
-        )
-        group.summary, group.rows = summary, _rows()
+        group.summary, group.rows = summary(group.group_id, version=version), _rows()
         return None, {"text": ""} if show else None
 
     async def complete(self, group: Group) -> None:
@@ -134,6 +126,18 @@ class Parts:
 
 def _rows() -> DataProtoFuture:
     return DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(1)}))
+
+
+def summary(group_id: int, *, version: int) -> GroupSummary:
+    return GroupSummary(
+        group_id=group_id,
+        rows=1,
+        oldest_version=version,
+        tokens=4,
+        version_tokens={version: 4},
+        rewards=(1.0,),
+        lengths=(4,),
+    )
 
 
 def driver(
@@ -214,6 +218,33 @@ def test_a_group_keeps_its_task_and_baseline_until_its_last_use() -> None:
     assert parts.batches == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert learned == [[(100, 0.0), (101, 1.0)]] * 2 + [[(102, 2.0), (103, 3.0)]] * 2
     assert made.reused == {}
+
+
+def test_recorded_groups_go_on_with_the_weights_that_sampled_them() -> None:
+    """A critic and a greedy baseline depend on the weights: steps 1 and 2 are recorded, and group 4 for the third."""
+    versions = {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
+    calm, parts = driver(max_staleness=0)
+    found = Recovered(next_group_id=5, waiting={}, batches={1: (1, 0), 2: (2, 3)}, groups={}, dropped_tokens={})
+    parts.journal = Journal(cast("Any", SimpleNamespace(recovered=found, append=lambda *_, **__: True)))
+    groups = {
+        group_id: Group(group_id=group_id, summary=summary(group_id, version=version), rows=_rows())
+        for group_id, version in versions.items()
+    }
+    law = AdmissionLaw(GROUPS, max_staleness=0, total_groups=6, first_group_id=5, held=versions)
+    parts.buffer = AsyncReplayBuffer(capacity=5, max_staleness=0)
+    sample = parts.sample
+    went_on: dict[int, int] = {}
+
+    async def sampled(group: Group, *, show: bool = False) -> Any:
+        if group.rows is None:
+            return await sample(group, show=show)
+        went_on[group.group_id] = parts.weight_version
+        return None, None
+
+    parts.sample = sampled  # type: ignore[method-assign]
+    finish(dataclasses.replace(calm, law=law, groups=groups).run())
+    assert parts.batches == [[1, 0], [2, 3], [4, 5]]
+    assert went_on == versions
 
 
 class LateDrops(AsyncReplayBuffer):

@@ -246,4 +246,4 @@ def _dropped_and_recorded(resumed: DriverState | None, ledger: Ledger | None) ->
         return {reason: tokens for reason, tokens in resumed.dropped.items() if reason != "interrupted"}, 0
     dropped = {reason: tokens for reason, tokens in resumed.dropped.items() if reason in STEP_REASONS}
     recorded = sum(group.summary.tokens for group in found.groups.values() if not group.uses)
-    return dropped | found.dropped_tokens, recorded + sum(turns.tokens for turns in found.turns.values())
+    return {**dropped, **found.dropped_tokens}, recorded + sum(turns.tokens for turns in found.turns.values())

@@ -247,8 +247,8 @@ class LedgerStatistics:
 class RecordedGroup:
     """A group that was rolled out already, with its trajectory columns (:mod:`asyncrl.interfaces`).
 
-    ``summary`` has a reward model's rewards if the group was ``rewarded``. ``uses`` is 0 if no step up to the
-    checkpoint trained on it.
+    ``summary`` has a reward model's rewards if the group was ``rewarded``. ``uses`` are steps up to the checkpoint that
+    trained on it.
     """
 
     summary: GroupSummary

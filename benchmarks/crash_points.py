@@ -164,6 +164,7 @@ class Policy:
     def __init__(self, weights: bytes = b"", version: int = 0) -> None:
         self.weights = self._kept = weights
         self.weight_version = version
+        self.delivered = 0
 
     async def rollout(self, prompts: DataProto, **_: Any) -> DataProtoFuture:
         group_id = int(prompts.batch["group_id"][0])
@@ -182,6 +183,7 @@ class Policy:
                     finish_reason="done",
                 )
             )
+        self.delivered += 5 * len(group)
         batch = trajectories_to_batch(group, group_id=group_id)
         batch.meta_info |= {"wasted_tokens": 0, "record": encode_rows(group)}
         return DataProtoFuture.of(batch)
@@ -254,20 +256,18 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
     damage = [note for note in notes if "cannot be made again" not in note]
     if damage and not (torn and fsync == "checkpoint"):
         raise AssertionError(f"damage that cannot be: {damage}")
-    recorded = sum(group.summary.tokens for group in found.groups.values()) if found is not None else 0
-    start = starting_point(
+    start = starting_point(  # no count of tokens outlives a life but those of checkpoint and ledger
         resumed,
         ledger,
         steps=STEPS,
         groups_per_step=GROUPS,
         max_staleness=0,
         policy=POLICIES["wait"],
-        generated=(resumed.trained if resumed is not None else 0) + recorded,
     )
 
     async def save(driver: Driver, step: int) -> Callable[[], Awaitable[object]]:
         position = await ledger.durable()
-        balance = driver.balance(generated=0, in_flight=0)
+        balance = driver.balance(generated=start.generated + policy.delivered, in_flight=0)
         state = driver_state(driver, balance, step=step, history={}, position=position)
         return await checkpoints.take(policy, state, step=step)
 
@@ -300,6 +300,7 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
     if resumed is None:
         await (await save(driver, 0))()
     await driver.run()
+    driver.balance(generated=start.generated + policy.delivered, in_flight=0).check()
     counts = ledger.statistics()
     if (counts.unaccounted, counts.consumed, counts.live) != (0, STEPS * GROUPS, 0):
         raise AssertionError(f"prompts do not add up: {counts}")

@@ -19,6 +19,7 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -509,10 +510,10 @@ class SQLiteLedger:
         self.append(Resumed(base.step))
         completed = {group_id for group_id, where in state.live().items() if where is GroupState.COMPLETED}
         used = {group_id for batch in batches.values() for group_id in batch}
+        uses = Counter(group_id for step, batch in history.batches.items() if step <= base.step for group_id in batch)
         groups: dict[int, RecordedGroup] = {}
         for group_id in sorted(completed | used):
-            uses = int(group_id not in completed)
-            if (group := history.group(group_id, connection=self._connection, uses=uses)) is not None:
+            if (group := history.group(group_id, connection=self._connection, uses=uses[group_id])) is not None:
                 groups[group_id] = group
         # A batch is repeated whole or not at all, and only if all before it are: their weights sampled its rows.
         whole: dict[int, tuple[int, ...]] = {}

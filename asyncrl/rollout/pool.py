@@ -637,9 +637,9 @@ class RolloutPool:
                 if instance.requeued:
                     lost += counts["delivered"][purpose] - counts["in_flight"][purpose] - answered
                 continue
-            counted = answered  # all that is known of a dead instance without a file
+            counted = answered  # all that is known of a dead instance without a file, or with one that lags
             if instance.meter is not None:
-                counted = await asyncio.to_thread(meter_tokens, instance.meter, purpose)
+                counted = max(counted, await asyncio.to_thread(meter_tokens, instance.meter, purpose))
             delivered += counted
             lost += counted - answered
         return TokenCounts(delivered=delivered, in_flight=in_flight, lost=lost)

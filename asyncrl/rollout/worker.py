@@ -1,7 +1,8 @@
 """The rollout worker: an engine, the environments that its episodes run in, and the weights that arrive.
 
 Its :class:`TokenMeter` counts tokens where they come out of the engine, whatever becomes of them afterwards. It may
-keep the counts in a file that is mapped into memory: they outlive the process that counts, however it ends.
+keep the counts in a file that is mapped into memory: they outlive the process that counts, however it ends, but not
+always its machine.
 """
 
 from __future__ import annotations
@@ -119,19 +120,21 @@ class TokenMeter:
 
 
 def meter_tokens(file: Path, purpose: str) -> int:
-    """Return the tokens that the meter with this file has counted; its process may have ended."""
-    return int(_COUNTS.unpack(file.read_bytes())[_PURPOSES.index(purpose)])
+    """Return the tokens that the meter with this file has counted; its process may have ended.
+
+    A file may lag behind what was counted: where its machine died, or where it is on another machine. A damaged one
+    counts as none.
+    """
+    try:
+        return int(_COUNTS.unpack(file.read_bytes())[_PURPOSES.index(purpose)])
+    except (OSError, struct.error):
+        _log.warning("%s is damaged: the tokens that it counted are not known", file)
+        return 0
 
 
 def metered_tokens(folder: Path, purpose: str) -> int:
-    """Return the tokens that all meters with a file in ``folder`` have counted. Damaged files count as none."""
-    tokens = 0
-    for file in folder.glob("*.tokens"):
-        try:
-            tokens += meter_tokens(file, purpose)
-        except (OSError, struct.error):
-            _log.warning("%s is damaged: the tokens that it counted are not known", file)
-    return tokens
+    """Return the tokens that all meters with a file in ``folder`` have counted."""
+    return sum(meter_tokens(file, purpose) for file in folder.glob("*.tokens"))
 
 
 class MeteredEngine:

@@ -218,7 +218,6 @@ class _DriverProcess:
     def __init__(self, run: _SimulatedRun, resumed: DriverState | None) -> None:
         self._run = run
         self._scenario = scenario = run.scenario
-        self._resumed = resumed
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
         self.finished = False
@@ -249,9 +248,10 @@ class _DriverProcess:
             groups_per_step=scenario.groups_per_step,
             max_staleness=scenario.max_staleness,
             policy=policy,
-            generated=run.generated if self._ledger is not None else None,
+            generated=run.generated if self._ledger is not None else 0,
             endless=scenario.endless,
         )
+        self._generated_before = start.generated
         self._recovered = start.journal.recovered
         evaluate_first = step in self._due and step not in run.result.scores
         if resumed is not None:
@@ -485,10 +485,8 @@ class _DriverProcess:
         counts = await self._pool.token_counts()
         self.driver.journal.drop_tokens("replica_lost", counts.lost - self._lost_tokens)
         self._lost_tokens = counts.lost
-        before = self._resumed.generated if self._resumed is not None else 0
-        if self._ledger is not None:
-            before = self._run.generated
-        return self.driver.balance(generated=before + counts.delivered, in_flight=counts.in_flight)
+        generated = self._generated_before + counts.delivered
+        return self.driver.balance(generated=generated, in_flight=counts.in_flight)
 
     def _violated(self, rule: str) -> None:
         self._run.result.violations.append(rule)

@@ -82,7 +82,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: training steps done; also the weight version.
         next_group_id: the first id that was never issued.
-        outstanding: group ids issued and not trained on; without a ledger they are issued again.
+        outstanding: group ids issued and neither trained on nor dropped; without a ledger they are issued again.
         generated: tokens sampled for training.
         trained: tokens trained on; ``dropped`` those given up, by reason.
         staleness: tokens trained on by staleness.

@@ -90,7 +90,8 @@ class Driver:
     Attributes:
         stages: samples groups and completes them; it has the buffer, the pool and the journal.
         groups: issued and neither trained on nor dropped, by id; a resumed run starts with those of the runs before.
-        reused: of a resumed run, groups that recorded batches train on once more.
+        reused: groups that were trained on and may be again, as far as the buffer does not have them; a resumed run
+            starts with those that recorded batches train on once more.
         save_checkpoint: awaited between two steps, with this driver and the number of the step that is done; returns
             what writes the checkpoint, while training goes on.
         before_step: called before each step, with its number; returns what has to be awaited, if anything, once the
@@ -127,6 +128,8 @@ class Driver:
     """Whether a checkpoint is being written still, which an interrupted run has waited for long enough."""
     _writing: asyncio.Task[None] | None = None
     _rebase: bool = False
+    _recovered: list[Group] = field(default_factory=list)
+    """Groups of the runs before, with rows, that wait for the version which sampled the newest of them."""
     _unannounced: WeightManifest | None = None
     _announcing: asyncio.Task[None] | None = None
     _book: GroupBook = field(init=False)
@@ -289,6 +292,7 @@ class Driver:
 
     async def _update(self, step: int, selected: Sequence[SelectedGroup]) -> StepRecord:
         recorded = step in self.journal.recovered.batches
+        await self.buffer.settled()  # it may have dropped groups before it selected these
         self._book.trained(step, selected, recorded=recorded)
         groups = [self._group_of(each) for each in selected]
         first = step == self.law.first_version + 1
@@ -302,7 +306,7 @@ class Driver:
             self.tasks.learned(step, groups)
         self.buffer.release([group.group_id for group in groups])
         for group in groups:
-            self.groups.pop(group.group_id, None)
+            self._used(group)
         ready, pending = self._count_groups()
         if not isinstance(self.buffer, OutOfProcessReplayBuffer):  # its counts are those of a moment ago
             self._book.check_pending(pending)
@@ -331,6 +335,7 @@ class Driver:
                 await self.learner.trainer.release(old)
         self.law.published(version)
         self._admission_changed.set()
+        self._go_on(tasks)
         if self.plan.announces:
             self._unannounced = weights
             if self._announcing is None or self._announcing.done():
@@ -345,10 +350,24 @@ class Driver:
 
     async def _enter_recovered(self, tasks: asyncio.TaskGroup) -> None:
         """Admit the groups of the runs before; those whose rows were recorded go on from there, beside the loop."""
-        for group_id, group in sorted((self.groups | self.reused).items()):
+        recovered = sorted((self.groups | self.reused).items())
+        self._recovered = [group for _, group in recovered if group.rows is not None]
+        for group_id, _ in recovered:
             await self.buffer.admit(group_id, again=True)
-            if group.rows is not None:
-                tasks.create_task(self._sample(group), name=f"group {group_id}")
+        self._go_on(tasks)
+
+    def _go_on(self, tasks: asyncio.TaskGroup) -> None:
+        """Go on with recovered groups that the weights of now, or older ones, have sampled.
+
+        So its values and its baseline are of no older weights than its rows, and of the same where the bound is 0.
+        """
+        waiting: list[Group] = []
+        for group in self._recovered:
+            if min(max(group.known.version_tokens), self.plan.steps) > self.law.version:
+                waiting.append(group)
+            else:
+                tasks.create_task(self._sample(group), name=f"group {group.group_id}")
+        self._recovered = waiting
 
     def _group_of(self, selected: SelectedGroup) -> Group:
         """Return the record of a group that the buffer hands out; one that is trained on again has left ``groups``."""
@@ -357,6 +376,14 @@ class Driver:
         group.summary, group.uses = selected.summary, selected.uses
         group.rows = DataProtoFuture.of(selected.rows) if isinstance(selected.rows, DataProto) else selected.rows
         return group
+
+    def _used(self, group: Group) -> None:
+        """Remove a group that was trained on; keep what the buffer does not have if it may be trained on again."""
+        self.groups.pop(group.group_id, None)
+        self.reused.pop(group.group_id, None)
+        last = self.plan.max_uses is not None and group.uses + 1 >= self.plan.max_uses
+        if not last and (group.task, group.baseline_reward, group.divergences) != (None, None, None):
+            self.reused[group.group_id] = dataclasses.replace(group, summary=None, rows=None)
 
     def _failed(self, group: Group, failure: Failure) -> None:
         """Drop a group whose rollouts or baseline failed; raise if groups fail one after another."""

@@ -61,8 +61,9 @@ class TokenBalance:
         """Raise a TokenBalanceError unless all tokens are accounted for."""
         if self.difference or min(self.generated, self.trained, self.in_flight, *self.dropped.values(), 0) < 0:
             dropped = ", ".join(f"{tokens} {reason}" for reason, tokens in self.dropped.items()) or "none"
+            wrong = f"{self.difference} tokens are unaccounted for" if self.difference else "a count is below 0"
             raise TokenBalanceError(
-                f"{self.difference} tokens are unaccounted for: {self.generated} were generated, "
+                f"{wrong}: {self.generated} were generated, "
                 f"{self.trained} trained on, {self.in_flight} are in flight, dropped: {dropped}; the checkpoints stay"
             )
 

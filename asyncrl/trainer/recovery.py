@@ -6,13 +6,14 @@ beside it (rollouts that finished, groups dropped), also after the checkpoint.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data import DataProtoFuture
 from asyncrl.errors import ConfigError
-from asyncrl.ledger import Ledger, LedgerBase, LedgerPosition, Recovered
+from asyncrl.ledger import Ledger, LedgerBase, LedgerPosition, RecordedGroup, Recovered
 from asyncrl.staleness import AdmissionLaw, StalenessPolicy
 from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.group import Group
@@ -32,13 +33,17 @@ def driver_state(
     step: int,
     history: dict[str, Any],
     position: LedgerPosition | None = None,
+    left_over: Collection[int] = (),
 ) -> DriverState:
-    """Return the state of a driver after ``step`` steps; the ledger is on the disk up to ``position``."""
+    """Return the state of a driver after ``step`` steps; the ledger is on the disk up to ``position``.
+
+    ``left_over`` are groups of the runs before that the driver has not (:class:`StartingPoint`).
+    """
     ledger = driver.journal.ledger
     return DriverState(
         step=step,
         next_group_id=driver.law.next_group_id,
-        outstanding=tuple(sorted({*driver.groups, *driver.law.again})),
+        outstanding=tuple(sorted({*driver.groups, *driver.law.again, *left_over})),
         generated=balance.generated,
         trained=balance.trained,
         dropped=dict(balance.dropped),
@@ -83,16 +88,27 @@ def ledger_base(resumed: DriverState) -> LedgerBase:
     )
 
 
-def check_batches(found: Recovered, *, steps: int, groups_per_step: int) -> None:
-    """Raise ConfigError unless recorded batches, trained on again, are as large as new ones: the law has one size."""
-    sizes = {step: len(batch) for step, batch in sorted(found.batches.items()) if step <= steps}
-    for step, size in sizes.items():
-        if size != groups_per_step:
+def check_batches(found: Recovered, *, steps: int, groups_per_step: int, max_uses: int | None = None) -> None:
+    """Raise ConfigError unless recorded batches, trained on again, are as new ones may be: in size, and in uses."""
+    batches = {step: batch for step, batch in sorted(found.batches.items()) if step <= steps}
+    last = max(batches, default=0)
+    until = f"until step {last} is in a checkpoint (--steps {last} ends with one)"
+    for step, batch in batches.items():
+        if len(batch) != groups_per_step:
             raise ConfigError(
-                f"groups_per_step is {groups_per_step}, but step {step} is trained again on its {size} recorded groups",
+                f"groups_per_step is {groups_per_step}, but step {step} is trained again on its {len(batch)} recorded "
+                "groups",
                 path="trainer.groups_per_step",
-                remedy=f"{size} until step {max(sizes)} is in a checkpoint (--steps {max(sizes)} ends with one)",
+                remedy=f"{len(batch)} {until}",
             )
+    again = Counter(group_id for batch in batches.values() for group_id in batch)
+    most = max((found.groups[group_id].uses + uses for group_id, uses in again.items()), default=0)
+    if max_uses is not None and most > max_uses:
+        raise ConfigError(
+            f"max_uses is {max_uses}, but recorded batches up to step {last} train on a group {most} times in all",
+            path="buffer.options.max_uses",
+            remedy=f"{most} {until}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +120,18 @@ class StartingPoint:
         groups: outstanding ones of the runs before.
         reused: groups that were trained on, and that recorded batches train on once more.
         tasks: of groups that are issued, where a curriculum has chosen them.
-        left_over_tokens: sampled for recorded groups that the remaining steps do not need; they stay in the ledger.
+        left_over: outstanding groups that the remaining steps do not need; they stay in ledger and checkpoints.
+        left_over_tokens: sampled for those of them that are recorded.
+        generated: tokens that the engines of the runs before delivered.
     """
 
     law: AdmissionLaw
     journal: Journal
     groups: dict[int, Group]
     reused: dict[int, Group]
+    left_over: tuple[int, ...] = ()
     left_over_tokens: int = 0
+    generated: int = 0
     tasks: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
@@ -128,26 +148,36 @@ def starting_point(
     groups_per_step: int,
     max_staleness: int,
     policy: StalenessPolicy,
-    generated: int | None = None,
+    generated: int = 0,
     endless: bool = False,
 ) -> StartingPoint:
     """Make the admission law, the journal and the groups of a run of ``steps`` steps in all.
 
     ``resumed`` is the state of the checkpoint to resume from (None for a new run), ``ledger`` the run's, opened.
-    ``generated`` are tokens that the engines of all runs before delivered; None: as the checkpoint counted. With
-    ``endless`` the law goes on admitting groups that no step will train on (benchmarks).
+    ``generated`` are tokens that the engines of all runs before delivered, by counts that may lag: those of the
+    checkpoint, and what is trained on, dropped or recorded, were delivered too. With ``endless`` the law goes on
+    admitting groups that no step will train on (benchmarks).
     """
+    trained = resumed.trained if resumed is not None else 0
+    dropped, recorded_tokens = _dropped_and_recorded(resumed, ledger)
+    accounted = trained + sum(dropped.values()) + recorded_tokens
+    generated = max(generated, accounted, resumed.generated if resumed is not None else 0)
+    dropped["interrupted"] = generated - accounted  # neither trained on nor recorded, so lost
     journal = Journal(
         ledger,
-        trained=resumed.trained if resumed is not None else 0,
-        dropped=_dropped_tokens(resumed, ledger, generated=generated),
+        trained=trained,
+        dropped=dropped,
         staleness=resumed.staleness if resumed is not None else None,
         failures=resumed.history.get("failures") if resumed is not None else None,
     )
     found = journal.recovered
     first_version = resumed.step if resumed is not None else 0
     total_groups = (steps - first_version) * groups_per_step
-    held, again = _outstanding(resumed, found, total_groups=total_groups)
+    reserved = Counter(group_id for step, batch in found.batches.items() if step <= steps for group_id in batch)
+    live = _outstanding(resumed, found, first=reserved)
+    needed, left_over = live[:total_groups], live[total_groups:]
+    held = [group_id for group_id in needed if group_id in found.groups]
+    again = [group_id for group_id in needed if group_id not in found.groups]
     law = AdmissionLaw(
         groups_per_step,
         max_staleness=max_staleness,
@@ -159,24 +189,28 @@ def starting_point(
         overdue_after=policy.overdue_after(max_staleness),
     )
     outstanding = [*held, *(again if found.next_group_id else ())]
-    used = [group_id for group_id, group in found.groups.items() if group.uses]
+    reused = [group_id for group_id, group in found.groups.items() if group.uses and group_id in reserved]
     chosen: Mapping[str, int] = resumed.history.get("tasks", {}) if resumed is not None else {}
     tasks = {**{int(group_id): task for group_id, task in chosen.items()}, **found.tasks}
-    left_over = sum(
-        group.summary.tokens for group_id, group in found.groups.items() if group_id not in held and not group.uses
-    )
+    groups = {
+        group_id: _recovered_group(
+            group_id, found.groups.get(group_id), task=tasks.get(group_id), reserved_uses=reserved[group_id]
+        )
+        for group_id in (*outstanding, *reused)
+    }
     return StartingPoint(
         law=law,
         journal=journal,
-        groups={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in outstanding},
-        reused={group_id: _recovered_group(group_id, found, tasks.get(group_id)) for group_id in used},
-        left_over_tokens=left_over,
+        groups={group_id: groups[group_id] for group_id in outstanding},
+        reused={group_id: groups[group_id] for group_id in reused},
+        left_over=tuple(left_over),
+        left_over_tokens=sum(each.summary.tokens for group_id, each in found.groups.items() if group_id in left_over),
+        generated=generated,
         tasks=tasks,
     )
 
 
-def _recovered_group(group_id: int, found: Recovered, task: int | None) -> Group:
-    recorded = found.groups.get(group_id)
+def _recovered_group(group_id: int, recorded: RecordedGroup | None, *, task: int | None, reserved_uses: int) -> Group:
     if recorded is None:
         return Group(group_id=group_id, task=task)
     return Group(
@@ -186,39 +220,30 @@ def _recovered_group(group_id: int, found: Recovered, task: int | None) -> Group
         rows=DataProtoFuture.of(recorded.rows),
         uses=recorded.uses,
         rewarded=recorded.rewarded,
-        reserved_uses=sum(batch.count(group_id) for batch in found.batches.values()),
+        reserved_uses=reserved_uses,
     )
 
 
-def _outstanding(
-    resumed: DriverState | None, found: Recovered, *, total_groups: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return outstanding groups that the steps to come need: recorded ones (held), and those to be sampled again.
+def _outstanding(resumed: DriverState | None, found: Recovered, *, first: Collection[int]) -> list[int]:
+    """Return outstanding groups in the order in which the steps to come need them: those in ``first``, then the oldest.
 
-    Fewer steps than planned before need fewer groups; recorded batches come first, then the oldest groups.
+    Fewer steps than planned before need fewer groups.
     """
     if resumed is None:
-        return (), ()
-    if not found.next_group_id:  # without a ledger
-        return (), tuple(sorted(resumed.outstanding)[:total_groups])
-    batches = {group_id for batch in found.batches.values() for group_id in batch}
+        return []
     live = {*found.waiting, *(group_id for group_id, group in found.groups.items() if not group.uses)}
-    first = sorted(live, key=lambda group_id: (group_id not in batches, group_id))[:total_groups]
-    return tuple(sorted(set(first) - found.waiting.keys())), tuple(sorted(found.waiting.keys() & set(first)))
+    if not found.next_group_id:  # without a ledger
+        live = {*resumed.outstanding}
+    return sorted(live, key=lambda group_id: (group_id not in first, group_id))
 
 
-def _dropped_tokens(resumed: DriverState | None, ledger: Ledger | None, *, generated: int | None) -> dict[str, int]:
-    """Return tokens dropped so far, by reason; what was neither trained on nor recorded was lost ("interrupted")."""
+def _dropped_and_recorded(resumed: DriverState | None, ledger: Ledger | None) -> tuple[dict[str, int], int]:
+    """Return tokens dropped so far, by reason, without lost ones, and those recorded for groups to be trained on."""
     if resumed is None:
-        return {}
+        return {}, 0
     found = ledger.recovered if ledger is not None else None
     if found is None or not found.next_group_id:
-        held, dropped = 0, {reason: tokens for reason, tokens in resumed.dropped.items() if reason != "interrupted"}
-    else:
-        held = sum(group.summary.tokens for group in found.groups.values() if not group.uses)
-        held += sum(turns.tokens for turns in found.turns.values())
-        dropped = {reason: tokens for reason, tokens in resumed.dropped.items() if reason in STEP_REASONS}
-        dropped |= found.dropped_tokens
-    total = resumed.generated if generated is None else generated
-    dropped["interrupted"] = total - resumed.trained - sum(dropped.values()) - held
-    return dropped
+        return {reason: tokens for reason, tokens in resumed.dropped.items() if reason != "interrupted"}, 0
+    dropped = {reason: tokens for reason, tokens in resumed.dropped.items() if reason in STEP_REASONS}
+    recorded = sum(group.summary.tokens for group in found.groups.values() if not group.uses)
+    return {**dropped, **found.dropped_tokens}, recorded + sum(turns.tokens for turns in found.turns.values())

@@ -124,6 +124,7 @@ class TrainingRun:
         self._devices: Devices = SeparateDevices()
         self._stopped = False
         self._generated_before = 0
+        self._left_over: tuple[int, ...] = ()
         self._left_over_tokens = 0
         self._lost_with_replicas = 0
         self._save_s = 0.0
@@ -226,7 +227,12 @@ class TrainingRun:
         if found is not None:
             for note in found.notes:
                 self._progress.note(note)
-            check_batches(found, steps=self._config.steps, groups_per_step=self._config.trainer.groups_per_step)
+            check_batches(
+                found,
+                steps=self._config.steps,
+                groups_per_step=self._config.trainer.groups_per_step,
+                max_uses=_buffer_rules(self._config).get("max_uses"),
+            )
         if resumed is not None:
             kept = None
             if found is not None and found.next_group_id:
@@ -234,8 +240,7 @@ class TrainingRun:
             run.rewind(resumed.step, kept=kept)
             self._checkpoints.rewind(resumed.step)
             self._progress.note(_where(resumed.step, found, steps=self._config.steps))
-            # Counts that did not reach this machine's disk are those of the checkpoint, at least.
-            self._generated_before = max(resumed.generated, metered_tokens(run.meters, "train"))
+            self._generated_before = metered_tokens(run.meters, "train")
         history = resumed.history if resumed is not None else None
         self._recorder = Recorder(run, self._progress, self._trackers, history=history)
 
@@ -285,7 +290,11 @@ class TrainingRun:
             policy=config.staleness_policy,
             generated=self._generated_before,
         )
-        self._left_over_tokens = start.left_over_tokens
+        self._left_over, self._left_over_tokens = start.left_over, start.left_over_tokens
+        if start.generated > self._generated_before:
+            text = "the files in %s count %d tokens, and at least %d were sampled: these count"
+            _log.warning(text, self._run.meters, self._generated_before, start.generated)
+        self._generated_before = start.generated
         assembly.pool.on_state(self._timeline.replica_state)
         if self._ledger is not None:
             assembly.pool.on_turns(start.journal.turns)
@@ -543,7 +552,14 @@ class TrainingRun:
         begun_s = time.monotonic()
         balance = await self._balance(driver)
         position = await self._ledger.durable() if self._ledger is not None else None
-        state = driver_state(driver, balance, step=step, history=self._recorder.history, position=position)
+        state = driver_state(
+            driver,
+            balance,
+            step=step,
+            history=self._recorder.history,
+            position=position,
+            left_over=self._left_over,
+        )
         async with self._devices.trainer_turn():
             write = await self._checkpoints.take(self._assembly.trainer, state, step=step, critic=self._assembly.critic)
         take_s = time.monotonic() - begun_s

@@ -24,6 +24,7 @@ from asyncrl.ledger import (
     Ledger,
     LedgerBase,
     LedgerPosition,
+    Reused,
     Rewarded,
 )
 from asyncrl.rollout.trajectory import Trajectory, Turn, decode_rows, encode_rows
@@ -166,6 +167,41 @@ def record_two_steps_after_a_checkpoint(path: Path) -> LedgerBase:
         ledger.append(Consumed(group_id=3, step=2, position=0), Consumed(group_id=2, step=2, position=1))
         roll_out(ledger, 4, version=2)
     return base
+
+
+@pytest.mark.parametrize(("checkpoint", "uses"), [(0, 0), (1, 1), (2, 2), (3, 2)])
+def test_uses_up_to_the_checkpoint_are_counted(tmp_path: Path, checkpoint: int, uses: int):
+    """Steps 1, 2 and 4 train on group 0; a first resume undoes step 4, and it is trained again."""
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path, threaded=False) as ledger:
+        for group_id in range(3):
+            ledger.append(Issued(group_id))
+        bases = [LedgerBase(step=0, next_group_id=3, consumed=0, outstanding=(0, 1, 2), position=ledger.position)]
+        for group_id in range(3):
+            roll_out(ledger, group_id)
+        steps = (
+            Consumed(group_id=0, step=1, position=0),
+            Reused(group_id=0, step=2, position=0),
+            Consumed(group_id=1, step=3, position=0),
+            Reused(group_id=0, step=4, position=0),
+        )
+        for event in steps:
+            ledger.append(event)
+            consumed = 1 if event.step < 3 else 2
+            outstanding = (1, 2) if event.step < 3 else (2,)
+            position = ledger.position
+            bases.append(
+                LedgerBase(
+                    step=event.step, next_group_id=3, consumed=consumed, outstanding=outstanding, position=position
+                )
+            )
+    for _ in range(2):
+        with SQLiteLedger(path, resume=bases[checkpoint]) as ledger:
+            assert ledger.recovered is not None
+            assert [*ledger.recovered.batches] == [*range(checkpoint + 1, 5)]
+            assert ledger.recovered.groups[0].uses == uses
+            for event in steps[checkpoint:]:
+                ledger.append(event)
 
 
 @pytest.mark.parametrize("repeated", [0, 1, 2, 3, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -484,6 +485,19 @@ async def test_a_replica_that_is_found_dead_by_asking_for_its_counts_is_made_aga
     assert set(await pool.statistics()) == {"a", "b"}
     assert (await pool.token_counts()).delivered == 2
     assert await by(pool, 1) == "a"
+
+
+@pytest.mark.parametrize("content", [bytes(24), b""])
+async def test_a_meter_that_lags_takes_no_answer_back(pair: Pair, tmp_path: Path, content: bytes):
+    pool, _ = pair
+    assert await by(pool, 2) == "a"
+    instance = replica(pool, "a").instance
+    assert instance is not None
+    instance.meter = tmp_path / "a.tokens"
+    instance.meter.write_bytes(content)
+    kill(pool, "a")
+    counts = await pool.token_counts()
+    assert (counts.delivered, counts.lost) == (2, 0)
 
 
 async def test_rows_are_held_to_be_the_reason_when_a_replica_died_of_them_alone(monkeypatch: pytest.MonkeyPatch):

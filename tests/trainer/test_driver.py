@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
-from asyncrl.interfaces import GroupSummary
-from asyncrl.ledger import Committed
+from asyncrl.interfaces import DroppedGroup, GroupSummary
+from asyncrl.ledger import Committed, Recovered
 from asyncrl.rollout.publication import Ended
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
@@ -63,16 +64,7 @@ class Parts:
         await asyncio.sleep(SAMPLING_S)
         if (failure := self.fails.get(group.group_id)) is not None:
             return failure, None
-        summary = GroupSummary(
-            group_id=group.group_id,
-            rows=1,
-            oldest_version=version,
-            tokens=4,
-            version_tokens={version: 4},
-            rewards=(1.0,),
-            lengths=(4,),
-        )
-        group.summary, group.rows = summary, _rows()
+        group.summary, group.rows = summary(group.group_id, version=version), _rows()
         return None, {"text": ""} if show else None
 
     async def complete(self, group: Group) -> None:
@@ -136,6 +128,18 @@ def _rows() -> DataProtoFuture:
     return DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(1)}))
 
 
+def summary(group_id: int, *, version: int) -> GroupSummary:
+    return GroupSummary(
+        group_id=group_id,
+        rows=1,
+        oldest_version=version,
+        tokens=4,
+        version_tokens={version: 4},
+        rewards=(1.0,),
+        lengths=(4,),
+    )
+
+
 def driver(
     *, max_staleness: int, steps: int = 3, fails: dict[int, BaseException] | None = None, **options: Any
 ) -> tuple[Driver, Parts]:
@@ -192,6 +196,86 @@ def test_a_group_that_fails_is_dropped_and_a_later_one_takes_its_place() -> None
         (0, 0),
     ]
     assert made.balance(generated=27, in_flight=0).difference == 0
+
+
+def test_a_group_keeps_its_task_and_baseline_until_its_last_use() -> None:
+    """Each step takes the lowest numbers, and each group is trained on twice."""
+    made, parts = driver(max_staleness=3, steps=4, max_uses=2)
+    buffer = AsyncReplayBuffer(capacity=8, max_staleness=3, selection="fifo_ready", max_uses=2)
+    sample = parts.sample
+
+    async def sampled(group: Group, *, show: bool = False) -> Any:
+        group.baseline_reward = float(group.group_id)
+        return await sample(group, show=show)
+
+    parts.buffer, parts.sample = buffer, sampled  # type: ignore[method-assign]
+    learned: list[list[tuple[int, float | None]]] = []
+    made.tasks = SimpleNamespace(  # type: ignore[assignment]
+        choose=lambda group_id, horizon: 100 + group_id,
+        learned=lambda step, groups: learned.append([(each.task_number, each.baseline_reward) for each in groups]),
+    )
+    finish(made.run())
+    assert parts.batches == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert learned == [[(100, 0.0), (101, 1.0)]] * 2 + [[(102, 2.0), (103, 3.0)]] * 2
+    assert made.reused == {}
+
+
+def test_recorded_groups_go_on_with_the_weights_that_sampled_them() -> None:
+    """A critic and a greedy baseline depend on the weights: steps 1 and 2 are recorded, and group 4 for the third."""
+    versions = {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
+    calm, parts = driver(max_staleness=0)
+    found = Recovered(next_group_id=5, waiting={}, batches={1: (1, 0), 2: (2, 3)}, groups={}, dropped_tokens={})
+    parts.journal = Journal(cast("Any", SimpleNamespace(recovered=found, append=lambda *_, **__: True)))
+    groups = {
+        group_id: Group(group_id=group_id, summary=summary(group_id, version=version), rows=_rows())
+        for group_id, version in versions.items()
+    }
+    law = AdmissionLaw(GROUPS, max_staleness=0, total_groups=6, first_group_id=5, held=versions)
+    parts.buffer = AsyncReplayBuffer(capacity=5, max_staleness=0)
+    sample = parts.sample
+    went_on: dict[int, int] = {}
+
+    async def sampled(group: Group, *, show: bool = False) -> Any:
+        if group.rows is None:
+            return await sample(group, show=show)
+        went_on[group.group_id] = parts.weight_version
+        return None, None
+
+    parts.sample = sampled  # type: ignore[method-assign]
+    finish(dataclasses.replace(calm, law=law, groups=groups).run())
+    assert parts.batches == [[1, 0], [2, 3], [4, 5]]
+    assert went_on == versions
+
+
+class LateDrops(AsyncReplayBuffer):
+    """Drops are heard of when the buffer is settled, as from a buffer in another process."""
+
+    _late: list[DroppedGroup]
+
+    def on_drop(self, listener: Callable[[DroppedGroup], None]) -> None:
+        self._late, self._listener = [], listener
+        super().on_drop(self._late.append)
+
+    async def settled(self) -> None:
+        late, self._late[:] = [*self._late], []
+        for each in late:
+            self._listener(each)
+
+
+def test_a_drop_that_is_heard_of_after_the_selection_breaks_no_order() -> None:
+    """Group 0 is dropped while 1 and 2 are ready, so the step that waited takes these."""
+    made, parts = driver(max_staleness=1, fails={0: RolloutsLostError("replicas died")}, in_order=True)
+    parts.buffer = LateDrops(capacity=4, max_staleness=1)
+    sample = parts.sample
+
+    async def slow_first(group: Group, *, show: bool = False) -> Any:
+        if group.group_id == 0:
+            await asyncio.sleep(SAMPLING_S)
+        return await sample(group, show=show)
+
+    parts.sample = slow_first  # type: ignore[method-assign]
+    finish(made.run())
+    assert parts.batches == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_groups_that_fail_one_after_another_end_the_run_by_name() -> None:

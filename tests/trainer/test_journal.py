@@ -2,6 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
+from asyncrl.errors import TokenBalanceError
 from asyncrl.rollout.live_weights import WeightsProof
 from asyncrl.trainer.journal import Journal
 
@@ -19,6 +20,9 @@ def test_a_lost_and_a_doubled_token_both_show():
     journal = Journal(trained=5)
     assert journal.balance(generated=6, in_flight=0).difference == 1
     assert journal.balance(generated=4, in_flight=0).difference == -1
+    journal.drop_tokens("interrupted", -2)
+    with pytest.raises(TokenBalanceError, match=r"a count is below 0: 3 were generated, .* dropped: -2 interrupted"):
+        journal.balance(generated=3, in_flight=0).check()
 
 
 def test_checks_of_rewards_are_counted_once_and_their_failures_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from asyncrl.rollout.turns import TurnRecord, decode_turns
 from asyncrl.rollout.worker import TokenMeter, metered_tokens
 from asyncrl.tasks.run import train
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.trainer.checkpoint import Checkpoints
+from asyncrl.trainer.checkpoint import Checkpoints, read_driver_state
 from asyncrl.trainer.driver import Driver
 from asyncrl.trainer.journal import Journal
 from buffers.ledger import query
@@ -65,9 +65,19 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Driver, "_update", stopping)
 
 
-@pytest.mark.parametrize("candidates", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"env": {"candidates": 4}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"algorithm": {"advantage": "gae", "loss": "ppo"}, "critic": {"lr": 1e-2}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
 def test_a_run_that_was_interrupted_ends_in_the_weights_of_one_that_was_not(
-    candidates: int,
+    more: dict[str, Any],
     small_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -76,12 +86,12 @@ def test_a_run_that_was_interrupted_ends_in_the_weights_of_one_that_was_not(
     def config(folder: str) -> Config:
         return small_config(
             runs=str(tmp_path / folder),
-            env={"candidates": candidates},
             steps=5,
             max_staleness=0,
             rollout={"options": {"max_running_requests": 1}},
             checkpoint={"every": 2},
             eval={"tasks": 4, "every": 2},
+            **more,
         )
 
     calm = config("calm")
@@ -368,6 +378,24 @@ def test_a_meter_outlives_its_process(tmp_path: Path):
     assert metered_tokens(tmp_path / "absent", "train") == 0
 
 
+def test_counts_that_the_death_of_a_machine_took_are_those_of_the_ledger(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Step 3 comes after the checkpoint: its groups are recorded, and no meter has counted them."""
+    config = small_config(steps=4, max_staleness=0, checkpoint={"every": 2}, eval={"tasks": 0})
+    with monkeypatch.context() as patch:
+        stop_before(patch, 4)
+        with pytest.raises(Stopped):
+            train(config)
+    run = only_run(config)
+    for meter in (run / "meters").glob("*.tokens"):
+        meter.write_bytes(bytes(meter.stat().st_size))
+    tokens = train(config, resume=run)["tokens"]
+    sampled = int(query(run / "ledger.sqlite").batch["loss_mask"].values().sum())
+    assert tokens == {"generated": sampled, "trained": sampled, "dropped": {}, "in_flight": 0}
+    assert "count 0 tokens, and at least" in (run / "logs" / "driver.log").read_text()
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("max_staleness", "seed", "more"),
@@ -407,11 +435,11 @@ def test_killed_at_random_moments_every_prompt_is_trained_on_once(
 
 
 def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch):
-    """Step 3 comes after the last checkpoint, and its batch of 2 stands in the ledger."""
+    """Steps 1 to 3 come after the last checkpoint, and their batches of 2 stand in the ledger."""
 
     def config(groups: int, steps: int = 5) -> Config:
         return small_config(
-            steps=steps, checkpoint={"every": 2}, eval={"tasks": 0}, trainer={"groups_per_step": groups}
+            steps=steps, checkpoint={"every": 100}, eval={"tasks": 0}, trainer={"groups_per_step": groups}
         )
 
     with monkeypatch.context() as patch:
@@ -419,12 +447,33 @@ def test_batches_that_are_taken_again_keep_their_size(small_config: MakeConfig, 
         with pytest.raises(Stopped):
             train(config(2))
     run = only_run(config(2))
-    for groups in (1, 3):
-        with pytest.raises(ConfigError, match=r"groups_per_step is .*step 3 .* 2 recorded groups") as told:
+
+    def is_refused(groups: int, *, first: int) -> None:
+        with pytest.raises(ConfigError, match=rf"groups_per_step is .*step {first} .* 2 recorded groups") as told:
             train(config(groups), resume=run)
         assert told.value.path == "trainer.groups_per_step"
+
+    is_refused(1, first=1)
+    is_refused(3, first=1)
+    assert train(config(2, steps=2), resume=run)["weight_version"] == 2
+    is_refused(1, first=3)
     assert train(config(2, steps=3), resume=run)["weight_version"] == 3
     assert train(config(1), resume=run)["weight_version"] == 5  # nothing is taken again any more
+
+
+def test_prompts_that_fewer_steps_do_not_need_wait_for_more(small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch):
+    config = small_config(steps=5, ledger={"kind": "none"}, checkpoint={"every": 2}, eval={"tasks": 0})
+    with monkeypatch.context() as patch:
+        stop_before(patch, 3)
+        with pytest.raises(Stopped):
+            train(config)
+    run = only_run(config)
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)
+    before = read_driver_state(checkpoints.latest())
+    assert (before.step, bool(before.outstanding)) == (2, True)
+    train(config.model_copy(update={"steps": 2}), resume=run)
+    assert read_driver_state(checkpoints.latest()).outstanding == before.outstanding
+    assert train(config, resume=run)["weight_version"] == 5
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ async def run_program(
                 *(*keeper, *command),
                 cwd=folder,
                 env=dict(env),
-                stdin=None,
+                stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

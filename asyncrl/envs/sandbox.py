@@ -79,6 +79,7 @@ def answer_text(end: ProgramEnd) -> str:
 class SandboxEnvironment(DatasetEnvironment):
     """One episode in one sandbox."""
 
+    deterministic = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]  of all tasks
     replayable = True
 
     def __init__(
@@ -88,16 +89,12 @@ class SandboxEnvironment(DatasetEnvironment):
         self._pool = pool
         self._shown = tools
         self._check = check
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._lease = AsyncExitStack()
         self._sandbox: Sandbox | None = None
 
-    @property
-    def deterministic(self) -> bool:
-        return False
-
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._sandbox = await self._lease.enter_async_context(self._pool().lease(timeout_s=self._wait_s))
+        self._sandbox = await self._lease.enter_async_context(self._pool().lease(timeout_s=self.wait_s))
         tools = SandboxTools(self._sandbox)
         self._toolbox = Toolbox(
             (PythonTool(getattr(tools, name)) for name in self._shown), deadline_s=self._sandbox.limits.deadline_s + 30
@@ -149,7 +146,7 @@ class SandboxFactory(DatasetFactory):
         limits: of a sandbox, the fields of :class:`~asyncrl.sandboxes.contract.SandboxLimits`.
         most, warm: sandboxes at a time in one rollout worker, and how many are kept for later episodes.
         lease_s: longest time of an episode.
-        wait_s: longest wait for a free sandbox.
+        wait_s: longest wait for a free sandbox, beside ``env.deadline_s``.
         options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`.
     """
 

@@ -43,7 +43,7 @@ class SandboxServer:
         backend: makes the sandboxes.
         limits: the most that a client gets.
         keys: of the clients.
-        most: sandboxes at a time.
+        most: sandboxes at a time; a client waits a while for one, then gets 429, and may ask again.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class SandboxServer:
         self._limits = limits
         self._keys = keys
         self._most = most
+        self._places = asyncio.Semaphore(most)
         self._lease_s = lease_s
         self._leases: dict[str, tuple[Sandbox, AsyncExitStack]] = {}
         self._expiring: set[asyncio.Task[None]] = set()
-        self._places = 0
 
     @asynccontextmanager
     async def serving(self, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
@@ -103,9 +103,11 @@ class SandboxServer:
             if getattr(given, each.name) > getattr(self._limits, each.name):
                 most = getattr(self._limits, each.name)
                 raise ConfigError(f"{each.name} is {getattr(given, each.name)}", remedy=f"at most {most} here")
-        if self._places >= self._most:
-            raise SandboxError(f"all {self._most} sandboxes are leased")
-        self._places += 1
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await self._places.acquire()
+        except TimeoutError:
+            return _answer({"error": f"all {self._most} sandboxes are leased"}, status=429)
         name = secrets.token_urlsafe(16)
         async with AsyncExitStack() as stack:
             stack.callback(self._free, name)
@@ -125,7 +127,7 @@ class SandboxServer:
 
     def _free(self, name: str) -> None:
         self._leases.pop(name, None)
-        self._places -= 1
+        self._places.release()
 
     async def _exec(self, request: web.Request) -> web.Response:
         sandbox = self._sandbox(request)

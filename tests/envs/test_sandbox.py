@@ -10,7 +10,8 @@ import pytest
 
 from asyncrl.envs.sandbox import SandboxFactory, answer_text
 from asyncrl.errors import ConfigError, SandboxError
-from asyncrl.interfaces import Message, Step
+from asyncrl.interfaces import EnvironmentWait, Message, Step
+from asyncrl.rollout.episode import replay_episode
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 
@@ -85,6 +86,16 @@ async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, mo
     with pytest.raises(SandboxError):
         await environment.step(call("bash", command="ls"))
     await environment.close()
+    await made.aclose()
+
+
+async def test_an_episode_is_not_played_again_for_its_reward_and_may_wait_for_its_sandbox(tmp_path: Path):
+    made = factory(tmp_path, wait_s=7.0)
+    environment = made.make()
+    assert isinstance(environment, EnvironmentWait)
+    assert environment.wait_s == 7.0
+    assert await replay_episode(environment, made.task(0, split="train"), [], deadline_s=10.0) is None
+    assert made._pool is None
     await made.aclose()
 
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,12 +140,13 @@ async def test_a_server_refuses_before_any_work(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ConfigError, match="ASYNCRL_SANDBOX_KEY is not set"):
         RemoteBackend(url="http://127.0.0.1:1")
     async with served(monkeypatch, most=1) as url:
-        backend = RemoteBackend(url=url)
+        backend = RemoteBackend(url=url, wait_s=0.0)
         with pytest.raises(ConfigError, match="memory_bytes is"):
             await backend.create(SandboxLimits(memory_bytes=1 << 40))
         with pytest.raises(ConfigError, match="network is True"):
             await backend.create(SandboxLimits(network=True))
         sandbox = await backend.create(LIMITS)
+        monkeypatch.setattr("asyncrl.serve.sandboxes._WAIT_S", 0.01)
         with pytest.raises(SandboxError, match="all 1 sandboxes are leased"):
             await backend.create(LIMITS)
         with pytest.raises(ConfigError, match="may take 5 s"):
@@ -160,6 +162,29 @@ async def test_a_server_refuses_before_any_work(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SandboxError, match="gave no answer"):
         await dead.create(LIMITS)
     await dead.close()
+
+
+@pytest.mark.parametrize("server_waits_s", [0.01, 60.0])
+async def test_who_finds_no_sandbox_of_a_server_free_waits(monkeypatch: pytest.MonkeyPatch, server_waits_s: float):
+    monkeypatch.setattr("asyncrl.serve.sandboxes._WAIT_S", server_waits_s)
+    asked = asyncio.Semaphore(0)
+    ask = RemoteBackend.ask
+
+    async def noted(backend: RemoteBackend, *given: Any, **more: Any) -> dict[str, Any]:
+        asked.release()
+        return await ask(backend, *given, **more)
+
+    async with served(monkeypatch, most=1) as url:
+        backend = RemoteBackend(url=url)
+        sandbox = await backend.create(LIMITS)
+        monkeypatch.setattr(RemoteBackend, "ask", noted)
+        waiting = asyncio.create_task(backend.create(LIMITS))
+        for _ in range(2 if server_waits_s < 1 else 1):
+            await asked.acquire()
+        assert not waiting.done()
+        await sandbox.destroy()
+        await (await waiting).destroy()
+        await backend.close()
 
 
 async def test_a_lease_of_a_server_ends_and_frees_its_place(monkeypatch: pytest.MonkeyPatch, folder: Path):

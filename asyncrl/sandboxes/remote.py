@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, SandboxError
-from asyncrl.sandboxes.contract import Isolation, ProgramEnd, Sandbox, SandboxLimits
+from asyncrl.sandboxes.contract import Isolation, ProgramEnd, Sandbox, SandboxLimits, unstartable
 
 if TYPE_CHECKING:
     import aiohttp
@@ -76,7 +76,7 @@ class RemoteBackend:
 
         Raises:
             SandboxError: the server cannot be reached, failed, or gave no answer.
-            ConfigError: it refused the key or the limits.
+            ConfigError: it refused the key, the limits or the request's form.
         """
         import aiohttp
 
@@ -123,6 +123,8 @@ class RemoteSandbox(Sandbox):
         deadline_s: float | None = None,
         output_bytes: int | None = None,
     ) -> ProgramEnd:
+        if (refused := unstartable(command, env)) is not None:
+            return refused
         deadline_s = self.limits.deadline_s if deadline_s is None else deadline_s
         body = {
             "command": list(command),

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import json
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, fields
 from typing import Annotated, Any
 
@@ -92,13 +91,13 @@ class SandboxServer:
             return await handler(request)
         except ConfigError as error:
             return _answer({"error": str(error)}, status=400)
-        except (msgspec.MsgspecError, binascii.Error, TypeError, ValueError) as error:
-            return _answer({"error": f"the body cannot be used: {error}"}, status=400)
         except AsyncRLError as error:
             return _answer({"error": str(error)}, status=503)
 
     async def _create(self, request: web.Request) -> web.Response:
-        given = SandboxLimits(**msgspec.json.decode(await request.read(), type=dict[str, Any])["limits"])
+        body = await request.read()
+        with _reading_body():
+            given = SandboxLimits(**msgspec.json.decode(body, type=dict[str, Any])["limits"])
         for each in fields(SandboxLimits):
             if getattr(given, each.name) > getattr(self._limits, each.name):
                 most = getattr(self._limits, each.name)
@@ -131,12 +130,15 @@ class SandboxServer:
 
     async def _exec(self, request: web.Request) -> web.Response:
         sandbox = self._sandbox(request)
-        asked = msgspec.json.decode(await request.read(), type=_Exec)
+        body = await request.read()
+        with _reading_body():
+            asked = msgspec.json.decode(body, type=_Exec)
+            stdin = base64.b64decode(asked.stdin, validate=True)
         if asked.deadline_s > self._limits.deadline_s or asked.output_bytes > 2 * self._limits.file_bytes:
             raise ConfigError(f"a command may take {self._limits.deadline_s:g} s here", path="deadline_s")
         end = await sandbox.exec(
             asked.command,
-            stdin=base64.b64decode(asked.stdin, validate=True),
+            stdin=stdin,
             env=asked.env,
             deadline_s=asked.deadline_s,
             output_bytes=asked.output_bytes,
@@ -158,6 +160,14 @@ class SandboxServer:
         if found is None:
             raise SandboxError("there is no such sandbox, or its lease has ended")
         return found[0]
+
+
+@contextmanager
+def _reading_body() -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.MsgspecError, TypeError, KeyError, ValueError) as error:
+        raise ConfigError(f"the body cannot be used: {error}", remedy="see asyncrl.sandboxes.remote") from error
 
 
 def _answer(content: dict[str, Any], *, status: int = 200) -> web.Response:

@@ -18,7 +18,7 @@ import pytest
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.sandboxes.container import ContainerBackend
 from asyncrl.sandboxes.contract import Sandbox, SandboxBackend, SandboxLimits
-from asyncrl.sandboxes.namespaces import NamespacesBackend
+from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 from asyncrl.sandboxes.remote import RemoteBackend
 from asyncrl.serve.middleware import KeyRing
 from asyncrl.serve.sandboxes import SandboxServer
@@ -76,6 +76,12 @@ async def test_a_sandbox_of_every_kind(kind: str, folder: Path, monkeypatch: pyt
         assert (end.how, end.code, end.output, end.stderr, end.succeeded) == ("exited", 3, b"\0\xff", "ill b\n", False)
         assert (await sandbox.exec(["/bin/sh", "-c", "kill -11 $$"])).how == "killed"
         assert (await sandbox.exec(["nothing here"])).code != 0
+        for unstartable in (["echo", "x" * 100_000], ["echo", "\0"]):
+            end = await sandbox.exec(unstartable)
+            assert (end.how, end.code, end.output) == ("exited", 126, b"")
+        with pytest.raises(OSError, match="null byte"):
+            await sandbox.write("a\0b", b"1")
+        assert (await sandbox.exec(["echo", "x" * 90_000])).succeeded
         end = await sandbox.exec(["/bin/sh", "-c", "while :; do echo x; done"], output_bytes=10)
         assert (end.how, end.output) == ("output", b"x\n" * 5)
         end = await sandbox.exec(["sleep", "60"], deadline_s=0.2)
@@ -128,6 +134,20 @@ async def test_containers_of_a_dead_process_are_removed_and_those_of_others_are_
     await backend.close()
 
 
+async def test_containers_are_made_although_old_ones_could_not_be_listed_once_or_removed(folder: Path):
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    (folder / "gone.owner").write_text(f"{machine}-{os.getpid()}-1")
+    program = Path(docker_in(folder))
+    (once := folder.parent / "once").touch()
+    lines = program.read_text().splitlines()
+    program.write_text("\n".join([lines[0], f'[ "$1" = ps ] && rm {once} 2>/dev/null && exit 1', *lines[1:]]))
+    backend = ContainerBackend(image="x", command=str(program))
+    with pytest.raises(SandboxError, match=r"ps failed \(1\)"):
+        await backend.create(LIMITS)
+    await (await backend.create(LIMITS)).destroy()
+    await backend.close()
+
+
 async def test_a_command_line_that_fails_is_a_failure(folder: Path):
     backend = ContainerBackend(image="x", command="false")
     with pytest.raises(SandboxError, match=r"false ps failed \(1\)"):
@@ -162,6 +182,23 @@ async def test_a_server_refuses_before_any_work(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SandboxError, match="gave no answer"):
         await dead.create(LIMITS)
     await dead.close()
+
+
+async def test_only_a_body_that_cannot_be_used_is_refused_as_such(monkeypatch: pytest.MonkeyPatch):
+    async with served(monkeypatch) as url:
+        backend = RemoteBackend(url=url)
+        for body in ({}, {"limits": []}, {"limits": {"disk": 1}}):
+            with pytest.raises(ConfigError, match="the body cannot be used"):
+                await backend.ask("POST", "/sandboxes", body, deadline_s=10.0)
+        sandbox = await backend.create(LIMITS)
+
+        async def broken(*given: object, **more: object) -> None:
+            raise ValueError("of the server's own")
+
+        monkeypatch.setattr(NamespacesSandbox, "exec", broken)
+        with pytest.raises(SandboxError, match="gave no answer"):
+            await sandbox.exec(["true"])
+        await backend.close()
 
 
 @pytest.mark.parametrize("server_waits_s", [0.01, 60.0])

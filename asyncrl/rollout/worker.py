@@ -336,8 +336,8 @@ class RolloutWorker(Worker):
         gives them up after ``deadline_s``; environments are ended before that.
 
         Raises:
-            EnvironmentFailure: an episode failed ``max_attempts`` times, or there was no time left. ``tokens_generated`` counts every token
-                sampled for the group, finished episodes included.
+            EnvironmentFailure: an episode failed ``max_attempts`` times, or there was no time left.
+                ``tokens_generated`` counts every token sampled for the group, finished episodes included.
             InvariantError: a row has another reward than it earns when it is played again, or a seed is not the run's.
             LiveWeightsError: the version that the engine has committed is not proven.
         """

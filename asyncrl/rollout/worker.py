@@ -333,7 +333,7 @@ class RolloutWorker(Worker):
         Return the trajectory columns [B] of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
         group's summary; by cause, the ``failures`` of attempts; and ``checks``, what became of rewards that were
         checked. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says. The caller
-        gives them up after ``deadline_s``; environments are ended before that.
+        gives them up after ``meta_info["deadline_s"]``, if it is there; environments are ended before that.
 
         Raises:
             EnvironmentFailure: an episode failed ``max_attempts`` times, or there was no time left.

@@ -610,11 +610,20 @@ class DeterministicEnvironment(Environment, Protocol):
     """Optional capability of an environment: the same turns of the same task earn the same rewards again.
 
     ``deterministic`` is read once it is reset, so that it may depend on the task. Where it is True, a share of the
-    finished rows is played again in a new environment, to check that every row has the reward it earned.
+    finished rows is played again in a new environment, to check that every row has the reward it earned. Environments
+    of a class with ``deterministic = False`` are not made again for that.
     """
 
     @property
     def deterministic(self) -> bool: ...
+
+
+@runtime_checkable
+class EnvironmentWait(Protocol):
+    """Optional capability of an environment: ``reset`` may wait ``wait_s`` for its turn, beside ``env.deadline_s``."""
+
+    @property
+    def wait_s(self) -> float: ...
 
 
 class EnvironmentFactory(Protocol):

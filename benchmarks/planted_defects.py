@@ -239,9 +239,9 @@ DEFECTS = (
     Defect(
         "episode: a turn is rewarded for the reply before it",
         EPISODE,
-        '                returned = await _call(environment.step, reply, what="step", deadline_s=deadline_s)\n',
+        '                returned = await _call(environment.step, reply, what="step", deadline_s=left_s)\n',
         "                before = messages[-2] if number else reply\n"
-        '                returned = await _call(environment.step, before, what="step", deadline_s=deadline_s)\n',
+        '                returned = await _call(environment.step, before, what="step", deadline_s=left_s)\n',
     ),
     Defect(
         "reward model: scores are given to the wrong rows",

@@ -245,7 +245,8 @@ class RolloutConfig(Section):
     max_seq_len: Annotated[int, Field(ge=2, le=10_000_000)] = 1024
     """Most tokens of one trajectory, prompt and observations included."""
     deadline_s: Annotated[float, Field(gt=0, le=604_800)] = 1800.0
-    """Longest time of a group of rollouts, all attempts included; past it the run ends and names the replica."""
+    """Longest time of a group of rollouts, all attempts included. Environments end shortly before, which costs the
+    group; past it the run ends and names the replica."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Most attempts of a rollout whose environment fails, before its group is dropped and counted."""
     reward_check_share: Annotated[float, Field(ge=0, le=1)] = 0.01

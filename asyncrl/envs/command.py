@@ -34,7 +34,7 @@ from asyncrl.rewards import scoring_program
 from asyncrl.rollout.episode import EpisodePolicy
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.runtime import shield_until_done
-from asyncrl.sandboxes.contract import How, ProgramEnd, SandboxLimits
+from asyncrl.sandboxes.contract import How, ProgramEnd, SandboxLimits, unstartable
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox, visible_paths
 from asyncrl.sandboxes.pool import SandboxPool
 from asyncrl.serve.agents import MODEL_NAME, AgentSession
@@ -109,7 +109,7 @@ async def run_program(
                 *(*keeper, *command),
                 cwd=folder,
                 env=dict(env),
-                stdin=None,
+                stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -251,6 +251,8 @@ class _Sandboxed:
         over: asyncio.Event,
         session: AgentSession | None = None,
     ) -> ProgramEnd:
+        if (end := unstartable(command, env)) is not None:
+            raise EnvironmentFailure(f"{command[0]} cannot be started: {end.stderr.strip()}")
         work, given = f"{self.folder}/work", {**asdict(limits), "env": env, "over": over}
         if session is None or not self._sandbox.isolation.network:
             return await self._sandbox.exec(["/bin/sh", "-c", _IN_FOLDER, work, *command], **given)

@@ -19,7 +19,7 @@ from typing import Any
 from asyncrl.envs.dataset import DatasetEnvironment, DatasetFactory
 from asyncrl.envs.mcp_client import HTTPTransport, MCPServer, StdioTransport
 from asyncrl.envs.tools import Toolbox
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.interfaces import Message, Task, Tool
 from asyncrl.rewards.rules import Rulebook
 from asyncrl.runtime import run_all
@@ -63,23 +63,24 @@ class MCPTool:
 class MCPEnvironment(DatasetEnvironment):
     """One prompt, tools of servers on the way, and the first message without a call as the answer."""
 
+    deterministic = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]  of all tasks
+
     def __init__(self, rules: Rulebook, servers: Sequence[MCPServer], *, replayable: bool) -> None:
         super().__init__(rules)
         self.replayable = replayable
         self._servers = servers
 
-    @property
-    def deterministic(self) -> bool:
-        return False
-
     async def reset(self, task: Task) -> Sequence[Message]:
         listed = await run_all(server.open() for server in self._servers)
         tools = [(server, each) for server, each_of in zip(self._servers, listed, strict=True) for each in each_of]
         times = Counter(each["name"] for _, each in tools)
-        self._toolbox = Toolbox(
-            MCPTool(server, each, name=each["name"] if times[each["name"]] == 1 else f"{server.name}_{each['name']}")
-            for server, each in tools
-        )
+        named: dict[str, MCPTool] = {}
+        for server, each in tools:
+            name = each["name"] if times[each["name"]] == 1 else f"{server.name}_{each['name']}"
+            if name in named:
+                raise EnvironmentFailure(f"MCP server {server.name!r} lists a second tool that would be named {name!r}")
+            named[name] = MCPTool(server, each, name=name)
+        self._toolbox = Toolbox(named.values())
         return await super().reset(task)
 
     async def close(self) -> None:

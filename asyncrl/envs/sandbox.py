@@ -12,12 +12,12 @@ from typing import Any
 
 from asyncrl.envs.dataset import DatasetEnvironment, DatasetFactory
 from asyncrl.envs.tools import PythonTool, Toolbox
-from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
 from asyncrl.interfaces import Message, Step, Task
 from asyncrl.plugins import check_part, make_part
 from asyncrl.rewards.rules import Rulebook
 from asyncrl.rollout.trajectory import REWARD_PARTS
-from asyncrl.sandboxes.contract import ProgramEnd, Sandbox, SandboxLimits
+from asyncrl.sandboxes.contract import ProgramEnd, Sandbox, SandboxLimits, unstartable
 from asyncrl.sandboxes.pool import SandboxPool
 
 _GROUP = "asyncrl.sandboxes"
@@ -79,6 +79,7 @@ def answer_text(end: ProgramEnd) -> str:
 class SandboxEnvironment(DatasetEnvironment):
     """One episode in one sandbox."""
 
+    deterministic = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]  of all tasks
     replayable = True
 
     def __init__(
@@ -88,16 +89,14 @@ class SandboxEnvironment(DatasetEnvironment):
         self._pool = pool
         self._shown = tools
         self._check = check
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._lease = AsyncExitStack()
         self._sandbox: Sandbox | None = None
 
-    @property
-    def deterministic(self) -> bool:
-        return False
-
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._sandbox = await self._lease.enter_async_context(self._pool().lease(timeout_s=self._wait_s))
+        if (end := unstartable(self._check_of(task), None)) is not None:
+            raise EnvironmentFailure(f"the row's check cannot be started: {end.stderr.strip()}")
+        self._sandbox = await self._lease.enter_async_context(self._pool().lease(timeout_s=self.wait_s))
         tools = SandboxTools(self._sandbox)
         self._toolbox = Toolbox(
             (PythonTool(getattr(tools, name)) for name in self._shown), deadline_s=self._sandbox.limits.deadline_s + 30
@@ -112,7 +111,7 @@ class SandboxEnvironment(DatasetEnvironment):
         step = await super().step(reply)
         if not step.done or self._task is None:
             return step
-        check = self._task["extra_info"].get("check") or self._check
+        check = self._check_of(self._task)
         if not check:
             return step
         assert self._sandbox is not None
@@ -121,13 +120,18 @@ class SandboxEnvironment(DatasetEnvironment):
         except OSError:  # the policy has left no room for them
             right = False
         else:
-            right = (await self._sandbox.exec(["/bin/sh", "-c", check])).succeeded
+            right = (await self._sandbox.exec(check)).succeeded
         return Step(reward=float(right), done=True, info={REWARD_PARTS: {"checked": float(right)}})
 
     async def close(self) -> None:
         self._sandbox = None
         await self._lease.aclose()
         await super().close()
+
+    def _check_of(self, task: Task) -> list[str]:
+        """Return the command that checks a task's work; an empty one if its rule judges the last message."""
+        check = task["extra_info"].get("check") or self._check
+        return ["/bin/sh", "-c", check] if check else []
 
     async def _write(self, files: Mapping[str, str] | None) -> None:
         assert self._sandbox is not None
@@ -149,7 +153,7 @@ class SandboxFactory(DatasetFactory):
         limits: of a sandbox, the fields of :class:`~asyncrl.sandboxes.contract.SandboxLimits`.
         most, warm: sandboxes at a time in one rollout worker, and how many are kept for later episodes.
         lease_s: longest time of an episode.
-        wait_s: longest wait for a free sandbox.
+        wait_s: longest wait for a free sandbox, beside ``env.deadline_s``.
         options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`.
     """
 

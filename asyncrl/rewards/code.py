@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, si
 """Signals that may come from outside; the program itself causes the others."""
 _MAX_DEATHS = 3
 
-_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
 
 _ASSERTIONS = Path(__file__).with_name("code_program.py").read_text(encoding="utf-8")
 _CALL = """
@@ -215,11 +215,21 @@ async def _exec(sandbox: NamespacesSandbox, arguments: list[str], stdin: str, **
 
 def program_in(text: str) -> str:
     """Return the last fenced block of an answer that is marked as Python, else its last block, else all of it."""
-    blocks = _FENCE.findall(text)
+    blocks = list(_blocks(text))
     if not blocks:
         return text
     python = [body for language, body in blocks if language.lower() in {"python", "python3", "py"}]
-    return str(python[-1] if python else blocks[-1][1])
+    return python[-1] if python else blocks[-1][1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and body of each fenced block, in time that grows with the length of the text alone."""
+    fence = text.find("```")
+    while fence >= 0 and (line_end := text.find("\n", fence)) >= 0:
+        found = _LANGUAGE.match(text, fence + 3, line_end)
+        closing = text.find("```", line_end)
+        yield found[1] if found else "", text[line_end + 1 : closing if closing >= 0 else len(text)]
+        fence = text.find("```", closing + 3) if closing >= 0 else -1
 
 
 def _tests(given: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?(?>\s*\n)(.*?)```", re.DOTALL)
 _GSM8K = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 

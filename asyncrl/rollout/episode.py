@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
@@ -19,7 +20,6 @@ from asyncrl.errors import (
     EngineError,
     EnvironmentDeadlineError,
     EnvironmentFailure,
-    InvalidDataError,
     RequestAbortedError,
 )
 from asyncrl.foreign import place_of
@@ -27,6 +27,7 @@ from asyncrl.interfaces import (
     DeterministicEnvironment,
     Environment,
     EnvironmentReplay,
+    EnvironmentWait,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -103,6 +104,7 @@ async def run_episode(
     deadline_s: float,
     request_prefix: str,
     seed: int,
+    ends_s: float = math.inf,
     latency_s: float = 0.0,
     times: EpisodeTimes | None = None,
     turns: TurnRecorder | None = None,
@@ -120,23 +122,23 @@ async def run_episode(
     ``{request_prefix}-{n}`` of ``session``. ``on_reply`` is called with each reply before the
     environment gets it. ``turns`` records every sampled turn. The episode begins with the ``recorded`` turns
     instead of sampling them; they are passed to the environment anew. ``times`` counts the time in the environment.
+    No call of the environment goes on after ``ends_s`` of the event loop's time.
 
     Raises:
         Diverged: with ``recorded`` turns: the environment answers differently than it did then.
         EnvironmentFailure: the environment raised (the cause) or returned unusable values (no messages, messages that
-            the chat template cannot render, rewards that are not or do not sum up to a finite float32), with
-            ``tokens_generated``.
+            the chat template cannot render, a prompt that alone fills ``max_seq_len``, rewards that are not or do not
+            sum up to a finite float32), with ``tokens_generated``.
         EnvironmentDeadlineError: a call of it took longer than ``deadline_s``, with ``tokens_generated``.
         RequestAbortedError: the engine aborted a turn, with ``tokens_generated``.
-        InvalidDataError: the prompt alone fills ``max_seq_len``.
     """
     episode = _Episode(task)
 
     async def play() -> EpisodeEnd:
         with _outside(times):
-            first = await _call(environment.reset, episode.task, what="reset", deadline_s=deadline_s)
+            first = await _reset(environment, episode.task, deadline_s=deadline_s, ends_s=ends_s)
         messages = _messages(first, what="reset", least=1)
-        tools = await _call(_tools, environment, what="tools", deadline_s=deadline_s)
+        tools = await _call(_tools, environment, what="tools", deadline_s=_left_s(deadline_s, ends_s))
         with _using(messages, what="reset"):
             prompt = renderer.prompt(messages, tools)
         episode.add_context(prompt)
@@ -164,7 +166,8 @@ async def run_episode(
             with _outside(times):
                 if latency_s > 0:
                     await asyncio.sleep(latency_s)
-                returned = await _call(environment.step, reply, what="step", deadline_s=deadline_s)
+                left_s = _left_s(deadline_s, ends_s)
+                returned = await _call(environment.step, reply, what="step", deadline_s=left_s)
             step = _step(returned)
             episode.add_step(step)
             if step.done:
@@ -194,18 +197,22 @@ async def run_agent_episode(
     policy: EpisodePolicy,
     *,
     deadline_s: float,
+    ends_s: float = math.inf,
     times: EpisodeTimes | None = None,
 ) -> Trajectory:
     """Run an agent's episode; the environment, used for this episode only, is closed whatever happens.
 
-    ``deadline_s`` is that of closing it: an agent has a deadline of its own.
+    ``deadline_s`` is that of closing it: an agent has a deadline of its own, and ends at ``ends_s`` of the event loop's
+    time at the latest.
 
     Raises:
         EnvironmentFailure: the environment raised (the cause), or nothing that can be trained on was sampled.
+        EnvironmentDeadlineError: it was ended at ``ends_s``.
     """
     async with _closing(environment, deadline_s=deadline_s, times=times):
         with _outside(times):
-            trajectory = await _call(environment.run_agent, task, policy, what="agent", deadline_s=None)
+            left_s = _left_s(math.inf, ends_s)
+            trajectory = await _call(environment.run_agent, task, policy, what="agent", deadline_s=left_s)
     if not trajectory.sampled_tokens:
         raise EnvironmentFailure("the agent ended without a turn of the policy")
     if not abs(trajectory.reward) <= _LARGEST_FLOAT32:
@@ -233,8 +240,7 @@ class Players:
         Players that are asked at once reply one after the other, in the order of the calls.
 
         Raises:
-            EnvironmentFailure: the chat template cannot render the messages.
-            InvalidDataError: the first messages of all fill ``max_seq_len``.
+            EnvironmentFailure: the chat template cannot render the messages, or the first ones fill ``max_seq_len``.
             RequestAbortedError: the engine aborted the turn.
         """
         async with self._asking:
@@ -309,7 +315,7 @@ async def replay_episode(
     """Pass the replies of a finished episode to another environment, which is closed whatever happens.
 
     No reply is passed after the step that is done. Return None from an environment that does not declare whether it is
-    deterministic, or is not replayable.
+    deterministic, or is not replayable, or whose class says that it never is deterministic.
 
     Raises:
         EnvironmentFailure: as :func:`run_episode`.
@@ -318,10 +324,12 @@ async def replay_episode(
     async with _closing(environment, deadline_s=deadline_s, times=times):
         if not isinstance(environment, DeterministicEnvironment):
             return None
+        if getattr(type(environment), "deterministic", None) is False:
+            return None
         if isinstance(environment, EnvironmentReplay) and not environment.replayable:
             return None
         with _outside(times):
-            first = await _call(environment.reset, task, what="reset", deadline_s=deadline_s)
+            first = await _reset(environment, task, deadline_s=deadline_s)
         _messages(first, what="reset", least=1)
         if not environment.deterministic:
             return ReplayedEpisode(deterministic=False)
@@ -423,8 +431,9 @@ class _Episode:
 
 def _check_prompt(token_ids: Sequence[int], max_seq_len: int) -> None:
     if len(token_ids) >= max_seq_len:
-        raise InvalidDataError(
-            f"the prompt has {len(token_ids)} tokens and a trajectory may have {max_seq_len}: raise max_seq_len"
+        raise EnvironmentFailure(
+            f"the prompt with its tools has {len(token_ids)} tokens and a trajectory may have {max_seq_len}: raise "
+            "rollout.max_seq_len, or shorten what the environment shows first"
         )
 
 
@@ -478,6 +487,18 @@ async def _generate(engine: TokenGenerator, request: GenerationRequest, *, token
         weight_versions=tuple(versions),
         finish_reason=finish_reason,
     )
+
+
+def _left_s(deadline_s: float, ends_s: float) -> float | None:
+    """Return the seconds that a call may take: ``deadline_s``, and none after ``ends_s``; None without either bound."""
+    left_s = min(deadline_s, ends_s - asyncio.get_running_loop().time())
+    return None if left_s == math.inf else max(left_s, 0.0)
+
+
+async def _reset(environment: Environment, task: Task, *, deadline_s: float, ends_s: float = math.inf) -> object:
+    wait_s = environment.wait_s if isinstance(environment, EnvironmentWait) else 0.0
+    left_s = _left_s(deadline_s + wait_s, ends_s)
+    return await _call(environment.reset, task, what="reset", deadline_s=left_s)
 
 
 async def _call(call: Callable[..., Awaitable[_T]], *arguments: Any, what: str, deadline_s: float | None) -> _T:

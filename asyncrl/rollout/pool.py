@@ -518,10 +518,13 @@ class RolloutPool:
     ) -> DataProtoFuture:
         """Send the rollouts to one worker group; count the tokens that its answer accounts for."""
         purpose: str = prompts.meta_info["purpose"]
-        call: DataProtoFuture = instance.group.rollout(prompts)
         now_s = asyncio.get_running_loop().time()
-        if ends_s is not None:
-            call.deadline(max(ends_s - now_s, 1e-3))
+        left_s = None if ends_s is None else max(ends_s - now_s, 1e-3)
+        if left_s is not None:
+            prompts = prompts.with_rows(prompts.columns(), meta_info={**prompts.meta_info, "deadline_s": left_s})
+        call: DataProtoFuture = instance.group.rollout(prompts)
+        if left_s is not None:
+            call.deadline(left_s)
         instance.calls[call] = _Call(len(prompts), now_s)
         replica.report()
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -64,6 +65,9 @@ _log = logging.getLogger(__name__)
 
 _PURPOSES = ("train", "eval", "baseline")
 _COUNTS = struct.Struct("<qqq")
+_CLOSING_S = 30.0
+_SHARE_OF_ENVIRONMENTS = 0.9
+"""Environments are ended this long, or at this share, before the time of their rollouts: closing them takes some."""
 
 
 @dataclass(slots=True, eq=False)
@@ -331,11 +335,12 @@ class RolloutWorker(Worker):
 
         Return the trajectory columns [B] of :mod:`asyncrl.interfaces`, in the rows' order; ``meta_info`` carries the
         group's summary; by cause, the ``failures`` of attempts; and ``checks``, what became of rewards that were
-        checked. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says.
+        checked. With a ``purpose`` of ``eval`` or ``baseline`` they are greedy, or as ``sampling`` says. The caller
+        gives them up after ``meta_info["deadline_s"]``, if it is there; environments are ended before that.
 
         Raises:
-            EnvironmentFailure: an episode failed ``max_attempts`` times. ``tokens_generated`` counts every token
-                sampled for the group, finished episodes included.
+            EnvironmentFailure: an episode failed ``max_attempts`` times, or there was no time left.
+                ``tokens_generated`` counts every token sampled for the group, finished episodes included.
             InvariantError: a row has another reward than it earns when it is played again, or a seed is not the run's.
             LiveWeightsError: the version that the engine has committed is not proven.
         """
@@ -349,6 +354,8 @@ class RolloutWorker(Worker):
         sampling = self._sampling(purpose, prompts.meta_info.get("sampling", {}))
         attempt: int | None = prompts.meta_info.get("attempt")
         continuation = Continuation(prompts.meta_info.get("turns", b""))
+        left_s: float = prompts.meta_info.get("deadline_s", math.inf)
+        ends_s = asyncio.get_running_loop().time() + max(left_s - _CLOSING_S, left_s * _SHARE_OF_ENVIRONMENTS)
         failures = Failures()
         feed = self._turns if attempt is not None else None
         with self._meter.account(purpose) as account:
@@ -367,6 +374,7 @@ class RolloutWorker(Worker):
                                 turns=TurnRecorder(feed, group_id=group_id, attempt=attempt or 0, row=row),
                                 continuation=continuation,
                                 failures=failures,
+                                ends_s=ends_s,
                             ),
                             name=f"row {row}",
                         )
@@ -416,6 +424,7 @@ class RolloutWorker(Worker):
         turns: TurnRecorder,
         continuation: Continuation,
         failures: Failures,
+        ends_s: float,
     ) -> Trajectory:
         assert self._renderer is not None
         limits, sessions = self._spec.limits, self._running_sessions()
@@ -430,8 +439,9 @@ class RolloutWorker(Worker):
             session = f"{next(self._episodes)}"  # its own: an earlier attempt may not have left yet
             try:
                 if isinstance(environment, AgentEnvironment):
+                    prefix, own_seed = f"{name}-{trial}", derive_seed(seed, trial)
                     return await self._agent_episode(
-                        environment, engine, account, task, sampling, f"{name}-{trial}", derive_seed(seed, trial)
+                        environment, engine, account, task, sampling, prefix, own_seed, ends_s=ends_s
                     )
                 with self._times.episode():
                     trajectory = await run_episode(
@@ -443,6 +453,7 @@ class RolloutWorker(Worker):
                         max_turns=limits.max_turns,
                         max_seq_len=limits.max_seq_len,
                         deadline_s=limits.deadline_s,
+                        ends_s=ends_s,
                         latency_s=limits.latency_s,
                         request_prefix=f"{name}-{trial}",
                         session=session,
@@ -465,7 +476,7 @@ class RolloutWorker(Worker):
                 if recorded:
                     continuation.restarted("the environment failed")
                 trial, recorded = trial + 1, ()
-                if trial >= limits.max_attempts:
+                if trial >= limits.max_attempts or asyncio.get_running_loop().time() >= ends_s:
                     raise
             finally:
                 sessions.leave(session)
@@ -479,6 +490,8 @@ class RolloutWorker(Worker):
         sampling: SamplingParams,
         request_prefix: str,
         seed: int,
+        *,
+        ends_s: float,
     ) -> Trajectory:
         """Run an agent; tokens of turns that it gave up are wasted."""
         assert self._renderer is not None
@@ -495,7 +508,7 @@ class RolloutWorker(Worker):
         try:
             with self._times.episode():
                 trajectory = await run_agent_episode(
-                    environment, task, policy, deadline_s=limits.deadline_s, times=self._times
+                    environment, task, policy, deadline_s=limits.deadline_s, ends_s=ends_s, times=self._times
                 )
         except EnvironmentFailure as failure:
             failure.tokens_generated = counted.tokens

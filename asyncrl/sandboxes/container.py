@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.runtime import run_all, shield_until_done
-from asyncrl.sandboxes.contract import How, Isolation, ProgramEnd, Sandbox, SandboxLimits, as_failure
+from asyncrl.sandboxes.contract import How, Isolation, ProgramEnd, Sandbox, SandboxLimits, as_failure, unstartable
 
 _FOLDER = "/sandbox"
 _USER = "65534:65534"
@@ -50,7 +50,7 @@ class ContainerBackend:
         self._cleaning: asyncio.Task[None] | None = None
 
     async def create(self, limits: SandboxLimits) -> ContainerSandbox:
-        if self._cleaning is None:
+        if self._cleaning is None or (self._cleaning.done() and self._cleaning.exception() is not None):
             self._cleaning = asyncio.ensure_future(self._remove_abandoned())
         await asyncio.shield(self._cleaning)
         starting = asyncio.ensure_future(self._start(limits))
@@ -100,7 +100,8 @@ class ContainerBackend:
         for container, owner in (each for each in left if len(each) == 2):
             machine, _, process = owner.partition("-")
             if machine == here and _owner(int(process.partition("-")[0])) != owner:
-                await self.order("rm", "--force", container)
+                with contextlib.suppress(SandboxError):  # it ends at its time to live
+                    await self.order("rm", "--force", container)
 
 
 class ContainerSandbox(Sandbox):
@@ -126,6 +127,8 @@ class ContainerSandbox(Sandbox):
     ) -> ProgramEnd:
         if self._destroying is not None:
             raise SandboxError("a sandbox is gone")
+        if (end := unstartable(command, env)) is not None:
+            return end
         variables = [part for item in {"HOME": _FOLDER, **(env or {})}.items() for part in ("--env", "=".join(item))]
         arguments = [self._backend.command, "exec", "--interactive", *variables, self.container, *command]
         async with self._running:

@@ -11,6 +11,7 @@ A sandbox that fails raises :class:`~asyncrl.errors.SandboxError`; how a program
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, Protocol, TypeAlias
 
 from asyncrl.errors import ConfigError, SandboxError
+
+_LARGEST_COMMAND = 96 << 10
 
 How: TypeAlias = Literal["exited", "killed", "memory", "deadline", "output", "stopped"]
 
@@ -127,6 +130,8 @@ class Sandbox(ABC):
     ) -> ProgramEnd:
         """Run a command in the folder. It has none of this process's environment variables.
 
+        Backends return what :func:`unstartable` returns, if that is an end, before they use the sandbox.
+
         Args:
             command: program and arguments.
             stdin: its standard input.
@@ -200,6 +205,19 @@ class SandboxBackend(Protocol):
     async def close(self) -> None:
         """Destroy the sandboxes that are left. Idempotent."""
         ...
+
+
+def unstartable(command: Sequence[str], env: Mapping[str, str] | None) -> ProgramEnd | None:
+    """Return the end of a command that no system starts, as a shell would report it; None of any other.
+
+    Its arguments and its environment have more than 96 KiB as JSON, or there is a null byte in them.
+    """
+    variables = env or {}
+    if any("\0" in each for each in (*command, *variables, *variables.values())):
+        return ProgramEnd(how="exited", code=126, error=b"null byte in an argument\n")
+    if len(json.dumps([*command, variables])) > _LARGEST_COMMAND:
+        return ProgramEnd(how="exited", code=126, error=b"argument list too long\n")
+    return None
 
 
 def as_failure(what: str, error: BaseException) -> SandboxError:

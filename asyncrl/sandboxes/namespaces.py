@@ -23,12 +23,11 @@ from typing import Any
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.runtime import shield_until_done
-from asyncrl.sandboxes.contract import How, Isolation, ProgramEnd, Sandbox, SandboxLimits, as_failure
+from asyncrl.sandboxes.contract import How, Isolation, ProgramEnd, Sandbox, SandboxLimits, as_failure, unstartable
 
 _PROGRAM = Path(__file__).with_name("namespaces_program.py")
 _ANSWER_S = 10.0
 _LAST_S = 1.0
-_LARGEST_ORDER = 100_000
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 
 
@@ -146,6 +145,8 @@ class NamespacesSandbox(Sandbox):
 
         It has ``connection``, which is closed here, as its descriptor 3.
         """
+        if (refused := unstartable(command, env)) is not None:
+            return refused
         deadline_s = self.limits.deadline_s if deadline_s is None else deadline_s
         path = f"{Path(sys.executable).parent}:{os.defpath}"
         own = {"PATH": path, "LANG": "C.UTF-8", "HOME": self.folder, "OMP_NUM_THREADS": "1"}
@@ -236,8 +237,6 @@ class NamespacesSandbox(Sandbox):
 
     def _order(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         message = json.dumps(order).encode("utf-8", "backslashreplace")
-        if len(message) > _LARGEST_ORDER:
-            raise ValueError(f"a command with its environment has {len(message)} bytes; at most {_LARGEST_ORDER}")
         try:
             socket.send_fds(self._control, [message], descriptors)
         except OSError as error:

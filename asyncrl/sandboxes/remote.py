@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, SandboxError
-from asyncrl.sandboxes.contract import Isolation, ProgramEnd, Sandbox, SandboxLimits
+from asyncrl.sandboxes.contract import Isolation, ProgramEnd, Sandbox, SandboxLimits, unstartable
 
 if TYPE_CHECKING:
     import aiohttp
@@ -32,26 +32,39 @@ _GRACE_S = 30.0
 _DESTROY_S = 10.0
 
 
+class _AllLeasedError(SandboxError): ...
+
+
 class RemoteBackend:
     """Makes sandboxes on a server.
 
     Args:
         url: of the server, ``http://host:port``.
         key_env: environment variable that holds its key.
+        wait_s: longest wait for a sandbox of a server whose sandboxes are all leased.
     """
 
-    def __init__(self, *, url: str, key_env: str = "ASYNCRL_SANDBOX_KEY") -> None:
+    def __init__(self, *, url: str, key_env: str = "ASYNCRL_SANDBOX_KEY", wait_s: float = 600.0) -> None:
         if not re.match(r"https?://[^/\s]+", url):
             raise ConfigError(f"url is {url!r}", path="url", remedy="http://host:port")
         if not os.environ.get(key_env):
             raise ConfigError(f"{key_env} is not set here", path="key_env", remedy="set it to the server's key")
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"}
+        self._wait_s = wait_s
         self._session: aiohttp.ClientSession | None = None
 
     async def create(self, limits: SandboxLimits) -> RemoteSandbox:
-        made = await self.ask("POST", "/sandboxes", {"limits": asdict(limits)}, deadline_s=_GRACE_S)
-        return RemoteSandbox(self, made, limits)
+        clock = asyncio.get_running_loop().time
+        ends_s = clock() + self._wait_s
+        while True:  # the server lets each request wait
+            try:
+                made = await self.ask("POST", "/sandboxes", {"limits": asdict(limits)}, deadline_s=_GRACE_S)
+            except _AllLeasedError:
+                if clock() >= ends_s:
+                    raise
+            else:
+                return RemoteSandbox(self, made, limits)
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -63,12 +76,16 @@ class RemoteBackend:
 
         Raises:
             SandboxError: the server cannot be reached, failed, or gave no answer.
-            ConfigError: it refused the key or the limits.
+            ConfigError: it refused the key, the limits or the request's form.
         """
         import aiohttp
 
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),  # those that wait for a sandbox keep none from its owner
+            )
         try:
             async with (
                 asyncio.timeout(deadline_s),
@@ -79,6 +96,8 @@ class RemoteBackend:
             raise SandboxError(f"{self._url} gave no answer: {type(error).__name__}: {error}") from error
         if response.status in (400, 401, 403):
             raise ConfigError(f"{self._url} refused: {answer.get('error')}", path="limits", remedy="see the server")
+        if response.status == 429:
+            raise _AllLeasedError(f"{self._url}: {answer.get('error')}")
         if response.status != 200:
             raise SandboxError(f"{self._url} failed with status {response.status}: {answer.get('error')}")
         return dict(answer)
@@ -104,6 +123,8 @@ class RemoteSandbox(Sandbox):
         deadline_s: float | None = None,
         output_bytes: int | None = None,
     ) -> ProgramEnd:
+        if (refused := unstartable(command, env)) is not None:
+            return refused
         deadline_s = self.limits.deadline_s if deadline_s is None else deadline_s
         body = {
             "command": list(command),

@@ -9,6 +9,7 @@ which learns it; where it is enforced, the turn is not sampled from the policy a
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self, cast
 
-from asyncrl.errors import AsyncRLError, RequestAbortedError
+from asyncrl.errors import AsyncRLError, InvalidDataError, RequestAbortedError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams, Task
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy
@@ -83,6 +84,7 @@ class AgentSession:
                 session_tokens=policy.max_turns * policy.max_seq_len + 1,
                 default_new_tokens=policy.sampling.max_new_tokens,
                 request_timeout_s=86_400.0,
+                session_idle_s=math.inf,
                 conversation_bytes_per_key=64 << 20,
             ),
         )
@@ -151,12 +153,9 @@ class AgentSession:
             self.refused += 1
             self._on_end()
             raise APIError(403, f"the episode has had its {self._policy.max_turns} turns (env.max_turns)")
+        sampling = self._sampling(request, number)
         self._turns += 1
-        own = replace(
-            request,
-            request_id=f"{self._policy.request_prefix}-{number}",
-            sampling=self._sampling(request, number),
-        )
+        own = replace(request, request_id=f"{self._policy.request_prefix}-{number}", sampling=sampling)
         stream = cast(AsyncGenerator[GenerationChunk, None], self._policy.engine.generate(own))
         try:
             async with aclosing(stream) as chunks:
@@ -166,6 +165,8 @@ class AgentSession:
                     self.weight_version = max(self.weight_version, *chunk.weight_versions, -1)
                     formed = replace(chunk, weight_versions=(-1,) * len(chunk.token_ids))
                     yield formed if own.sampling.grammar else chunk
+        except InvalidDataError:  # of the request, which the agent gets as its answer
+            raise
         except AsyncRLError as error:
             self.failure = self.failure or error
             self._on_end()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import json
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, fields
 from typing import Annotated, Any
 
@@ -43,7 +42,7 @@ class SandboxServer:
         backend: makes the sandboxes.
         limits: the most that a client gets.
         keys: of the clients.
-        most: sandboxes at a time.
+        most: sandboxes at a time; a client waits a while for one, then gets 429, and may ask again.
     """
 
     def __init__(
@@ -53,10 +52,10 @@ class SandboxServer:
         self._limits = limits
         self._keys = keys
         self._most = most
+        self._places = asyncio.Semaphore(most)
         self._lease_s = lease_s
         self._leases: dict[str, tuple[Sandbox, AsyncExitStack]] = {}
         self._expiring: set[asyncio.Task[None]] = set()
-        self._places = 0
 
     @asynccontextmanager
     async def serving(self, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
@@ -92,20 +91,22 @@ class SandboxServer:
             return await handler(request)
         except ConfigError as error:
             return _answer({"error": str(error)}, status=400)
-        except (msgspec.MsgspecError, binascii.Error, TypeError, ValueError) as error:
-            return _answer({"error": f"the body cannot be used: {error}"}, status=400)
         except AsyncRLError as error:
             return _answer({"error": str(error)}, status=503)
 
     async def _create(self, request: web.Request) -> web.Response:
-        given = SandboxLimits(**msgspec.json.decode(await request.read(), type=dict[str, Any])["limits"])
+        body = await request.read()
+        with _reading_body():
+            given = SandboxLimits(**msgspec.json.decode(body, type=dict[str, Any])["limits"])
         for each in fields(SandboxLimits):
             if getattr(given, each.name) > getattr(self._limits, each.name):
                 most = getattr(self._limits, each.name)
                 raise ConfigError(f"{each.name} is {getattr(given, each.name)}", remedy=f"at most {most} here")
-        if self._places >= self._most:
-            raise SandboxError(f"all {self._most} sandboxes are leased")
-        self._places += 1
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await self._places.acquire()
+        except TimeoutError:
+            return _answer({"error": f"all {self._most} sandboxes are leased"}, status=429)
         name = secrets.token_urlsafe(16)
         async with AsyncExitStack() as stack:
             stack.callback(self._free, name)
@@ -125,16 +126,19 @@ class SandboxServer:
 
     def _free(self, name: str) -> None:
         self._leases.pop(name, None)
-        self._places -= 1
+        self._places.release()
 
     async def _exec(self, request: web.Request) -> web.Response:
         sandbox = self._sandbox(request)
-        asked = msgspec.json.decode(await request.read(), type=_Exec)
+        body = await request.read()
+        with _reading_body():
+            asked = msgspec.json.decode(body, type=_Exec)
+            stdin = base64.b64decode(asked.stdin, validate=True)
         if asked.deadline_s > self._limits.deadline_s or asked.output_bytes > 2 * self._limits.file_bytes:
             raise ConfigError(f"a command may take {self._limits.deadline_s:g} s here", path="deadline_s")
         end = await sandbox.exec(
             asked.command,
-            stdin=base64.b64decode(asked.stdin, validate=True),
+            stdin=stdin,
             env=asked.env,
             deadline_s=asked.deadline_s,
             output_bytes=asked.output_bytes,
@@ -156,6 +160,14 @@ class SandboxServer:
         if found is None:
             raise SandboxError("there is no such sandbox, or its lease has ended")
         return found[0]
+
+
+@contextmanager
+def _reading_body() -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.MsgspecError, TypeError, KeyError, ValueError) as error:
+        raise ConfigError(f"the body cannot be used: {error}", remedy="see asyncrl.sandboxes.remote") from error
 
 
 def _answer(content: dict[str, Any], *, status: int = 200) -> web.Response:

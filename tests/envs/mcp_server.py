@@ -49,6 +49,8 @@ for line in sys.stdin:
         schema = "none" if manner == "broken" else OBJECT
         if "cursor" not in message["params"]:
             tools = [{"name": "add", "description": "Add two integers.", "inputSchema": schema}]
+            if manner == "repeats":
+                tools *= 2
             say({"id": message["id"], "result": {"tools": tools, "nextCursor": "2"}})
         else:
             tools = [{"name": "sums", "inputSchema": {"type": "object"}}]

@@ -19,7 +19,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.envs.calculator import CalculatorFactory
-from asyncrl.envs.command import CommandFactory, filled
+from asyncrl.envs.command import CommandFactory, filled, run_program
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
 from asyncrl.interfaces import Environment, SamplingParams, Step
 from asyncrl.rollout.chat import ChatRenderer
@@ -206,6 +206,23 @@ async def test_limits_and_judges_of_a_sandbox(play: Callable[..., Any], tmp_path
         factory_of("well", sandbox={"network": True})
     with pytest.raises(ConfigError, match="fields of SandboxLimits"):
         factory_of("well", sandbox={"colour": "red"})
+
+
+async def test_a_program_has_an_empty_input(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"of the worker")
+    os.close(writing)
+    kept = os.dup(0)
+    os.dup2(reading, 0)
+    os.close(reading)
+    try:
+        limits = {"deadline_s": 60.0, "output_bytes": 1000}
+        end = await run_program(["cat"], folder=tmp_path, env=dict(os.environ), over=asyncio.Event(), **limits)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+    assert end.succeeded
+    assert end.output == b""
 
 
 async def test_a_failure_of_the_engine_is_not_the_agents(scratch: ChatRenderer) -> None:

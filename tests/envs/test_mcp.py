@@ -114,6 +114,7 @@ async def test_tools_are_those_of_the_servers(rows: str) -> None:
         ("hangs", EnvironmentDeadlineError, "'sums' gave no answer to tools/call in 1 s"),
         ("refuses", EnvironmentFailure, "'sums' failed in tools/call: {'code': -32603"),
         ("broken", EnvironmentFailure, "'sums' cannot be used: it lists a tool with a broken schema: {'name': 'add'"),
+        ("repeats", EnvironmentFailure, "MCP server 'sums' lists a second tool that would be named 'sums_add'"),
         ("forks", None, ""),
         ("stays", None, ""),
     ],

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.envs.sandbox import SandboxFactory, answer_text
-from asyncrl.errors import ConfigError, SandboxError
-from asyncrl.interfaces import Message, Step
+from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
+from asyncrl.interfaces import EnvironmentWait, Message, Step
+from asyncrl.rollout.episode import replay_episode
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 
@@ -49,6 +50,8 @@ async def test_a_coding_agent_changes_files_until_the_tests_pass(tmp_path: Path)
         assert [each.name for each in environment.tools] == ["bash", "python", "write_file"]
         step = await environment.step(call("bash", command="ls; cat double.py; exit 3"))
         assert texts(step) == ["double.py\ndef f(x): return x\n(exit code 3)"]
+        step = await environment.step(call("bash", command="echo " + "x" * 100_000))
+        assert texts(step) == ["argument list too long\n(exit code 126)"]
         if repaired:
             step = await environment.step(call("write_file", path="double.py", content="def f(x): return 2 * x\n"))
             assert texts(step) == ["written"]
@@ -85,6 +88,25 @@ async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, mo
     with pytest.raises(SandboxError):
         await environment.step(call("bash", command="ls"))
     await environment.close()
+    await made.aclose()
+
+
+async def test_a_check_that_no_system_starts_is_a_failure_and_no_reward(tmp_path: Path):
+    made = factory(tmp_path)
+    task = made.task(0, split="train")
+    task["extra_info"]["check"] = "true " + "x" * 100_000
+    with pytest.raises(EnvironmentFailure, match="check cannot be started: argument list too long"):
+        await made.make().reset(task)
+    await made.aclose()
+
+
+async def test_an_episode_is_not_played_again_for_its_reward_and_may_wait_for_its_sandbox(tmp_path: Path):
+    made = factory(tmp_path, wait_s=7.0)
+    environment = made.make()
+    assert isinstance(environment, EnvironmentWait)
+    assert environment.wait_s == 7.0
+    assert await replay_episode(environment, made.task(0, split="train"), [], deadline_s=10.0) is None
+    assert made._pool is None
     await made.aclose()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, RewardError, SandboxError
 from asyncrl.rewards import code
@@ -215,6 +218,19 @@ def test_program_in_prefers_the_last_python_block():
     assert program_in("```py\na\n```\n```python3\nb\n```") == "b\n"
     assert program_in("```\na\n```\n```text\nb\n```") == "b\n"
     assert program_in("```python\ncut off") == "cut off"
+
+
+@given(text=st.lists(st.sampled_from(["`", "```", "\n", "py", "a", " ", "\t"]), max_size=10).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_a_block_is_what_lies_between_fences(text: str):
+    blocks = re.findall(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
+    python = [body for language, body in blocks if language == "py"]
+    assert program_in(text) == (python[-1] if python else blocks[-1][1] if blocks else text)
+
+
+@pytest.mark.parametrize("text", ["```" + " " * 300_000, "```" + "a" * 300_000, "```" * 100_000])
+def test_a_fence_without_an_end_is_read_in_linear_time(text: str):
+    assert program_in(text) == text
 
 
 @pytest.mark.parametrize(

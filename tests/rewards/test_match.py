@@ -60,6 +60,10 @@ def test_json_schema(answer: str, score: float):
                                       '"properties": {"n": {"type": "integer"}}}'}) == score  # fmt: skip
 
 
+def test_an_open_fence_before_blank_lines_is_read_in_linear_time():
+    assert json_schema("```json" + "\n" * 300_000, None, {}, schema={}) == 0.0
+
+
 def test_a_row_without_a_schema_raises():
     with pytest.raises(ValueError, match="needs a schema"):
         json_schema("{}", None, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,25 @@ def test_a_readable_call_beside_an_unreadable_one_is_kept(scratch: ChatRenderer)
     message = scratch.parse(ids(scratch, f"<tool_call>oops</tool_call>{CALL}"))
     assert message["tool_calls"] == [PARSED_CALL]
     assert "not JSON" in message["malformed"]
+
+
+PIECES = ["<tool_call>", "</tool_call>", "<tool_", "call>", '{"name": "f"}', "a", " ", "\n", "\u3000"]
+
+
+@given(text=st.lists(st.sampled_from(PIECES), max_size=9).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_calls_are_what_lies_between_the_nearest_marks(scratch: ChatRenderer, text: str) -> None:
+    pattern = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+    message = scratch.parse(ids(scratch, text))
+    written, content = pattern.findall(text), pattern.sub("", text)
+    assert message["content"] == content.partition("<tool_call>")[0].strip()
+    assert len(message.get("tool_calls", ())) == written.count('{"name": "f"}')
+    assert ("without </tool_call>" in message.get("malformed", "")) == ("<tool_call>" in content)
+
+
+def test_a_turn_of_blanks_is_parsed_in_linear_time(scratch: ChatRenderer) -> None:
+    message = scratch.parse(ids(scratch, "<tool_call>" + " " * 50_000))
+    assert message["malformed"] == "<tool_call> without </tool_call>"
 
 
 @given(arguments=st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=8) | st.booleans(), max_size=3))

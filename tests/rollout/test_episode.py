@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from asyncrl.rollout.episode import Diverged, EpisodePolicy, Players, run_episod
 from asyncrl.rollout.trajectory import Trajectory, encode_rows, trajectories_to_batch
 from asyncrl.rollout.turns import TurnFeed, TurnRecorder, decode_turns
 from asyncrl.testing import EchoEnvironment, ScriptedEngine
+from asyncrl.testing.clock import run_virtually
 
 TASK: Task = {"question": "(3+4)-2", "answer": 5, "steps": [[3, "+", 4, 7], [7, "-", 2, 5]]}
 FIRST_CALL = '<tool_call>{"name": "calculator", "arguments": {"a": 3, "operator": "+", "b": 4}}</tool_call><|end|>'
@@ -148,8 +150,10 @@ async def test_a_full_context_ends_the_episode(scratch: ChatRenderer, factory: C
     assert len(trajectory.token_ids) == prompt_tokens + call_tokens
 
 
-async def test_a_prompt_that_fills_the_context_is_bad_data(scratch: ChatRenderer, factory: CalculatorFactory) -> None:
-    with pytest.raises(InvalidDataError, match="raise max_seq_len"):
+async def test_a_prompt_that_fills_the_context_fails_its_episode(
+    scratch: ChatRenderer, factory: CalculatorFactory
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"raise rollout\.max_seq_len"):
         await play(engine_saying(scratch, "5<|end|>"), factory.make(), scratch, max_seq_len=5)
 
 
@@ -202,6 +206,34 @@ async def test_an_environment_that_hangs_passes_its_deadline(scratch: ChatRender
         await play(engine_saying(scratch, "12<|end|>"), environment, scratch, deadline_s=0.01)
     assert caught.value.tokens_generated == (0 if at == "reset" else 3)
     assert environment.closed == 1
+
+
+class Queueing(EchoEnvironment):
+    """Waits for its turn, 600 s of its own time at most, and then needs 50 s."""
+
+    wait_s = 600.0
+
+    def __init__(self, waits_s: float) -> None:
+        super().__init__()
+        self._waits_s = waits_s
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        await asyncio.sleep(self._waits_s + 50.0)
+        return await super().reset(task)
+
+
+def test_an_environment_may_wait_for_its_turn_beside_its_deadline(scratch: ChatRenderer) -> None:
+    async def begin(waits_s: float, **limits: float) -> float:
+        began_s = asyncio.get_running_loop().time()
+        task = {"word": "1", "turns": 1}
+        engine = engine_saying(scratch, "1<|end|>")
+        with suppress(EnvironmentDeadlineError):
+            return (await play(engine, Queueing(waits_s), scratch, task, deadline_s=60.0, **limits)).reward
+        return began_s - asyncio.get_running_loop().time()
+
+    assert run_virtually(begin(600.0)) == 1.0
+    assert run_virtually(begin(620.0)) == -660.0
+    assert run_virtually(begin(600.0, ends_s=500.0)) == -500.0
 
 
 async def test_a_timeout_inside_the_environment_is_not_its_deadline(scratch: ChatRenderer) -> None:
@@ -544,7 +576,7 @@ async def test_limits_end_a_game_of_players(scratch: ChatRenderer) -> None:
     ended = players.trajectory({}, {})
     assert (ended.finish_reason, len(ended.turns), ended.reward) == ("max_seq_len", 2, 0.0)
 
-    with pytest.raises(InvalidDataError, match="raise max_seq_len"):
+    with pytest.raises(EnvironmentFailure, match=r"raise rollout\.max_seq_len"):
         await players_of(engine, scratch, max_seq_len=first).ask(0, [message])
     with pytest.raises(EnvironmentFailure, match="cannot be used"):
         await players_of(engine, scratch).ask(0, [{"role": "user", "content": "\ud800"}])

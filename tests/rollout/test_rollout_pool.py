@@ -82,6 +82,7 @@ class FakeWorker(Worker):
         finally:
             self.in_flight -= len(prompts)
         meta = {"by": self.name, "version": self.version, "summary": {"tokens": len(prompts)}, "wasted_tokens": 0}
+        meta["deadline_s"] = prompts.meta_info.get("deadline_s")
         return DataProto.from_dict({"row": torch.arange(len(prompts))}, meta_info=meta)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -396,6 +397,19 @@ async def test_rollouts_that_never_end_meet_their_deadline_by_name():
         await pool.rollout(rows(1, slow=True))
     await pool.aclose()
     await only.aclose()
+
+
+async def test_a_worker_knows_how_much_time_its_rollouts_have():
+    for deadline_s in (None, 1000.0):
+        only = group("only")
+        pool = RolloutPool({"only": only}, rollout_deadline_s=deadline_s)
+        await pool.start("model", weight_version=0)
+        asked = rows(1)
+        left_s = (await (await pool.rollout(asked)).header()).meta_info["deadline_s"]
+        assert left_s is None if deadline_s is None else 0 < left_s <= deadline_s
+        assert "deadline_s" not in asked.meta_info
+        await pool.aclose()
+        await only.aclose()
 
 
 async def test_a_fenced_replica_that_hangs_keeps_no_version_from_being_released():

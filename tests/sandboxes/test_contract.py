@@ -11,13 +11,14 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.sandboxes.container import ContainerBackend
 from asyncrl.sandboxes.contract import Sandbox, SandboxBackend, SandboxLimits
-from asyncrl.sandboxes.namespaces import NamespacesBackend
+from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
 from asyncrl.sandboxes.remote import RemoteBackend
 from asyncrl.serve.middleware import KeyRing
 from asyncrl.serve.sandboxes import SandboxServer
@@ -75,6 +76,12 @@ async def test_a_sandbox_of_every_kind(kind: str, folder: Path, monkeypatch: pyt
         assert (end.how, end.code, end.output, end.stderr, end.succeeded) == ("exited", 3, b"\0\xff", "ill b\n", False)
         assert (await sandbox.exec(["/bin/sh", "-c", "kill -11 $$"])).how == "killed"
         assert (await sandbox.exec(["nothing here"])).code != 0
+        for unstartable in (["echo", "x" * 100_000], ["echo", "\0"]):
+            end = await sandbox.exec(unstartable)
+            assert (end.how, end.code, end.output) == ("exited", 126, b"")
+        with pytest.raises(OSError, match="null byte"):
+            await sandbox.write("a\0b", b"1")
+        assert (await sandbox.exec(["echo", "x" * 90_000])).succeeded
         end = await sandbox.exec(["/bin/sh", "-c", "while :; do echo x; done"], output_bytes=10)
         assert (end.how, end.output) == ("output", b"x\n" * 5)
         end = await sandbox.exec(["sleep", "60"], deadline_s=0.2)
@@ -127,6 +134,20 @@ async def test_containers_of_a_dead_process_are_removed_and_those_of_others_are_
     await backend.close()
 
 
+async def test_containers_are_made_although_old_ones_could_not_be_listed_once_or_removed(folder: Path):
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    (folder / "gone.owner").write_text(f"{machine}-{os.getpid()}-1")
+    program = Path(docker_in(folder))
+    (once := folder.parent / "once").touch()
+    lines = program.read_text().splitlines()
+    program.write_text("\n".join([lines[0], f'[ "$1" = ps ] && rm {once} 2>/dev/null && exit 1', *lines[1:]]))
+    backend = ContainerBackend(image="x", command=str(program))
+    with pytest.raises(SandboxError, match=r"ps failed \(1\)"):
+        await backend.create(LIMITS)
+    await (await backend.create(LIMITS)).destroy()
+    await backend.close()
+
+
 async def test_a_command_line_that_fails_is_a_failure(folder: Path):
     backend = ContainerBackend(image="x", command="false")
     with pytest.raises(SandboxError, match=r"false ps failed \(1\)"):
@@ -139,12 +160,13 @@ async def test_a_server_refuses_before_any_work(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ConfigError, match="ASYNCRL_SANDBOX_KEY is not set"):
         RemoteBackend(url="http://127.0.0.1:1")
     async with served(monkeypatch, most=1) as url:
-        backend = RemoteBackend(url=url)
+        backend = RemoteBackend(url=url, wait_s=0.0)
         with pytest.raises(ConfigError, match="memory_bytes is"):
             await backend.create(SandboxLimits(memory_bytes=1 << 40))
         with pytest.raises(ConfigError, match="network is True"):
             await backend.create(SandboxLimits(network=True))
         sandbox = await backend.create(LIMITS)
+        monkeypatch.setattr("asyncrl.serve.sandboxes._WAIT_S", 0.01)
         with pytest.raises(SandboxError, match="all 1 sandboxes are leased"):
             await backend.create(LIMITS)
         with pytest.raises(ConfigError, match="may take 5 s"):
@@ -160,6 +182,46 @@ async def test_a_server_refuses_before_any_work(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(SandboxError, match="gave no answer"):
         await dead.create(LIMITS)
     await dead.close()
+
+
+async def test_only_a_body_that_cannot_be_used_is_refused_as_such(monkeypatch: pytest.MonkeyPatch):
+    async with served(monkeypatch) as url:
+        backend = RemoteBackend(url=url)
+        for body in ({}, {"limits": []}, {"limits": {"disk": 1}}):
+            with pytest.raises(ConfigError, match="the body cannot be used"):
+                await backend.ask("POST", "/sandboxes", body, deadline_s=10.0)
+        sandbox = await backend.create(LIMITS)
+
+        async def broken(*given: object, **more: object) -> None:
+            raise ValueError("of the server's own")
+
+        monkeypatch.setattr(NamespacesSandbox, "exec", broken)
+        with pytest.raises(SandboxError, match="gave no answer"):
+            await sandbox.exec(["true"])
+        await backend.close()
+
+
+@pytest.mark.parametrize("server_waits_s", [0.01, 60.0])
+async def test_who_finds_no_sandbox_of_a_server_free_waits(monkeypatch: pytest.MonkeyPatch, server_waits_s: float):
+    monkeypatch.setattr("asyncrl.serve.sandboxes._WAIT_S", server_waits_s)
+    asked = asyncio.Semaphore(0)
+    ask = RemoteBackend.ask
+
+    async def noted(backend: RemoteBackend, *given: Any, **more: Any) -> dict[str, Any]:
+        asked.release()
+        return await ask(backend, *given, **more)
+
+    async with served(monkeypatch, most=1) as url:
+        backend = RemoteBackend(url=url)
+        sandbox = await backend.create(LIMITS)
+        monkeypatch.setattr(RemoteBackend, "ask", noted)
+        waiting = asyncio.create_task(backend.create(LIMITS))
+        for _ in range(2 if server_waits_s < 1 else 1):
+            await asked.acquire()
+        assert not waiting.done()
+        await sandbox.destroy()
+        await (await waiting).destroy()
+        await backend.close()
 
 
 async def test_a_lease_of_a_server_ends_and_frees_its_place(monkeypatch: pytest.MonkeyPatch, folder: Path):

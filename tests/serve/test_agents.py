@@ -51,13 +51,35 @@ async def test_the_run_decides_how_an_agent_is_answered(policy: Callable[..., Ep
         await post(session, ASK | asked)
         await post(session, ASK | {"max_tokens": 3})
         status, refused = await post(session, ASK | {"logit_bias": {"71": 5}})
+        await post(session, ASK)
     assert (status, "logit_bias" in refused["error"]["message"]) == (400, True)
-    first, second = (request.sampling for request in engine.requests)
+    first, second, _ = (request.sampling for request in engine.requests)
     assert (first.temperature, first.top_p, first.min_tokens) == (0.7, 0.9, 2)
     assert (first.max_new_tokens, second.max_new_tokens) == (64, 3)
     assert first.stop == ("again",)
     assert first.seed not in (1, second.seed)
-    assert [request.request_id for request in engine.requests] == ["row-0", "row-1"]
+    assert [request.request_id for request in engine.requests] == ["row-0", "row-1", "row-2"]
+
+
+async def test_a_request_that_the_engine_refuses_is_the_agents_mistake(policy: Callable[..., EpisodePolicy]) -> None:
+    episode = policy()
+    engine: Any = episode.engine
+    await engine.start()
+    ended: list[int] = []
+    async with AgentSession(episode, on_end=lambda: ended.append(1)) as session:
+        refused, _ = await post(session, {"model": "m", "prompt": ""}, "/v1/completions")
+        answered, _ = await post(session, ASK)
+    assert (refused, answered, session.failure, ended) == (400, 200, None, [])
+
+
+async def test_a_session_lasts_as_long_as_its_agent(policy: Callable[..., EpisodePolicy]) -> None:
+    episode = policy()
+    engine: Any = episode.engine
+    await engine.start()
+    async with AgentSession(episode) as session:
+        await post(session, ASK)
+        session._state.sessions._clock = lambda: 1e9
+        assert (await post(session, ASK))[0] == 200
 
 
 @pytest.mark.parametrize("enforced", [False, True])

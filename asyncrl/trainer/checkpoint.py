@@ -90,6 +90,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
         consumed: prompts trained on.
         ledger: position of the ledger's last record.
         kl_coef: coefficient of the KL penalty in the reward; None without one.
+        kl_start: coefficient that it was configured with, where it is controlled.
     """
 
     step: int
@@ -103,6 +104,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
     consumed: int = 0
     ledger: LedgerPosition = LedgerPosition()
     kl_coef: float | None = None
+    kl_start: float | None = None
 
 
 class Checkpoints:

@@ -44,6 +44,7 @@ from asyncrl.trainer.assembly import (
     adapters_apart,
     chat_options,
     critic_options,
+    divergence_estimator,
     filter_overlong_prompts,
     import_model_library,
     make_advantages,
@@ -317,7 +318,7 @@ class TrainingRun:
             reference = assembly.trainer  # without its adapters it is the policy of version 0
         self._buffer = assembly.make_buffer(at_least_groups=start.places, ledger=self._ledger)
         await assembly.place(self._buffer)
-        advantages = make_advantages(config, kl_coef=resumed.kl_coef if resumed is not None else None)
+        advantages = make_advantages(config, after=resumed)
         every = config.eval.every if config.eval.tasks else 0
         evaluate_first = bool(every and 0 < step < config.steps and not step % every and step not in self._evaluated)
         if resumed is not None:
@@ -446,11 +447,8 @@ class TrainingRun:
         set_key(tables, key, value)
         wanted = Config.from_mapping(tables, origin="set")
         check_algorithm(wanted)
-        needs = [
-            (needs_reference(each), needs_critic(each), make_advantages(each).needs_baseline) for each in (now, wanted)
-        ]
         fixed = ".".join(key.split(".")[:2]) in _FIXED
-        if key.partition(".")[0] not in ("algorithm", "trainer") or fixed or needs[0] != needs[1]:
+        if key.partition(".")[0] not in ("algorithm", "trainer") or fixed or _stages(now) != _stages(wanted):
             remedy = f"stop the run, and resume it with --{key}"
             raise ConfigError(f"{key} cannot be set while a run trains; {remedy}", path=key, remedy=remedy)
         self._wanted = wanted
@@ -466,7 +464,7 @@ class TrainingRun:
             await (await self._save(driver, step))()
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
             await self._assembly.trainer.load(self._checkpoints.latest() / "trainer")
-            driver.learner = self._learner(make_advantages(wanted, kl_coef=driver.learner.advantages.kl_coef))
+            driver.learner = self._learner(make_advantages(wanted, after=driver.learner.advantages))
             self._accept_changes(step, "set")
             await self._record_start(driver, origin)
 
@@ -648,6 +646,12 @@ class TrainingRun:
             yield
         finally:
             self._phases_s[name] = self._phases_s.get(name, 0.0) + time.monotonic() - started
+
+
+def _stages(config: Config) -> tuple[object, ...]:
+    """Return what the stages of a run were made from, of what an algorithm needs."""
+    baseline = make_advantages(config).needs_baseline
+    return needs_reference(config), needs_critic(config), baseline, divergence_estimator(config)
 
 
 def _check_state_fits(config: Config, before: Config) -> None:

@@ -142,7 +142,7 @@ def driver(
     window = GROUPS * (max_staleness + 1)
     buffer = AsyncReplayBuffer(capacity=window, max_staleness=max_staleness)
     parts: Any = Parts(buffer, fails=fails)
-    parts.advantages = SimpleNamespace(kl_coef=None)
+    parts.advantages = SimpleNamespace(kl_coef=None, kl_start=None)
     parts.policy = POLICIES["wait"]
     made = Driver(
         plan=TrainingPlan(steps=steps, groups_per_step=GROUPS, group_size=1, **options),

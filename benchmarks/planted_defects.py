@@ -113,10 +113,10 @@ DEFECTS = (
     Defect(
         "publication: every fourth is skipped, and the law is not told",
         DRIVER,
-        '            publication = tasks.create_task(self._publish(step, manifest), name=f"publish {step}")\n',
+        '            publication = tasks.create_task(self._publish(tasks, step, manifest), name=f"publish {step}")\n',
         "            if step % 4 == 0 and step < self.plan.steps:\n"
         "                publication = None\n                await manifest\n                continue\n"
-        '            publication = tasks.create_task(self._publish(step, manifest), name=f"publish {step}")\n',
+        '            publication = tasks.create_task(self._publish(tasks, step, manifest), name=f"publish {step}")\n',
     ),
     Defect(
         "publication: the weights of the step before",

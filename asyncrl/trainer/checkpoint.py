@@ -142,7 +142,7 @@ class Checkpoints:
 
         No update may begin before this returns, and no other checkpoint may be taken before that one is written.
         """
-        final = self._folder / f"step-{step:06d}"
+        final = self.folder(step)
         groups = {"trainer": trainer, **({"critic": critic} if critic is not None else {})}
         partial = await shield_until_done(asyncio.to_thread(self._begin, final, list(groups)))
         async with _removed_if_it_fails(partial):
@@ -210,6 +210,10 @@ class Checkpoints:
                 if undone.exists():
                     self._files.remove(undone)
                 self._files.rename(path, undone)
+
+    def folder(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be."""
+        return self._folder / f"step-{step:06d}"
 
     def all(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""

@@ -64,7 +64,7 @@ class RunSummary:
         overlap_share: share of the time in which two stages or more were at work.
         staleness: of the tokens trained on; ``max_staleness`` is the bound, in versions.
         tokens: the token equation.
-        tokens_per_s: tokens trained on per second of training.
+        tokens_per_s: tokens trained on per second of training, both of this process.
         trainer: of its updates since it was last loaded (:class:`asyncrl.interfaces.TrainerUsage`), of the first rank
             ``update_s``, ``tflops`` a second, and ``mfu`` where it is known; ``memory_peak_gb`` of each rank. Empty if
             the engine does not tell.

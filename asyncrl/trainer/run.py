@@ -30,7 +30,7 @@ from asyncrl.rollout.engine_worker import resolve_model
 from asyncrl.rollout.recheck import CheckBudget
 from asyncrl.rollout.work import sum_totals
 from asyncrl.rollout.worker import metered_tokens
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_abandonable_thread, in_thread, shield_until_done
 from asyncrl.telemetry.adviser import LEAST_STEPS, advise
 from asyncrl.telemetry.idle import idle_shares
 from asyncrl.telemetry.progress import Progress
@@ -137,7 +137,9 @@ class TrainingRun:
         for issue in check_algorithm(config):
             self._progress.note(f"unsound, and run as configured: {issue.key}: {issue.reason}")
         try:
-            await asyncio.to_thread(self._open_records)
+            if config.checkpoint.url is not None:  # first of all: a store that refuses changes nothing
+                self._checkpoints.stored = await in_abandonable_thread(self._stored_run)
+            await shield_until_done(asyncio.to_thread(self._open_records))
             async with self._watch().watching():
                 driver = await self._begin()
             with self._phase("train"):
@@ -207,17 +209,20 @@ class TrainingRun:
         finally:
             await self._close()
 
+    def _stored_run(self) -> StoredRun:
+        checkpoint = self._config.checkpoint
+        assert checkpoint.url is not None
+        return StoredRun(
+            checkpoint.url,
+            self._run.path,
+            keep=checkpoint.keep_last,
+            resumed=self._run.resumed,
+            failed=lambda *why: self._recorder.unsaved(*why),  # noqa: PLW0108  it is made later
+        )
+
     def _open_records(self) -> None:
         """Open the ledger; a resumed run also removes what was written after its checkpoint."""
-        run, resumed, checkpoint = self._run, self._resumed, self._config.checkpoint
-        if checkpoint.url is not None:  # first of all: a store that refuses changes nothing
-            self._checkpoints.stored = StoredRun(
-                checkpoint.url,
-                run.path,
-                keep=checkpoint.keep_last,
-                resumed=run.resumed,
-                failed=lambda *why: self._recorder.unsaved(*why),  # noqa: PLW0108  it is made later
-            )
+        run, resumed = self._run, self._resumed
         self._ledger = self._assembly.make_ledger(
             run.ledger_path, resume=ledger_base(resumed) if resumed is not None else None
         )
@@ -461,9 +466,11 @@ class TrainingRun:
         self._wanted = None
         async with self._devices.trainer_turn():
             await driver.checkpoint_written()
-            await (await self._save(driver, step))()
+            saved = self._checkpoints.folder(step)
+            if not await asyncio.to_thread(saved.exists):  # else it may be on its way to a URL, and is of the same weights
+                await (await self._save(driver, step))()
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
-            await self._assembly.trainer.load(self._checkpoints.latest() / "trainer")
+            await self._assembly.trainer.load(saved / "trainer")
             driver.learner = self._learner(make_advantages(wanted, after=driver.learner.advantages))
             self._accept_changes(step, "set")
             await self._record_start(driver, origin)
@@ -571,6 +578,7 @@ class TrainingRun:
         balance.check()
         scores = {record["step"]: record["success"] for record in history["evaluations"]}
         train_s = self._phases_s["train"]
+        trained_before = self._resumed.trained if self._resumed is not None else 0
         return RunSummary(
             name=config.name,
             seed=config.seed,
@@ -592,7 +600,7 @@ class TrainingRun:
             ),
             max_staleness=config.max_staleness,
             tokens=balance,
-            tokens_per_s=balance.trained / train_s if train_s else 0.0,
+            tokens_per_s=(balance.trained - trained_before) / train_s if train_s else 0.0,
             trainer=await self._trainer_usage(),
             continued={**journal.continued, "restarted": dict(journal.restarted)},
             waits=self._timeline.wait_s(),

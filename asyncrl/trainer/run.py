@@ -467,7 +467,8 @@ class TrainingRun:
         async with self._devices.trainer_turn():
             await driver.checkpoint_written()
             saved = self._checkpoints.folder(step)
-            if not await asyncio.to_thread(saved.exists):  # else it may be on its way to a URL, and is of the same weights
+            # One that is there holds these weights, and may be on its way to a URL.
+            if not await asyncio.to_thread(saved.exists):
                 await (await self._save(driver, step))()
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
             await self._assembly.trainer.load(saved / "trainer")

@@ -47,6 +47,7 @@ from asyncrl.config import Config
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles
+from asyncrl.ledger import Committed
 from asyncrl.rollout.publication import Ended
 from asyncrl.rollout.trajectory import Trajectory, Turn, encode_rows, trajectories_to_batch
 from asyncrl.staleness import POLICIES
@@ -301,6 +302,8 @@ async def model_life(folder: Path, points: Points, *, fsync: Any, torn: bool) ->
         await (await save(driver, 0))()
     await driver.run()
     driver.balance(generated=start.generated + policy.delivered, in_flight=0).check()
+    await (await save(driver, STEPS))()
+    driver.journal.record(Committed(STEPS))
     counts = ledger.statistics()
     if (counts.unaccounted, counts.consumed, counts.live) != (0, STEPS * GROUPS, 0):
         raise AssertionError(f"prompts do not add up: {counts}")

@@ -104,7 +104,7 @@ class AdaptiveKL:
         coefficient *= 1 + clip(divergence / target - 1, -0.2, 0.2) * rows / horizon
 
     ``target`` is in nats per token, ``horizon`` in rows, over which the coefficient can change by a fifth. All three
-    are above 0: a coefficient of 0 would stay there.
+    are above 0: a coefficient of 0 would stay there. ``start`` is the coefficient that a run was configured with.
 
         >>> AdaptiveKL(coefficient=0.5, target=0.1, horizon=1000.0).updated(0.2, rows=1000).coefficient
         0.6
@@ -116,6 +116,7 @@ class AdaptiveKL:
     coefficient: float
     target: float
     horizon: float = 10_000.0
+    start: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("coefficient", "target", "horizon"):

@@ -638,15 +638,18 @@ class AlgorithmConfig(Section):
         )
 
     def controller(self, coefficient: float | None = None) -> KLController | None:
-        """Return the controller of a KL penalty in the reward, at ``coefficient``; None without a penalty."""
+        """Return the controller of a KL penalty in the reward; None without a penalty.
+
+        With ``target_kl`` it goes on at ``coefficient``, if one is given.
+        """
         if not self.kl_in_reward:
             return None
         from asyncrl.algorithms import AdaptiveKL, FixedKL
 
-        start = self.kl_coef if coefficient is None else coefficient
         if self.target_kl is None:
-            return FixedKL(coefficient=start)
-        return AdaptiveKL(coefficient=start, target=self.target_kl, horizon=self.kl_horizon)
+            return FixedKL(coefficient=self.kl_coef)
+        now = self.kl_coef if coefficient is None else coefficient
+        return AdaptiveKL(coefficient=now, target=self.target_kl, horizon=self.kl_horizon, start=self.kl_coef)
 
     def estimator(self) -> AdvantageEstimator:
         """Return the advantage estimator; raise :class:`ConfigError` as :meth:`objective`."""

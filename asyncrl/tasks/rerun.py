@@ -60,7 +60,7 @@ from asyncrl.trainer.assembly import (
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState, read_driver_state
 from asyncrl.trainer.group import Group, Score, fetch_numbers
 from asyncrl.trainer.invariants import check_log_probs
-from asyncrl.trainer.learner import Learner, StepRecord
+from asyncrl.trainer.learner import Advantages, Learner, StepRecord
 from asyncrl.trainer.report import Recorder
 
 if TYPE_CHECKING:
@@ -495,7 +495,9 @@ class _Replay:
         self._config = config
         self._configs = configs
         self._forked = forked
-        self._assembly = Assembly(config, log_folder=run.logs)
+        algorithms = [each.algorithm for each in configs.values() if needs_reference(each)]  # one reference for all
+        workers = config.model_copy(update={"algorithm": algorithms[0]}) if algorithms else config
+        self._assembly = Assembly(workers, log_folder=run.logs)
         self._progress = make_progress(config.telemetry.progress)
         self._trackers = open_trackers(
             config.telemetry.trackers, run.path, name=config.name, config=config.model_dump(mode="json")
@@ -540,7 +542,8 @@ class _Replay:
                 staleness=dict(total.histogram),
                 history=self._recorder.history,
                 consumed=total.groups,
-                kl_coef=self._coefficient,
+                kl_coef=self._advantages.kl_coef,
+                kl_start=self._advantages.kl_start,
             )
             await Checkpoints(self._run.checkpoints, keep=1).save(self._assembly.trainer, state, step=to_step)
             done = Replayed(
@@ -564,18 +567,17 @@ class _Replay:
     # ------------------------------------------------------------------------------------------------------- trainer
 
     async def _start(self, from_step: int) -> None:
-        """Build the trainer as it was after ``from_step``, and the reference beside it."""
+        """Build the trainer as it was after ``from_step``, and make the learner of the step that follows."""
         recording, assembly, config = self._recording, self._assembly, self._config
         quiet_vendors(config.model)
         await asyncio.to_thread(import_model_library, config)
         await assembly.start(roles=("trainer", "reference"))
         model = recording.model_of(from_step + 1)
-        options = trainer_options(config)
-        await assembly.trainer.build(model, options, from_step)
-        coefficient: float | None = None
+        await assembly.trainer.build(model, trainer_options(config), from_step)
+        state: DriverState | None = None
         if from_step:
             checkpoint = recording.checkpoints[from_step]
-            coefficient = read_driver_state(checkpoint).kl_coef
+            state = read_driver_state(checkpoint)
             await assembly.trainer.load(checkpoint / "trainer")
         else:
             expected = recording.life(1).weights
@@ -583,16 +585,18 @@ class _Replay:
                 raise RecordingError(
                     f"{model} is not the model that the run began with: its weights are {found}, not {expected}"
                 )
-        if needs_reference(config):
-            if assembly.reference is not None:
-                await assembly.reference.build(model, options)
-            self._reference = reference_stage(config, assembly.reference or assembly.trainer)
-        self._learner = self._make_learner(config, coefficient)
+        await self._make_learner(config, model, after=state)
 
-    def _make_learner(self, config: Config, coefficient: float | None) -> Learner:
-        return Learner(
+    async def _make_learner(self, config: Config, model: str, *, after: DriverState | Advantages | None) -> None:
+        """Make the learner of ``config``, and the reference that it needs, of the ``model`` that a run began with."""
+        reference, self._reference = self._assembly.reference, None
+        if needs_reference(config):
+            if reference is not None:
+                await reference.build(model, trainer_options(config))
+            self._reference = reference_stage(config, reference or self._assembly.trainer)
+        self._learner = Learner(
             trainer=self._assembly.trainer,
-            advantages=make_advantages(config, kl_coef=coefficient),
+            advantages=make_advantages(config, after=after),
             policy=config.staleness_policy,
             max_staleness=config.max_staleness,
             optimizer_steps=config.trainer.num_mini_batches * config.trainer.epochs,
@@ -604,18 +608,19 @@ class _Replay:
         before, now = self._configs.get(step - 1), self._configs[step]
         if before is None or before == now:
             return
-        trainer = self._assembly.trainer
+        trainer, model = self._assembly.trainer, self._recording.model_of(step)
         if any(getattr(before, name) != getattr(now, name) for name in _REBUILT_BY):
             kept = self._run.path / "between"
             await trainer.save(kept)
-            await trainer.build(self._recording.model_of(step), trainer_options(now), step - 1)
+            await trainer.build(model, trainer_options(now), step - 1)
             await trainer.load(kept)
             await asyncio.to_thread(shutil.rmtree, kept)
-        self._learner = self._make_learner(now, self._coefficient)
+        await self._make_learner(now, model, after=self._advantages)
 
     @property
-    def _coefficient(self) -> float | None:
-        return self._learner.advantages.kl_coef if self._learner is not None else None
+    def _advantages(self) -> Advantages:
+        assert self._learner is not None
+        return self._learner.advantages
 
     async def _weights(self) -> str:
         (fingerprint, *_others) = await self._assembly.trainer.fingerprint()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from asyncrl.algorithms import PolicyObjective, ValueObjective
 from asyncrl.config import ClusterConfig, Config, ModelConfig, Section
@@ -52,6 +52,10 @@ from asyncrl.trainer.workers import (
     TrainerWorker,
 )
 from asyncrl.weights import ROUNDOFF, TransportSpec
+
+if TYPE_CHECKING:
+    from asyncrl.algorithms.kl import KLEstimator
+    from asyncrl.trainer.checkpoint import DriverState
 
 _log = logging.getLogger(__name__)
 
@@ -544,13 +548,18 @@ def _model_options(config: Config) -> dict[str, Any]:
     }
 
 
-def make_advantages(config: Config, *, kl_coef: float | None = None) -> Advantages:
-    """Return how advantages are computed; a KL penalty in the reward starts at ``kl_coef`` (None: as configured)."""
+def make_advantages(config: Config, *, after: DriverState | Advantages | None = None) -> Advantages:
+    """Return how advantages are computed.
+
+    A controlled KL penalty in the reward goes on where it was ``after`` the last step, if it began at the same
+    ``kl_coef``; any other has the coefficient that is configured.
+    """
+    reached = after.kl_coef if after is not None and after.kl_start == config.algorithm.kl_coef else None
     return Advantages(
         estimator=config.algorithm.estimator(),
         credit=config.algorithm.credit,
         by_turns=config.reward.source == "environment",
-        kl_controller=config.algorithm.controller(kl_coef),
+        kl_controller=config.algorithm.controller(reached),
         gae_lambda=config.critic.gae_lambda,
         kl_estimator=config.algorithm.kl_estimator,
     )
@@ -564,14 +573,18 @@ def max_mismatch_kl(config: Config) -> float | None:
     return None if truncated else MISMATCH_LIMITS[config.model.dtype]
 
 
-def reference_stage(config: Config, group: TrainerGroup) -> Score:
-    """Return the stage that computes ``reference_log_probs`` on ``group``, and ``divergences`` where needed."""
+def divergence_estimator(config: Config) -> KLEstimator | None:
+    """Return the estimator of the KL of each row from the reference; None where no row needs it."""
     algorithm = config.algorithm
     if "divergences" in algorithm.estimator().needs:
-        return lambda rows: group.reference_log_probs(rows, "k1")
-    if algorithm.kl_placement == "loss":
-        return group.reference_log_probs
-    return lambda rows: group.reference_log_probs(rows, algorithm.kl_estimator)
+        return "k1"
+    return algorithm.kl_estimator if algorithm.kl_in_reward else None
+
+
+def reference_stage(config: Config, group: TrainerGroup) -> Score:
+    """Return the stage that computes ``reference_log_probs`` on ``group``, and ``divergences`` where needed."""
+    estimator = divergence_estimator(config)
+    return lambda rows: group.reference_log_probs(rows, estimator)
 
 
 def rollout_spec(config: Config, transport: TransportSpec, meter_folder: Path | None) -> RolloutSpec:

@@ -8,8 +8,8 @@
         manifest.json  size and checksum of each file above; written last
 
 A checkpoint is a sealed folder (:mod:`asyncrl.io`): one that has its final name is complete. Where a checksum shows
-that the disk has changed it since, the checkpoint before it is used. The next checkpoint removes what interrupted ones
-left.
+that the disk has changed it since, the checkpoint before it is used. One that cannot be written is removed, since the
+disk may be full; the next checkpoint removes what interrupted ones left.
 
 It is taken between two steps, where every rank copies its shards into its host's memory, and written while training
 goes on: every rank writes its shards, rank 0 makes the model of them, the folder is sealed. Then it counts as written;
@@ -22,7 +22,9 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +92,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
         consumed: prompts trained on.
         ledger: position of the ledger's last record.
         kl_coef: coefficient of the KL penalty in the reward; None without one.
+        kl_start: coefficient that it was configured with, where it is controlled.
     """
 
     step: int
@@ -103,6 +106,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
     consumed: int = 0
     ledger: LedgerPosition = LedgerPosition()
     kl_coef: float | None = None
+    kl_start: float | None = None
 
 
 class Checkpoints:
@@ -138,20 +142,22 @@ class Checkpoints:
 
         No update may begin before this returns, and no other checkpoint may be taken before that one is written.
         """
-        final = self._folder / f"step-{step:06d}"
+        final = self.folder(step)
         groups = {"trainer": trainer, **({"critic": critic} if critic is not None else {})}
         partial = await shield_until_done(asyncio.to_thread(self._begin, final, list(groups)))
-        for name, group in groups.items():
-            await group.snapshot(partial / name, partial / "model" if name == "trainer" else None)
+        async with _removed_if_it_fails(partial):
+            for name, group in groups.items():
+                await group.snapshot(partial / name, partial / "model" if name == "trainer" else None)
         return functools.partial(self._write, groups, partial, final, msgspec.json.encode(state))
 
     async def _write(self, groups: Mapping[str, EngineGroup], partial: Path, final: Path, state: bytes) -> Path:
         written: dict[str, dict[str, FileEntry]] = {}
-        for name, group in groups.items():
-            parts = await group.write_snapshot(partial / name)
-            written[name] = {file: entry for part in parts for file, entry in part.items()}
-        await groups["trainer"].export_snapshot(partial / "trainer", partial / "model")
-        await shield_until_done(asyncio.to_thread(self._finish, partial, final, state, written))
+        async with _removed_if_it_fails(partial):
+            for name, group in groups.items():
+                parts = await group.write_snapshot(partial / name)
+                written[name] = {file: entry for part in parts for file, entry in part.items()}
+            await groups["trainer"].export_snapshot(partial / "trainer", partial / "model")
+            await shield_until_done(asyncio.to_thread(self._finish, partial, final, state, written))
 
         async def send(to: str) -> list[str]:
             """Let every rank copy the files that it has written to a URL; return their names."""
@@ -205,6 +211,10 @@ class Checkpoints:
                     self._files.remove(undone)
                 self._files.rename(path, undone)
 
+    def folder(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be."""
+        return self._folder / f"step-{step:06d}"
+
     def all(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
         return [path for path in self._steps() if is_sealed(path)]
@@ -233,6 +243,16 @@ class Checkpoints:
             f"no checkpoint in {self._folder}: the run ended before its first one. "
             "Start it anew, and set checkpoint.every to save more often"
         )
+
+
+@asynccontextmanager
+async def _removed_if_it_fails(partial: Path) -> AsyncIterator[None]:
+    """Remove what an error of the block leaves half written; a block that is cancelled may still be writing it."""
+    try:
+        yield
+    except Exception:
+        await shield_until_done(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
+        raise
 
 
 def step_of(checkpoint: Path | str) -> int:

@@ -93,7 +93,7 @@ class Driver:
         reused: groups that were trained on and may be again, as far as the buffer does not have them; a resumed run
             starts with those that recorded batches train on once more.
         save_checkpoint: awaited between two steps, with this driver and the number of the step that is done; returns
-            what writes the checkpoint, while training goes on.
+            what writes the checkpoint, while training goes on. What the last step made is saved by the caller.
         before_step: called before each step, with its number; returns what has to be awaited, if anything, once the
             last version is published.
         tasks: chooses the tasks of groups; None: each group gets the task of its number.
@@ -188,13 +188,12 @@ class Driver:
     async def _issue(self, tasks: asyncio.TaskGroup) -> None:
         """Issue groups as the law admits them and the buffer has room for them, until cancelled."""
         while True:
-            if not self._resumed.is_set():
-                with self.timeline.wait("issue", PAUSED):
-                    await self._resumed.wait()
-            while not self.law.may_issue():
+            await self._not_paused("issue")
+            if not self.law.may_issue():
                 self._admission_changed.clear()
                 with self.timeline.wait("issue", "end of the run" if self.law.finished else "staleness bound"):
                     await self._admission_changed.wait()
+                continue
             horizon, group_id = self.law.horizon, self.law.issue()
             self._book.issued(group_id, served=self.stages.pool.weight_version)
             group = self.groups.setdefault(group_id, Group(group_id=group_id))
@@ -227,15 +226,14 @@ class Driver:
         pace = CheckpointPace(self.plan.checkpoint_every)
         pace.begin(now_s=asyncio.get_running_loop().time())
         for step in range(self.law.version + 1, self.plan.steps + 1):
-            if not self._resumed.is_set():
-                with self.timeline.wait("train", PAUSED):
-                    await self._resumed.wait()
+            await self._not_paused("train")
             if self.before_step is not None and (change := self.before_step(self, step)) is not None:
                 if publication is not None:
                     await publication
                 await change
             with self.timeline.wait("train", "rollouts"):
                 selected = await self._select(step)
+            await self._not_paused("train")
             if publication is not None and self.devices.shared:
                 await self._published_by(publication)  # an engine that sleeps serves no version
             async with self.devices.trainer_turn():
@@ -256,6 +254,11 @@ class Driver:
         if publication is not None:
             await self._published_by(publication)
         await self.checkpoint_written()
+
+    async def _not_paused(self, owner: str) -> None:
+        while not self._resumed.is_set():
+            with self.timeline.wait(owner, PAUSED):
+                await self._resumed.wait()
 
     async def _published_by(self, publication: asyncio.Task[None]) -> None:
         with self.timeline.wait("train", "publication"):
@@ -421,7 +424,8 @@ class Driver:
     ) -> None:
         """Take a checkpoint if one is due, and write it beside the steps that follow, one at a time."""
         clock = asyncio.get_running_loop().time
-        if self.save_checkpoint is None or not pace.due(step, now_s=clock()):
+        last = step == self.plan.steps  # no step follows it: it is saved when the run has ended
+        if self.save_checkpoint is None or last or not pace.due(step, now_s=clock()):
             return
         if self.devices.shared:
             await self._published_by(after)  # an engine that sleeps serves no version

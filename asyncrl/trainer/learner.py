@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.algorithms.advantages import AdvantageEstimator
 from asyncrl.algorithms.credit import Credit, Earned, earned_by
-from asyncrl.algorithms.kl import KLController, penalised_rewards
+from asyncrl.algorithms.kl import AdaptiveKL, KLController, penalised_rewards
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.ragged import ragged_from_list
 from asyncrl.errors import EngineError, InvalidDataError, SchemaError
@@ -121,6 +121,11 @@ class Advantages:
     def kl_coef(self) -> float | None:
         """The coefficient of the KL penalty now; None without a penalty."""
         return self.kl_controller.coefficient if self.kl_controller is not None else None
+
+    @property
+    def kl_start(self) -> float | None:
+        """The coefficient that a controlled one began at; None without a controlled one."""
+        return self.kl_controller.start if isinstance(self.kl_controller, AdaptiveKL) else None
 
     def of(self, groups: Sequence[Group]) -> BatchAdvantages:
         """Compute the advantages of these groups' rows, in this order.

@@ -57,6 +57,7 @@ def driver_state(
         consumed=ledger.statistics().consumed if ledger is not None else step * driver.plan.groups_per_step,
         ledger=position or LedgerPosition(),
         kl_coef=driver.learner.advantages.kl_coef,
+        kl_start=driver.learner.advantages.kl_start,
     )
 
 

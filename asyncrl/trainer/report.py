@@ -7,6 +7,7 @@ that lasts too long is logged with all that is known of its cause, and then ende
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -63,7 +64,7 @@ class RunSummary:
         overlap_share: share of the time in which two stages or more were at work.
         staleness: of the tokens trained on; ``max_staleness`` is the bound, in versions.
         tokens: the token equation.
-        tokens_per_s: tokens trained on per second of training.
+        tokens_per_s: tokens trained on per second of training, both of this process.
         trainer: of its updates since it was last loaded (:class:`asyncrl.interfaces.TrainerUsage`), of the first rank
             ``update_s``, ``tflops`` a second, and ``mfu`` where it is known; ``memory_peak_gb`` of each rank. Empty if
             the engine does not tell.
@@ -291,6 +292,7 @@ class Watch:
         self._stall_timeout_s = stall_timeout_s
         self._every_s = every_s
         self._logged: set[tuple[str, str]] = set()
+        self._unwritten: set[Path] = set()
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -321,8 +323,7 @@ class Watch:
                     async with asyncio.timeout(self._every_s):
                         await self._ask()
             status = self.look()
-            # To its end: the watch that comes next writes the same files.
-            await shield_until_done(asyncio.to_thread(write_status, self._path, status))
+            await self._write(self._path, functools.partial(write_status, self._path, status))
             self._check_deadlines(status)
             await self._save_timeline()
             await asyncio.sleep(self._every_s)
@@ -330,9 +331,20 @@ class Watch:
     async def _save_timeline(self) -> None:
         begin_s = time.monotonic()
         if self._timeline_path is not None and begin_s >= self._save_again_s:
-            await shield_until_done(asyncio.to_thread(self._timeline.save, self._timeline_path))
+            await self._write(self._timeline_path, functools.partial(self._timeline.save, self._timeline_path))
             end_s = time.monotonic()
             self._save_again_s = end_s + max(_SAVE_EVERY_S, 100 * (end_s - begin_s))
+
+    async def _write(self, path: Path, write: Callable[[], None]) -> None:
+        """Write a file to its end: the watch that comes next writes the same ones. A full disk ends no run."""
+        try:
+            await shield_until_done(asyncio.to_thread(write))
+        except OSError as error:
+            if path not in self._unwritten:
+                _log.warning("%s is not up to date until it can be written: %s", path, error)
+            self._unwritten.add(path)
+        else:
+            self._unwritten.discard(path)
 
     def look(self) -> RunStatus:
         waits = [

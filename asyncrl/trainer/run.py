@@ -30,7 +30,7 @@ from asyncrl.rollout.engine_worker import resolve_model
 from asyncrl.rollout.recheck import CheckBudget
 from asyncrl.rollout.work import sum_totals
 from asyncrl.rollout.worker import metered_tokens
-from asyncrl.runtime import in_thread
+from asyncrl.runtime import in_abandonable_thread, in_thread, shield_until_done
 from asyncrl.telemetry.adviser import LEAST_STEPS, advise
 from asyncrl.telemetry.idle import idle_shares
 from asyncrl.telemetry.progress import Progress
@@ -44,6 +44,7 @@ from asyncrl.trainer.assembly import (
     adapters_apart,
     chat_options,
     critic_options,
+    divergence_estimator,
     filter_overlong_prompts,
     import_model_library,
     make_advantages,
@@ -137,7 +138,9 @@ class TrainingRun:
         for issue in check_algorithm(config):
             self._progress.note(f"unsound, and run as configured: {issue.key}: {issue.reason}")
         try:
-            await asyncio.to_thread(self._open_records)
+            if config.checkpoint.url is not None:  # first of all: a store that refuses changes nothing
+                self._checkpoints.stored = await in_abandonable_thread(self._stored_run)
+            await shield_until_done(asyncio.to_thread(self._open_records))
             async with self._watch().watching():
                 driver = await self._begin()
             with self._phase("train"):
@@ -207,17 +210,20 @@ class TrainingRun:
         finally:
             await self._close()
 
+    def _stored_run(self) -> StoredRun:
+        checkpoint = self._config.checkpoint
+        assert checkpoint.url is not None
+        return StoredRun(
+            checkpoint.url,
+            self._run.path,
+            keep=checkpoint.keep_last,
+            resumed=self._run.resumed,
+            failed=lambda *why: self._recorder.unsaved(*why),  # noqa: PLW0108  it is made later
+        )
+
     def _open_records(self) -> None:
         """Open the ledger; a resumed run also removes what was written after its checkpoint."""
-        run, resumed, checkpoint = self._run, self._resumed, self._config.checkpoint
-        if checkpoint.url is not None:  # first of all: a store that refuses changes nothing
-            self._checkpoints.stored = StoredRun(
-                checkpoint.url,
-                run.path,
-                keep=checkpoint.keep_last,
-                resumed=run.resumed,
-                failed=lambda *why: self._recorder.unsaved(*why),  # noqa: PLW0108  it is made later
-            )
+        run, resumed = self._run, self._resumed
         self._ledger = self._assembly.make_ledger(
             run.ledger_path, resume=ledger_base(resumed) if resumed is not None else None
         )
@@ -326,7 +332,7 @@ class TrainingRun:
             reference = assembly.trainer  # without its adapters it is the policy of version 0
         self._buffer = assembly.make_buffer(at_least_groups=start.places, ledger=self._ledger)
         await assembly.place(self._buffer)
-        advantages = make_advantages(config, kl_coef=resumed.kl_coef if resumed is not None else None)
+        advantages = make_advantages(config, after=resumed)
         every = config.eval.every if config.eval.tasks else 0
         evaluate_first = bool(every and 0 < step < config.steps and not step % every and step not in self._evaluated)
         if resumed is not None:
@@ -455,11 +461,8 @@ class TrainingRun:
         set_key(tables, key, value)
         wanted = Config.from_mapping(tables, origin="set")
         check_algorithm(wanted)
-        needs = [
-            (needs_reference(each), needs_critic(each), make_advantages(each).needs_baseline) for each in (now, wanted)
-        ]
         fixed = ".".join(key.split(".")[:2]) in _FIXED
-        if key.partition(".")[0] not in ("algorithm", "trainer") or fixed or needs[0] != needs[1]:
+        if key.partition(".")[0] not in ("algorithm", "trainer") or fixed or _stages(now) != _stages(wanted):
             remedy = f"stop the run, and resume it with --{key}"
             raise ConfigError(f"{key} cannot be set while a run trains; {remedy}", path=key, remedy=remedy)
         self._wanted = wanted
@@ -472,10 +475,13 @@ class TrainingRun:
         self._wanted = None
         async with self._devices.trainer_turn():
             await driver.checkpoint_written()
-            await (await self._save(driver, step))()
+            saved = self._checkpoints.folder(step)
+            # One that is there holds these weights, and may be on its way to a URL.
+            if not await asyncio.to_thread(saved.exists):
+                await (await self._save(driver, step))()
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
-            await self._assembly.trainer.load(self._checkpoints.latest() / "trainer")
-            driver.learner = self._learner(make_advantages(wanted, kl_coef=driver.learner.advantages.kl_coef))
+            await self._assembly.trainer.load(saved / "trainer")
+            driver.learner = self._learner(make_advantages(wanted, after=driver.learner.advantages))
             self._accept_changes(step, "set")
             await self._record_start(driver, origin)
 
@@ -589,6 +595,7 @@ class TrainingRun:
         balance.check()
         scores = {record["step"]: record["success"] for record in history["evaluations"]}
         train_s = self._phases_s["train"]
+        trained_before = self._resumed.trained if self._resumed is not None else 0
         return RunSummary(
             name=config.name,
             seed=config.seed,
@@ -610,7 +617,7 @@ class TrainingRun:
             ),
             max_staleness=config.max_staleness,
             tokens=balance,
-            tokens_per_s=balance.trained / train_s if train_s else 0.0,
+            tokens_per_s=(balance.trained - trained_before) / train_s if train_s else 0.0,
             trainer=await self._trainer_usage(),
             continued={**journal.continued, "restarted": dict(journal.restarted)},
             waits=self._timeline.wait_s(),
@@ -664,6 +671,12 @@ class TrainingRun:
             yield
         finally:
             self._phases_s[name] = self._phases_s.get(name, 0.0) + time.monotonic() - started
+
+
+def _stages(config: Config) -> tuple[object, ...]:
+    """Return what the stages of a run were made from, of what an algorithm needs."""
+    baseline = make_advantages(config).needs_baseline
+    return needs_reference(config), needs_critic(config), baseline, divergence_estimator(config)
 
 
 def _check_state_fits(config: Config, before: Config) -> None:

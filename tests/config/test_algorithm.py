@@ -181,8 +181,9 @@ def test_the_divergence_counts_in_one_place() -> None:
     assert in_reward.controller() == FixedKL(coefficient=0.2)
     assert check_algorithm(config(kl_coef=0.2, kl_placement="reward", kl_estimator="k1")) == ()
     steered = config(kl_coef=0.2, kl_placement="reward", target_kl=0.1, kl_horizon=50.0).algorithm
-    assert steered.controller() == AdaptiveKL(coefficient=0.2, target=0.1, horizon=50.0)
-    assert steered.controller(0.7) == AdaptiveKL(coefficient=0.7, target=0.1, horizon=50.0)
+    assert in_reward.controller(0.7) == FixedKL(coefficient=0.2)
+    assert steered.controller() == AdaptiveKL(coefficient=0.2, target=0.1, horizon=50.0, start=0.2)
+    assert steered.controller(0.7) == AdaptiveKL(coefficient=0.7, target=0.1, horizon=50.0, start=0.2)
     assert config(kl_coef=0.2).algorithm.controller() is None
     assert config(kl_placement="reward").algorithm.controller() is None
     for wrong in (

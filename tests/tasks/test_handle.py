@@ -21,6 +21,7 @@ from asyncrl.single_controller.local import LocalWorkerGroup
 from asyncrl.tasks.settings import python_config, with_row_files, write_rows
 from asyncrl.telemetry.run_directory import read_json_lines
 from asyncrl.trainer.assembly import make_environments
+from asyncrl.trainer.checkpoint import Checkpoints
 from asyncrl.trainer.report import read_status
 from asyncrl.trainer.run import TrainingRun
 
@@ -300,6 +301,32 @@ def test_a_run_is_paused_set_resumed_and_stopped_from_elsewhere(tmp_path: Path):
         assert recording.config_of(1).trainer.lr == 1e-2
         replayed = recording.replay(to_step=last - 1)
     assert replayed.equal
+
+
+def test_a_key_that_is_set_right_after_a_checkpoint_goes_on_from_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    taken: list[int] = []
+    take = Checkpoints.take
+
+    async def taking(self: Checkpoints, *arguments: Any, step: int, **options: Any) -> Any:
+        taken.append(step)
+        return await take(self, *arguments, step=step, **options)
+
+    def latest(self: Checkpoints) -> Path:
+        raise AssertionError("every file of every checkpoint is read")
+
+    monkeypatch.setattr(Checkpoints, "take", taking)
+    monkeypatch.setattr(Checkpoints, "latest", latest)
+    changes = {"checkpoint.every": 1, "reward": lambda completion: float(len(completion))}
+    run = train(**settings(tmp_path, steps=500, **changes))
+    steps = iter(run)
+    next(steps)
+    run.set("trainer.lr", 5e-3)
+    while next(steps)["train/lr"] != 5e-3:
+        pass
+    assert taken == [*range(len(taken))]
+    run.stop()
+    with pytest.raises(RunStoppedError, match="was stopped"):
+        run.wait()
 
 
 def test_a_key_that_is_set_while_another_one_is_taken_over_keeps_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -217,6 +217,33 @@ def test_a_run_of_two_lives_under_two_configurations_is_replayed(
 
 
 @pytest.mark.slow
+def test_a_run_whose_divergence_changed_with_each_life_is_replayed(small_config: MakeConfig):
+    lives: list[dict[str, Any]] = [
+        {},
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k1"},
+        {"kl_coef": 0.02, "kl_placement": "reward", "kl_estimator": "k2"},
+    ]
+    run: Path | None = None
+    for step, algorithm in enumerate(lives, 1):
+        config = small_config(
+            steps=step, max_staleness=0, checkpoint={"every": 1, "keep_last": 4}, eval={"tasks": 0}, algorithm=algorithm
+        )
+        train(config, resume=run)
+        (run,) = config.runs.glob("small-2*")
+    assert run is not None
+    with asyncrl.Recording(run) as recording:
+        again = recording.replay()
+        assert again.equal
+        assert [step.get("reward_kl_coefficient") for step in again.metrics] == [None, None, 0.1, 0.02]
+        told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line.get("train/reward_kl") for line in told] == [step.get("reward_kl") for step in again.metrics]
+        assert [line.get("train/reward_kl_coefficient") for line in told] == [None, None, 0.1, 0.02]
+        (fork,) = recording.replay({"algorithm.kl_coef": 0.5}, from_step=3).metrics
+        assert fork["reward_kl_coefficient"] == 0.5
+
+
+@pytest.mark.slow
 def test_laws_of_a_fork(small_config: MakeConfig):
     run = recorded(
         small_config(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.trainer.assembly import proof_spec, rollout_spec
+from asyncrl.trainer.assembly import make_advantages, proof_spec, rollout_spec
 from asyncrl.weights import TransportSpec
 
 FILE = 'name = "run"\nsteps = 1\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n'
@@ -51,3 +51,26 @@ def test_a_canary_is_held_to_the_coarsest_dtype(
     (tmp_path / "run.toml").write_text(FILE)
     spec = proof_spec(load_config(tmp_path / "run.toml", settings))
     assert (spec.dtype, spec.canary_tokens) == (dtype, tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "coefficient"),
+    [
+        ([], 0.1),
+        (["--algorithm.kl_coef", "0.01"], 0.01),
+        (["--algorithm.target_kl", "1"], 0.2),  # a fifth more in each of five horizons, and the like
+        (["--algorithm.target_kl", "2"], 0.2),
+        (["--algorithm.target_kl", "1", "--algorithm.kl_coef", "0.01"], 0.01),
+    ],
+)
+def test_a_controlled_penalty_goes_on_unless_its_coefficient_was_changed(
+    tmp_path: Path, settings: list[str], coefficient: float
+) -> None:
+    (tmp_path / "run.toml").write_text(FILE + '[algorithm]\nkl_placement = "reward"\nkl_coef = 0.1\n')
+    before = make_advantages(load_config(tmp_path / "run.toml", ["--algorithm.target_kl", "1"]))
+    assert before.kl_controller is not None
+    before.kl_controller = before.kl_controller.updated(9.0, rows=50_000)
+    assert before.kl_coef == pytest.approx(0.2)
+    after = make_advantages(load_config(tmp_path / "run.toml", settings), after=before)
+    assert after.kl_coef == pytest.approx(coefficient)
+    assert make_advantages(load_config(tmp_path / "run.toml", settings), after=after).kl_coef == after.kl_coef

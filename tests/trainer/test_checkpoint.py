@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import threading
 from collections.abc import Mapping
@@ -57,15 +58,21 @@ class FolderTrainer:
     """Writes a file where a trainer would write weights."""
 
     def __init__(self) -> None:
-        self.fails = False
+        self.fails = ""
 
-    async def snapshot(self, folder: Path, model: Path | None = None) -> None: ...
+    async def snapshot(self, folder: Path, model: Path | None = None) -> None:
+        if self.fails == "snapshot":
+            self.fill(folder)
 
     async def write_snapshot(self, folder: Path) -> list[dict[str, Any]]:
         (folder / "weights").write_text("w")
-        if self.fails:
-            raise OSError("disk full")
+        if self.fails == "write":
+            self.fill(folder)
         return [{}]
+
+    def fill(self, folder: Path) -> None:
+        (folder / "half").write_text("w")
+        raise OSError(errno.ENOSPC, "disk full")
 
     async def export_snapshot(self, saved: Path, folder: Path) -> None:
         folder.mkdir()
@@ -144,15 +151,16 @@ async def test_a_step_saved_again_replaces_the_first_and_leftovers_go(tmp_path: 
     assert read_driver_state(checkpoints.latest()) == state(4)
 
 
-async def test_a_checkpoint_that_failed_half_way_does_not_count(tmp_path: Path):
+@pytest.mark.parametrize("fails", ["snapshot", "write"])
+async def test_a_checkpoint_that_failed_half_way_does_not_count_and_frees_the_disk(tmp_path: Path, fails: str):
     checkpoints = Checkpoints(tmp_path, keep=2)
     await checkpoints.save(FolderTrainer(), state(1), step=1)
     trainer = FolderTrainer()
-    trainer.fails = True
+    trainer.fails = fails
     with pytest.raises(OSError, match="disk full"):
         await checkpoints.save(trainer, state(2), step=2)
-    assert [path.name for path in checkpoints.all()] == ["step-000001"]
-    trainer.fails = False
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    trainer.fails = ""
     await checkpoints.save(trainer, state(2), step=2)
     assert checkpoints.latest().name == "step-000002"
 

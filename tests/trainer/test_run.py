@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,15 @@ from asyncrl.rollout.worker import TokenAccount, TokenMeter
 from asyncrl.staleness import POLICIES
 from asyncrl.tasks.run import evaluate, generate, sft, train
 from asyncrl.telemetry import report_text
+from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.timeline import Timeline
 from asyncrl.trainer import report
-from asyncrl.trainer.assembly import make_environments
+from asyncrl.trainer.assembly import Assembly, make_environments
 from asyncrl.trainer.checkpoint import DriverState
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.recovery import starting_point
+from asyncrl.trainer.run import TrainingRun
 from asyncrl.trainer.workers import TrainerSpec, TrainerWorker
 
 MakeConfig = Callable[..., Config]
@@ -182,7 +188,8 @@ def test_a_run_goes_on_from_its_checkpoint(small_config: MakeConfig):
     assert second["success_before"] == first["success_before"]
     tokens = second["tokens"]
     assert tokens["generated"] == tokens["trained"] + sum(tokens["dropped"].values())
-    assert tokens["trained"] > first["tokens"]["trained"]
+    trained = tokens["trained"] - first["tokens"]["trained"]
+    assert second["tokens_per_s"] == pytest.approx(trained / second["phases_s"]["train"])
     assert [line["step"] for line in metrics_of(run) if "train/loss" in line] == [1, 2, 3, 4, 5]
     with pytest.raises(CheckpointError, match="all its 5 steps"):
         train(longer, resume=run)
@@ -276,6 +283,89 @@ def test_what_cannot_be_done_is_told_before_anything_starts(small_config: MakeCo
     with pytest.raises(ConfigError, match="no selection is called 'fifa'"):
         train(config)
     assert not (tmp_path / "runs").exists()
+
+
+@contextmanager
+def training_run(config: Config) -> Iterator[TrainingRun]:
+    with RunDirectory.create(config.runs, config.name) as run:
+        run.write_config(config.to_toml())
+        yield TrainingRun(config, run, make_progress("none"), timeline=Timeline())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "value"),
+    [
+        ({"kl_coef": 0.1}, "kl_placement", "reward"),
+        ({"kl_coef": 0.1, "kl_placement": "reward"}, "kl_estimator", "k2"),
+        ({"kl_coef": 0.1, "kl_placement": "reward"}, "kl_coef", 0.0),
+    ],
+)
+def test_what_the_stages_of_a_run_were_made_for_cannot_be_set(
+    small_config: MakeConfig, algorithm: dict[str, Any], key: str, value: Any
+):
+    remedy = f"stop the run, and resume it with --algorithm.{key}"
+    with training_run(small_config(algorithm=algorithm)) as training:
+        with pytest.raises(ConfigError, match=rf"^algorithm\.{key} cannot be set while a run trains; {remedy}"):
+            training._set(f"algorithm.{key}", value)
+        training._set("algorithm.kl_coef", 0.2)
+        training._set("algorithm.loss", "gspo")
+
+
+def test_an_estimator_in_the_loss_alone_can_be_set(small_config: MakeConfig):
+    with training_run(small_config(algorithm={"kl_coef": 0.1})) as training:
+        training._set("algorithm.kl_estimator", "k2")
+
+
+async def test_an_interrupt_while_the_ledger_is_opened_waits_for_that(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    begun, goes_on, ended = threading.Event(), threading.Event(), list[str]()
+
+    def open_slowly(self: Assembly, *_: Any, **__: Any) -> None:
+        begun.set()
+        goes_on.wait()
+        ended.append("opening")
+
+    async def close(self: Assembly) -> None:
+        ended.append("run")
+
+    monkeypatch.setattr(Assembly, "make_ledger", open_slowly)
+    monkeypatch.setattr(Assembly, "aclose", close)
+    with training_run(small_config()) as training:
+        running = asyncio.create_task(training.train())
+        await asyncio.to_thread(begun.wait)
+        running.cancel()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert ended == ["opening", "run"]
+
+
+async def test_an_interrupt_does_not_wait_for_a_store_that_hangs_and_opens_nothing_after_it(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
+    threads: list[threading.Thread] = []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hang(*_: Any, **__: Any) -> None:
+        threads.append(threading.current_thread())
+        begun.set()
+        goes_on.wait()
+
+    monkeypatch.setattr("asyncrl.trainer.run.StoredRun", hang)
+    config = small_config(checkpoint={"url": "memory://bucket/runs"})
+    with training_run(config) as training:
+        running = asyncio.create_task(training.train())
+        await asyncio.to_thread(begun.wait)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    goes_on.set()
+    (thread,) = threads
+    await asyncio.to_thread(thread.join)
+    assert not (only_run(config) / "ledger.sqlite").exists()
 
 
 def test_resuming_nothing_is_refused(small_config: MakeConfig, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -131,6 +132,39 @@ def test_the_status_tells_waits_work_and_causes(tmp_path: Path):
         CAUSE,
         "rollout: group 41, for 6.0 s",
     ]
+
+
+def test_a_full_disk_ends_no_run_and_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    path, timeline_path = tmp_path / "status.json", tmp_path / "timeline.json"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    async def story() -> None:
+        timeline = Timeline(clock=asyncio.get_running_loop().time)
+        watch = Watch(
+            path,
+            timeline=timeline,
+            steps=1,
+            done=lambda: 0,
+            causes=list,
+            stall_timeout_s=100,
+            timeline_path=timeline_path,
+        )
+        async with watch.watching():
+            with monkeypatch.context() as patch:
+                patch.setattr("asyncrl.trainer.report.write_status", full)
+                patch.setattr(Timeline, "save", full)
+                await asyncio.sleep(7)
+            assert not path.exists()
+            await asyncio.sleep(7)
+
+    run_virtually(story())
+    assert read_status(path).steps == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert f"{path} is not up to date until it can be written: [Errno 28] no space left" in caplog.text
 
 
 @pytest.mark.parametrize("damaged", ["", "{}", "[]", '{"waits": 5}', None])

@@ -102,7 +102,7 @@ def test_groups_that_fewer_steps_do_not_need_stay_in_the_checkpoints(found: Reco
         law=begun.law,
         groups=begun.groups,
         stages=cast("Any", SimpleNamespace(journal=Journal())),
-        learner=cast("Any", SimpleNamespace(advantages=SimpleNamespace(kl_coef=None))),
+        learner=cast("Any", SimpleNamespace(advantages=SimpleNamespace(kl_coef=None, kl_start=None))),
         observer=cast("Any", None),
     )
     balance = TokenBalance(generated=0, trained=0, dropped={}, in_flight=0)

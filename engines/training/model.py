@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.mesh import MeshShape
+from asyncrl.model_folder import rotary_change
 from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors, with_layers
 from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
 from engines.training.lora import LoRA, adapter_modules, add_adapters, merged_tensors
@@ -81,6 +82,7 @@ class PolicyModel(nn.Module):
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
+        self._rotary_change = rotary_change(config)
         # Some families change the logits after the head: gemma caps, granite divides, cohere multiplies.
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
@@ -208,6 +210,16 @@ class PolicyModel(nn.Module):
         else:
             self.layout = "packed"
         return reason
+
+    def check_lengths(self, lengths: Iterable[int]) -> None:
+        """Raise :class:`InvalidDataError` for a row in which positions would depend on how rows are divided."""
+        change, longest = self._rotary_change, max(lengths, default=0)
+        if change is not None and longest > change.tokens:
+            raise InvalidDataError(
+                f"a row has {longest} tokens: rotary positions of {self.architecture} ({change.kind}) are others in "
+                f"rows of more than {change.tokens}, and in what is computed with them. Use rows of at most "
+                f"{change.tokens} tokens (rollout.max_seq_len), or another model"
+            )
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states [N, H]."""

@@ -377,17 +377,19 @@ class ShardedEngine(Generic[ModelT]):
         optional: Sequence[str] = (),
     ) -> PackedRows:
         """Read the batch as packed rows; fail on every rank if any rank's batch cannot be used."""
-        return self._ranks.call_together(
-            lambda: PackedRows.read(
+
+        def read() -> PackedRows:
+            rows = PackedRows.read(
                 batch,
                 vocabulary=self._model.vocabulary,
                 loss_mask=loss_mask,
                 required=required,
                 optional=[name for name in optional if name not in required],
-            ),
-            doing="reading the batch",
-            catch=InvalidDataError,
-        )
+            )
+            self._model.check_lengths(rows.lengths)
+            return rows
+
+        return self._ranks.call_together(read, doing="reading the batch", catch=InvalidDataError)
 
     def _published(self, tensors: _Tensors) -> _Tensors:
         return published(tensors, getattr(torch, self.publish_dtype))

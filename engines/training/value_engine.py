@@ -288,9 +288,13 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
     def _with_end_tokens(self, rows: PackedRows) -> PackedRows:
         """Append a copy of its last token to each row, the only one to score: its value depends on the whole row."""
         lengths = torch.tensor(rows.lengths, dtype=torch.int64)
-        empty = (lengths == 0).nonzero().flatten().tolist()
-        failure = InvalidDataError(f"row {empty[0]} has no token to score") if empty else None
-        self._ranks.raise_together(failure, doing="reading the batch")
+
+        def check() -> None:
+            if empty := (lengths == 0).nonzero().flatten().tolist():
+                raise InvalidDataError(f"row {empty[0]} has no token to score")
+            self._model.check_lengths((lengths + 1).tolist())
+
+        self._ranks.call_together(check, doing="reading the batch", catch=InvalidDataError)
         last = torch.cumsum(lengths, 0) - 1
         source = torch.cat([torch.arange(len(rows.input_ids)), last])
         # The sort is stable: the copy of a row's last token comes right behind it.

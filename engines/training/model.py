@@ -529,11 +529,12 @@ def shard(
 def _shard(units: Iterable[tuple[nn.Module, DeviceMesh]], *, dtype: ComputeDtype) -> None:
     """Shard each module over its mesh, without what is sharded already; gradients are summed over all ranks.
 
-    FSDP would average them over the mesh of each module.
+    FSDP would average them over the mesh of each module. It casts weights alone: what families compute in float32
+    (angles of positions, weights of experts) stays so.
     """
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module, mesh in units:
         # On one rank resharding between forward and backward frees nothing.
         reshard = None if mesh.size() > 1 else False

@@ -339,10 +339,11 @@ def load_policy_model(
     """Load a causal LM from a folder or the hub on the CPU: in float32, and frozen weights in ``dtype``.
 
     Layout ``auto`` packs rows if the model allows it, and logs a warning if not. With ``lora`` the model is frozen and
-    gets adapters, drawn from ``seed``. Dropout is switched off: the trained policy must be the one that is sampled
-    from, and a training step is then a function of its batch alone. A ``sharded`` model gets memory and weights in
-    :func:`shard` only, on the device, where it can (:func:`~engines.training.loading.empty_causal_lm`): from ``files``,
-    if they are given, instead of those of ``path``. ``layers`` are how many of the first ones it has.
+    gets adapters, drawn from ``seed``. Nothing is drawn in a pass, neither dropout nor experts: the trained policy must
+    be the one that is sampled from, and a training step is then a function of its batch alone. A ``sharded`` model gets
+    memory and weights in :func:`shard` only, on the device, where it can
+    (:func:`~engines.training.loading.empty_causal_lm`): from ``files``, if they are given, instead of those of
+    ``path``. ``layers`` are how many of the first ones it has.
 
     Raises:
         ConfigError: the model changes its logits in an unsupported way, cannot be packed although ``layout`` is
@@ -360,7 +361,7 @@ def load_policy_model(
         model.lora = lora
         if lora.base == "int8":
             quantise(loaded.causal_lm)
-    model.train()
+    draw_nothing(model)
     _check_logits(model if loaded.files is None else PolicyModel(loaded.twin))
     choose_layout(model, layout, loaded)
     if dtype == "bfloat16":  # as a pass would cast them; only what is trained needs more digits
@@ -384,7 +385,7 @@ def load_causal_lm(
     config: Any = AutoConfig.from_pretrained(path)
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
-            if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
+            if isinstance(value, float) and name.endswith(("dropout", "drop")):
                 setattr(part, name, 0.0)
     if layers is not None:
         config = with_layers(config, layers)
@@ -400,6 +401,15 @@ def load_causal_lm(
         enable = getattr(causal_lm, "activation_checkpointing_enable", causal_lm.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return loaded
+
+
+def draw_nothing(model: nn.Module) -> None:
+    """Take modules out of training mode, in which mixtures choose experts at random.
+
+    Left in it are those whose activations are computed again: transformers does that in this mode only.
+    """
+    for module in model.modules():
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
 
 
 def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"], loaded: LoadedModel) -> None:

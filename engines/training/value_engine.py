@@ -22,7 +22,7 @@ from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
 from engines.training.loading import model_file
 from engines.training.log_probs import Extras, TokenScores
-from engines.training.model import PolicyModel, choose_layout, load_causal_lm
+from engines.training.model import PolicyModel, choose_layout, draw_nothing, load_causal_lm
 from engines.training.packing import Layout, PackedRows
 from engines.training.partition import RowCost
 from engines.training.sharded_engine import ShardedEngine, check_any_tokens
@@ -120,7 +120,7 @@ def load_value_model(
             remedy=f"save it as safetensors, with its head as {SCORE}, or use a causal LM",
         )
     model = ValueModel(causal_lm, head=head)
-    model.train()
+    draw_nothing(model)
     choose_layout(model, layout, loaded)
     return model
 

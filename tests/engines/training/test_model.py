@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.model_folder import RotaryChange, rotary_change
 from engines.training.fsdp_engine import FSDPEngine
 from engines.training.model import PolicyModel, load_policy_model
-from engines.training.value_engine import FSDPValueEngine
+from engines.training.value_engine import FSDPValueEngine, load_value_model
 
 
 def _scores(model: PolicyModel, row: Tensor, predictors: Tensor) -> Tensor:
@@ -89,12 +89,25 @@ def test_the_positions_of_every_kind_of_layer_count() -> None:
     assert rotary_change(Gemma3TextConfig()) is None
 
 
-def test_dropout_is_off_although_the_model_is_in_training_mode(model_folder: Callable[..., str]) -> None:
-    model = load_policy_model(model_folder("llama", attention_dropout=0.5))
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"attention_dropout": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5}),
+        ("phimoe", {"router_jitter_noise": 0.5, "input_jitter_noise": 0.5}),
+    ],
+)
+def test_nothing_is_drawn_in_a_pass(
+    model_folder: Callable[..., str], family: str, options: dict[str, Any], gradient_checkpointing: bool
+) -> None:
+    model = load_policy_model(model_folder(family, **options), gradient_checkpointing=gradient_checkpointing)
+    values = load_value_model(model_folder(family, **options), gradient_checkpointing=gradient_checkpointing)
     ids = torch.arange(12)
-    first, second = (_scores(model, ids, torch.arange(11)) for _ in range(2))
-    assert model.training
-    assert torch.equal(first, second)
+    for each in (model, values):
+        torch.nn.init.normal_(each.causal_lm.get_output_embeddings().weight)
+        first, second = (_scores(each, ids, torch.arange(11)) for _ in range(2))
+        assert torch.equal(first, second)
 
 
 def test_checkpointed_layers_are_computed_twice(model_folder: Callable[..., str]) -> None:

@@ -140,11 +140,6 @@ def _traced(
     optimizer_options: Mapping[str, Any] | None,
 ) -> list[dict[str, int]]:
     """Return bytes of each kind when most are held, for each phase of a micro-batch behind the first."""
-    if model.unread is None:
-        raise ConfigError(
-            f"{model.architecture} is a mixture, or read as a whole: its memory is not planned",
-            path="model_path",
-        )
     ranks = RankGroup(rank=0, world_size=shape.ranks, device="cpu", shape=shape)
     check_mesh(model, ranks.shape)
     model.planned_for = device_type

@@ -342,13 +342,13 @@ def load_policy_model(
     gets adapters, drawn from ``seed``. Nothing is drawn in a pass, neither dropout nor experts: the trained policy must
     be the one that is sampled from, and a training step is then a function of its batch alone. A ``sharded`` model gets
     memory and weights in :func:`shard` only, on the device, where it can
-    (:func:`~engines.training.loading.empty_causal_lm`): from ``files``, if they are given, instead of those of
-    ``path``. ``layers`` are how many of the first ones it has.
+    (:func:`~engines.training.loading.empty_causal_lm`). Those of a plan (:mod:`engines.training.memory`) come from
+    ``files``, instead of those of ``path``. ``layers`` are how many of the first ones it has.
 
     Raises:
         ConfigError: the model changes its logits in an unsupported way, cannot be packed although ``layout`` is
             ``packed``, or lacks the target modules of ``lora``; of a sharded one, a file of weights is missing or
-            damaged, or a tensor is not there or of another shape.
+            damaged, or a tensor is not there or of another shape; of a planned one, it needs weights to be made.
         OSError: there is no such model.
     """
     loaded = load_causal_lm(
@@ -391,6 +391,10 @@ def load_causal_lm(
         config = with_layers(config, layers)
     with model_loading_lock:
         loaded = empty_causal_lm(path, config, files) if sharded else None
+        if loaded is None and files is not None:
+            raise ConfigError(
+                f"{config.model_type} is a mixture, or read as a whole: its memory is not planned", path="model_path"
+            )
         if loaded is None:
             loaded = LoadedModel(AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32))
     causal_lm = loaded.causal_lm

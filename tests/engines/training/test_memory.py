@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +94,13 @@ def test_what_cannot_be_planned_is_refused(model_folder: Callable[..., str]) -> 
         plan_memory(model_folder("llama"), shape=MeshShape(tp=3), max_tokens=64, row_tokens=16)
     with pytest.raises(ConfigError, match="memory of stages is not planned"):
         plan_memory(model_folder("llama"), shape=MeshShape(pp=2), max_tokens=64, row_tokens=16)
+    assert not torch.distributed.is_initialized()
+
+
+def test_no_weights_are_read_to_refuse_a_mixture(model_folder: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copy(Path(model_folder("mixtral")) / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="mixtral is a mixture, or read as a whole: its memory is not planned"):
+        plan_memory(str(tmp_path), shape=MeshShape(), max_tokens=64, row_tokens=16)
     assert not torch.distributed.is_initialized()
 
 

@@ -166,7 +166,9 @@ class PolicyModel(nn.Module):
                 rectangles, prefixes = (*rectangles, (1, padding)), (*prefixes, None)
             input_ids, positions = (nn.functional.pad(each, (0, padding))[piece] for each in (input_ids, positions))
         if self.layout == "packed":
-            rows = RowLayout.of(rectangles, device=input_ids.device, prefixes=prefixes, cp=self.cp)
+            rows = RowLayout.of(
+                rectangles, device=input_ids.device, prefixes=prefixes, cp=self.cp, device_type=self.planned_for
+            )
             keywords: dict[str, Any] = {"position_ids": positions[None], ROWS: rows}
             found = self._decode(input_ids[None], **keywords, body=body, states=states)
         else:

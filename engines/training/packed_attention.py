@@ -39,8 +39,8 @@ ROWS = "asyncrl_rows"
 class RowLayout:
     """The division of a packed sequence of T cells into rows.
 
-    With ``cp``, layers have a piece of the sequence on each rank of that group. ``device_type`` is whose way is taken, if
-    not that of the device where the sequence lies.
+    With ``cp``, layers have a piece of the sequence on each rank of that group. ``device_type`` is whose way is taken,
+    if not that of the device where the sequence lies.
     """
 
     rectangles: tuple[tuple[int, int], ...]  # (rows, length) in the order of the sequence; T = sum of rows * length

@@ -243,13 +243,16 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
         """
         self._check_open()
         rows = self._with_end_tokens(self._read(batch, loss_mask=False, optional=("margins",)))
-        counts = [count for (count,) in self._ranks.gather([len(rows)])]
+        everywhere = self._ranks.gather([len(rows), "margins" in rows.columns])
+        if len({given for _, given in everywhere}) > 1:
+            raise InvalidDataError("some ranks have the column margins, others do not")
+        counts = [count for count, _ in everywhere]
         total = sum(counts)
         if total == 0 or total % 2:
             raise InvalidDataError(f"{total} rows are not pairs: rows must be chosen, rejected, chosen, rejected, ...")
         row_scores = self._ranks.gather_column(self._row_scores(rows), counts).requires_grad_()
         margins = None
-        if all(flag for (flag,) in self._ranks.gather(["margins" in rows.columns])):
+        if "margins" in rows.columns:
             margins = self._ranks.gather_column(rows.columns["margins"][rows.mask], counts)[0::2]
         with torch.enable_grad():
             losses = bradley_terry_losses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,34 @@ def check_model(model: str, *, key: str, weights: bool = True) -> Any:
         except Exception as error:  # noqa: BLE001  what the files say may break anything in transformers
             reason = f"transformers does not know this model: {_first_line(error)}"
     raise ConfigError(f"{key} = {model!r}: {reason}", path=key, remedy=reason.partition("; ")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryChange:
+    """Rotary positions of a ``kind`` whose frequencies are others in rows of more than ``tokens``.
+
+    transformers chooses them for all rows of a call together, by the longest one, or by earlier calls, too.
+    """
+
+    kind: str
+    tokens: int
+
+
+def rotary_change(settings: Any) -> RotaryChange | None:
+    """Return the first change that longer rows make to a model's rotary positions; None if they are always the same.
+
+    ``settings`` are those that :func:`check_model` returns.
+    """
+    text = settings.get_text_config()
+    whole = getattr(text, "rope_parameters", None) or {}
+    found: list[RotaryChange] = []
+    for each in (whole, *whole.values()):  # those of all layers, or of each kind of them
+        kind = each.get("rope_type") if isinstance(each, dict) else None
+        if kind == "longrope":
+            found.append(RotaryChange(kind, int(each["original_max_position_embeddings"])))
+        elif kind == "dynamic":
+            found.append(RotaryChange(kind, int(text.max_position_embeddings)))
+    return min(found, key=lambda change: change.tokens, default=None)
 
 
 def _lacks(folder: Path, *, weights: bool) -> str:

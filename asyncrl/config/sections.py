@@ -315,7 +315,8 @@ class TrainingRanksConfig(Section):
     """Optimizer steps over which the rate grows linearly to its peak."""
     optimizer: Optimizer = "adamw"
     """Optimizer: `adamw`; `adamw_8bit`, with moments of 8 bits (`asyncrl[torchao]`); `muon`, for matrices but those of
-    embeddings and head, which get AdamW; `adafactor`; `sgd`. Ranks that divide matrices can have `adamw` and `sgd`."""
+    embeddings and head, which get AdamW; `adafactor`, whose step changes a tensor by `lr` of its root mean square
+    (1 / sqrt(step) at most); `sgd`. Ranks that divide matrices can have `adamw` and `sgd`."""
     optimizer_options: Table = Field(default_factory=dict)
     """Options of torch's or torchao's optimizer, as in `{momentum = 0.9}`."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0

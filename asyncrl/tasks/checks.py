@@ -21,7 +21,7 @@ from asyncrl.datasets.source import check_files
 from asyncrl.errors import AsyncRLError, ConfigError, InvalidDataError
 from asyncrl.foreign import cause_of
 from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks, Message
-from asyncrl.model_folder import check_model
+from asyncrl.model_folder import check_model, rotary_change
 from asyncrl.plugins import Part, check_part, install_command, is_model_source, offered_options, part_text
 from asyncrl.rollout.chat import load_renderer
 from asyncrl.storage import Store, is_url
@@ -228,7 +228,7 @@ def _check_runs(config: Document) -> None:
 
 def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
     """Check the model, its chat template, and that it has a position for every token of a trajectory."""
-    model = config.model
+    model, longest = config.model, config.rollout.max_seq_len
     if model.path is None:
         with _foreign("env.name", config.env.name):  # whose demonstrations it may need
             given = getattr(environments, "demonstration", None)
@@ -236,14 +236,19 @@ def _check_policy(config: Config, environments: EnvironmentFactory) -> None:
     else:
         settings = check_model(model.path, key="model.path")
         positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+        if (change := rotary_change(settings)) is not None and longest > change.tokens:
+            what = (
+                f" = {longest}: rotary positions ({change.kind}) are others in rows of more than {change.tokens} tokens"
+            )
+            _refuse("rollout.max_seq_len", what, f"use at most {change.tokens}, or another model")
         _check_mesh(settings, trainer=config.trainer)
         if needs_critic(config) and config.critic.path is None:
             _check_mesh(settings, own_head=True, critic=config.critic)
         if is_url(model.path) or Path(model.path).is_dir():
             load_renderer(model.path, **chat_options(config))
     positions = config.rollout.options.get("max_model_tokens", positions)
-    if isinstance(positions, int) and config.rollout.max_seq_len > positions:
-        what = f" = {config.rollout.max_seq_len}: the model has {positions} positions"
+    if isinstance(positions, int) and longest > positions:
+        what = f" = {longest}: the model has {positions} positions"
         _refuse("rollout.max_seq_len", what, f"use at most {positions}, or another model")
 
 

@@ -98,15 +98,15 @@ class HostMemory:
     divided: tuple[list[str], dict[str, _Place]] = field(default=([], {}))  # of these tensors this rank writes those
 
     def copy(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        on_device = any(shard.is_cuda for shard in shards.values())
+        devices = {shard.device for shard in shards.values() if shard.is_cuda}
         new = {name: shard for name, shard in shards.items() if not _alike(self.tensors.get(name), shard)}
-        memory = host_memory([shard.nbytes for shard in new.values()], pinned=on_device)
+        memory = host_memory([shard.nbytes for shard in new.values()], pinned=bool(devices))
         for (name, shard), held in zip(new.items(), memory, strict=True):
             self.tensors[name] = held.view(shard.dtype).view(shard.shape)
         for name, shard in shards.items():
             self.tensors[name].copy_(shard, non_blocking=True)
-        if on_device:
-            torch.cuda.synchronize()
+        for device in devices:
+            torch.cuda.synchronize(device)
         return {name: self.tensors[name] for name in shards}
 
 

@@ -43,8 +43,8 @@ class FSDPEngine(ShardedEngine[PolicyModel]):
     """A :class:`~asyncrl.interfaces.TrainingEngine` on ``torch.distributed.fsdp.fully_shard``.
 
     Weights, reduced gradients and moments are float32, sharded over the ranks. A step is a function of weights and
-    batch: dropout is off, and neither how rows are spread over ranks nor how they are cut into micro-batches matters,
-    up to the order of float32 additions. On the CPU the same calls give the same bits.
+    batch: nothing is drawn in a pass, and neither how rows are spread over ranks nor how they are cut into
+    micro-batches matters, up to the order of float32 additions. On the CPU the same calls give the same bits.
 
     Ranks with fewer micro-batches (:class:`~engines.training.partition.BatchPartition`,
     :func:`~engines.training.packing.plan_microbatches`) compute dummies of weight zero, so that all ranks call the same

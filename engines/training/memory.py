@@ -7,7 +7,8 @@ there are to be (torch's process group without a network), and two micro-batches
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -26,6 +27,8 @@ from engines.training.log_probs import Extras, TokenScores
 from engines.training.lora import LoRA
 from engines.training.model import ComputeDtype, PolicyModel, check_mesh, load_policy_model, local_shard, shard
 from engines.training.optimizer import OptimizerName, ShardedOptimizer
+from engines.training.packed_attention import forget_masks
+from engines.training.packing import Layout
 from engines.training.rank_group import RankGroup
 
 KINDS = ("weights", "gradients", "moments", "gathered", "activations", "head")
@@ -86,7 +89,8 @@ def plan_memory(
                 shape,
                 device_type=device_type,
                 dtype=dtype,
-                rectangles=_rectangles(cells, row_tokens, vary=device_type == "cpu"),
+                cells=cells,
+                row_tokens=row_tokens,
                 scored=max(1, int(cells * scored)),
                 extras=extras,
                 optimizer=optimizer,
@@ -119,9 +123,11 @@ class _NoFiles(WeightFiles):
     def read(self, targets: Mapping[str, tuple[Tensor, tuple[slice, ...]]]) -> None: ...
 
 
-def _rectangles(cells: int, length: int, *, vary: bool) -> tuple[tuple[int, int], ...]:
-    """Return rows of ``length`` in ``cells``; ``vary``: they are of two lengths, which a CPU attends to one by one."""
-    if length == cells or not vary:
+def _rectangles(cells: int, length: int, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Return rows of ``length`` in ``cells``; packed ones are of two lengths, which are attended to one by one."""
+    if layout == "padded":
+        return ((cells // length, length),)
+    if length == cells:
         return ((1, cells),)
     rows = max(1, cells // length - (cells % length == 0))
     return ((rows, length), (1, cells - rows * length))
@@ -133,30 +139,26 @@ def _traced(
     *,
     device_type: str,
     dtype: ComputeDtype,
-    rectangles: tuple[tuple[int, int], ...],
+    cells: int,
+    row_tokens: int,
     scored: int,
     extras: Extras,
     optimizer: OptimizerName,
     optimizer_options: Mapping[str, Any] | None,
 ) -> list[dict[str, int]]:
     """Return bytes of each kind when most are held, for each phase of a micro-batch behind the first."""
-    if model.unread is None:
-        raise ConfigError(
-            f"{model.architecture} is a mixture, or read as a whole: its memory is not planned",
-            path="model_path",
-        )
     ranks = RankGroup(rank=0, world_size=shape.ranks, device="cpu", shape=shape)
     check_mesh(model, ranks.shape)
     model.planned_for = device_type
     model.to("meta")  # adapters have been drawn
     shard(model, ranks, dtype=dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    rectangles = _rectangles(cells, row_tokens, model.layout)
+    with _own_masks(), FakeTensorMode(allow_non_fake_inputs=True):
         give_memory(model, model.causal_lm, device=ranks.device)
         model.free_gathered()
         trace = _Trace(model)
         _replace_forward(model, trace, shape.cp, scored=scored, extras=extras)
-        cells = sum(rows * length for rows, length in rectangles)
-        ids = torch.zeros(cells, dtype=torch.int64)
+        ids = torch.zeros(sum(rows * length for rows, length in rectangles), dtype=torch.int64)
         with trace:
             for _ in range(2):
                 trace.begin()
@@ -174,6 +176,16 @@ def _traced(
             state = trace.held()["moments"]  # it was there before
     ranks.close()
     return [phase | {"moments": max(phase["moments"], state)} for phase in trace.phases]
+
+
+@contextmanager
+def _own_masks() -> Iterator[None]:
+    """Let attention make the masks that it keeps: a trace counts them, and they have no contents for others."""
+    forget_masks()
+    try:
+        yield
+    finally:
+        forget_masks()
 
 
 def _replace_forward(model: PolicyModel, trace: _Trace, cp: int, *, scored: int, extras: Extras) -> None:

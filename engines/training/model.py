@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.mesh import MeshShape
+from asyncrl.model_folder import rotary_change
 from engines.training.loading import LoadedModel, WeightFiles, empty_causal_lm, fill, stored_tensors, with_layers
 from engines.training.log_probs import Extras, Head, TokenScores, token_log_probs
 from engines.training.lora import LoRA, adapter_modules, add_adapters, merged_tensors
@@ -81,6 +82,7 @@ class PolicyModel(nn.Module):
         self.architecture = type(causal_lm).__name__  # before sharding gives the class another name
         config: Any = causal_lm.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
+        self._rotary_change = rotary_change(config)
         # Some families change the logits after the head: gemma caps, granite divides, cohere multiplies.
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
@@ -164,7 +166,9 @@ class PolicyModel(nn.Module):
                 rectangles, prefixes = (*rectangles, (1, padding)), (*prefixes, None)
             input_ids, positions = (nn.functional.pad(each, (0, padding))[piece] for each in (input_ids, positions))
         if self.layout == "packed":
-            rows = RowLayout.of(rectangles, device=input_ids.device, prefixes=prefixes, cp=self.cp)
+            rows = RowLayout.of(
+                rectangles, device=input_ids.device, prefixes=prefixes, cp=self.cp, device_type=self.planned_for
+            )
             keywords: dict[str, Any] = {"position_ids": positions[None], ROWS: rows}
             found = self._decode(input_ids[None], **keywords, body=body, states=states)
         else:
@@ -208,6 +212,16 @@ class PolicyModel(nn.Module):
         else:
             self.layout = "packed"
         return reason
+
+    def check_lengths(self, lengths: Iterable[int]) -> None:
+        """Raise :class:`InvalidDataError` for a row in which positions would depend on how rows are divided."""
+        change, longest = self._rotary_change, max(lengths, default=0)
+        if change is not None and longest > change.tokens:
+            raise InvalidDataError(
+                f"a row has {longest} tokens: rotary positions of {self.architecture} ({change.kind}) are others in "
+                f"rows of more than {change.tokens}, and in what is computed with them. Use rows of at most "
+                f"{change.tokens} tokens (rollout.max_seq_len), or another model"
+            )
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states [N, H]."""
@@ -327,15 +341,16 @@ def load_policy_model(
     """Load a causal LM from a folder or the hub on the CPU: in float32, and frozen weights in ``dtype``.
 
     Layout ``auto`` packs rows if the model allows it, and logs a warning if not. With ``lora`` the model is frozen and
-    gets adapters, drawn from ``seed``. Dropout is switched off: the trained policy must be the one that is sampled
-    from, and a training step is then a function of its batch alone. A ``sharded`` model gets memory and weights in
-    :func:`shard` only, on the device, where it can (:func:`~engines.training.loading.empty_causal_lm`): from ``files``,
-    if they are given, instead of those of ``path``. ``layers`` are how many of the first ones it has.
+    gets adapters, drawn from ``seed``. Nothing is drawn in a pass, neither dropout nor experts: the trained policy must
+    be the one that is sampled from, and a training step is then a function of its batch alone. A ``sharded`` model gets
+    memory and weights in :func:`shard` only, on the device, where it can
+    (:func:`~engines.training.loading.empty_causal_lm`). Those of a plan (:mod:`engines.training.memory`) come from
+    ``files``, instead of those of ``path``. ``layers`` are how many of the first ones it has.
 
     Raises:
         ConfigError: the model changes its logits in an unsupported way, cannot be packed although ``layout`` is
             ``packed``, or lacks the target modules of ``lora``; of a sharded one, a file of weights is missing or
-            damaged, or a tensor is not there or of another shape.
+            damaged, or a tensor is not there or of another shape; of a planned one, it needs weights to be made.
         OSError: there is no such model.
     """
     loaded = load_causal_lm(
@@ -348,7 +363,7 @@ def load_policy_model(
         model.lora = lora
         if lora.base == "int8":
             quantise(loaded.causal_lm)
-    model.train()
+    draw_nothing(model)
     _check_logits(model if loaded.files is None else PolicyModel(loaded.twin))
     choose_layout(model, layout, loaded)
     if dtype == "bfloat16":  # as a pass would cast them; only what is trained needs more digits
@@ -372,12 +387,16 @@ def load_causal_lm(
     config: Any = AutoConfig.from_pretrained(path)
     for part in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
-            if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
+            if isinstance(value, float) and name.endswith(("dropout", "drop")):
                 setattr(part, name, 0.0)
     if layers is not None:
         config = with_layers(config, layers)
     with model_loading_lock:
         loaded = empty_causal_lm(path, config, files) if sharded else None
+        if loaded is None and files is not None:
+            raise ConfigError(
+                f"{config.model_type} is a mixture, or read as a whole: its memory is not planned", path="model_path"
+            )
         if loaded is None:
             loaded = LoadedModel(AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32))
     causal_lm = loaded.causal_lm
@@ -388,6 +407,15 @@ def load_causal_lm(
         enable = getattr(causal_lm, "activation_checkpointing_enable", causal_lm.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return loaded
+
+
+def draw_nothing(model: nn.Module) -> None:
+    """Take modules out of training mode, in which mixtures choose experts at random.
+
+    Left in it are those whose activations are computed again: transformers does that in this mode only.
+    """
+    for module in model.modules():
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
 
 
 def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"], loaded: LoadedModel) -> None:
@@ -517,11 +545,12 @@ def shard(
 def _shard(units: Iterable[tuple[nn.Module, DeviceMesh]], *, dtype: ComputeDtype) -> None:
     """Shard each module over its mesh, without what is sharded already; gradients are summed over all ranks.
 
-    FSDP would average them over the mesh of each module.
+    FSDP would average them over the mesh of each module. It casts weights alone: what families compute in float32
+    (angles of positions, weights of experts) stays so.
     """
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module, mesh in units:
         # On one rank resharding between forward and backward frees nothing.
         reshard = None if mesh.size() > 1 else False

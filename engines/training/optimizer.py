@@ -22,7 +22,8 @@ Schedule: TypeAlias = Literal["constant", "cosine", "linear"]
 
 OptimizerName: TypeAlias = Literal["adamw", "adamw_8bit", "muon", "adafactor", "sgd"]
 """AdamW (arXiv:1711.05101), the same with moments of 8 bits (torchao, arXiv:2110.02861), Muon (for matrices; all else,
-embeddings and head get AdamW), Adafactor (arXiv:1804.04235), and plain gradient descent."""
+embeddings and head get AdamW), Adafactor (arXiv:1804.04235; a step changes a tensor by ``min(lr, 1 / sqrt(step))`` of
+its root mean square), and plain gradient descent."""
 
 _WHOLE: frozenset[OptimizerName] = frozenset({"adamw_8bit", "muon", "adafactor"})
 """Optimizers that compute with whole matrices, or with blocks of them: a shard of one has not what they need."""
@@ -88,8 +89,9 @@ class ShardedOptimizer:
     """An optimizer of torch or torchao on the shard that each of ``world_size`` ranks holds.
 
     AdamW and gradient descent are elementwise, so they run on plain local tensors, without DTensor's cost per
-    operation; only the gradient norm needs all ranks. The others are refused where a parameter is divided. Tensors of
-    one dimension (norms, biases) are exempt from weight decay. ``betas`` and ``eps`` are AdamW's; ``options`` are the
+    operation; only the gradient norm needs all ranks. The others are refused where a parameter is divided. Weight decay
+    multiplies weights by ``1 - lr * weight_decay``, apart from gradients and moments; tensors of one dimension (norms,
+    biases) are exempt. ``betas`` and ``eps`` are AdamW's; ``options`` are the
     optimizer's others, and ``apart`` the parameters that Muon leaves to AdamW.
 
     Raises:
@@ -115,6 +117,8 @@ class ShardedOptimizer:
         self._local = {name: local_shard(parameter).detach() for name, parameter in self._sharded.items()}
         self._copies = {name: world_size // _shards(parameter) for name, parameter in self._sharded.items()}
         self._steps: dict[str, int] = {}
+        # torch's gradient descent would add it to the gradients, and so to their momentum.
+        self._decay = weight_decay if name == "sgd" else 0.0
         divided = max((_shards(parameter) for parameter in self._sharded.values()), default=1)
         if name in _WHOLE and divided > 1:
             raise ConfigError(
@@ -136,7 +140,10 @@ class ShardedOptimizer:
         def groups(names: Iterable[str]) -> list[dict[str, Any]]:
             decayed = [self._local[each] for each in names if self._sharded[each].ndim >= 2]
             exempt = [self._local[each] for each in names if self._sharded[each].ndim < 2]
-            both = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+            both = [
+                {"params": decayed, "weight_decay": weight_decay - self._decay},
+                {"params": exempt, "weight_decay": 0.0},
+            ]
             return [group for group in both if group["params"]]
 
         others = held if name == "adamw" else []
@@ -174,6 +181,8 @@ class ShardedOptimizer:
         for name, gradient in self._gradients().items():
             if gradient_scale != 1.0:
                 gradient.mul_(gradient_scale)
+            if self._decay and gradient.ndim >= 2:
+                self._local[name].mul_(1.0 - lr * self._decay)
             self._local[name].grad = gradient
             self._steps[name] = self._steps.get(name, 0) + 1
         for optimizer in self._optimizers:

@@ -39,7 +39,8 @@ ROWS = "asyncrl_rows"
 class RowLayout:
     """The division of a packed sequence of T cells into rows.
 
-    With ``cp``, layers have a piece of the sequence on each rank of that group.
+    With ``cp``, layers have a piece of the sequence on each rank of that group. ``device_type`` is whose way is taken,
+    if not that of the device where the sequence lies.
     """
 
     rectangles: tuple[tuple[int, int], ...]  # (rows, length) in the order of the sequence; T = sum of rows * length
@@ -49,6 +50,7 @@ class RowLayout:
     # Of each rectangle, the one, of a single row, whose cells come before the cells of its rows; empty: of none.
     prefixes: tuple[int | None, ...] = ()
     cp: ProcessGroup | None = None
+    device_type: str | None = None
 
     @staticmethod
     def of(
@@ -57,12 +59,13 @@ class RowLayout:
         device: torch.device,
         prefixes: Sequence[int | None] = (),
         cp: ProcessGroup | None = None,
+        device_type: str | None = None,
     ) -> RowLayout:
         lengths = [length for rows, length in rectangles for _ in range(rows)]
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         cu_seqlens[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int32), 0)
         shared = tuple(prefixes) if any(each is not None for each in prefixes) else ()
-        return RowLayout(tuple(rectangles), sent(cu_seqlens, device), prefixes=shared, cp=cp)
+        return RowLayout(tuple(rectangles), sent(cu_seqlens, device), prefixes=shared, cp=cp, device_type=device_type)
 
     @property
     def max_seqlen(self) -> int:
@@ -123,7 +126,7 @@ def _attend_rows(  # [1, heads, T, D]; returns [1, T, heads, D]
     softcap: float | None,
 ) -> Tensor:
     tokens = [each[0].transpose(0, 1) for each in (query, key, value)]  # [T, heads, D]
-    if softcap is None and not rows.prefixes and _has_varlen_kernel(query):
+    if softcap is None and not rows.prefixes and _has_varlen_kernel(query, rows.device_type):
         return _varlen(*tokens, rows=rows, scaling=scaling, window=window).unsqueeze(0)
     sizes = [count * length for count, length in rows.rectangles]
     # split, not slices: its backward pass joins the pieces, where each slice's would fill a whole sequence with zeros.
@@ -184,13 +187,20 @@ def _band(length: int, places: int, window: int, device: torch.device) -> Tensor
     return (back >= 0) & (back < window)
 
 
-def _has_varlen_kernel(query: Tensor) -> bool:
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+def forget_masks() -> None:
+    """Free the masks that are kept for the next layer, or micro-batch, of the same lengths."""
+    _band.cache_clear()
+
+
+def _has_varlen_kernel(query: Tensor, device_type: str | None) -> bool:
+    if (device_type or query.device.type) != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     if "window_size" not in _varlen_parameters():
         return False
     size = query.shape[-1]
-    return size <= 256 and size % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    if size > 256 or size % 8:
+        return False
+    return device_type is not None or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _varlen(  # [T, heads, D]

@@ -109,7 +109,7 @@ def _at_their_experts(module: Any, group: ProcessGroup, states: Tensor, chosen: 
     back: Tensor = _Sent.apply(done[: sum(receives)], receives, sends, group)  # type: ignore[no-untyped-call]
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return (back[place].view(*chosen.shape, states.shape[-1]) * weights[..., None]).sum(1)
+    return (back[place].view(*chosen.shape, states.shape[-1]) * weights[..., None]).sum(1).to(states.dtype)
 
 
 class _Held:

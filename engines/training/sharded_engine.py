@@ -31,6 +31,7 @@ from engines.training.log_probs import Extras
 from engines.training.model import ComputeDtype, PolicyModel, check_mesh, local_shard, shard
 from engines.training.offload import Offload, resizable
 from engines.training.optimizer import LearningRate, OptimizerName, Schedule, ShardedOptimizer, clipping_scale
+from engines.training.packed_attention import forget_masks
 from engines.training.packing import Layout, PackedRows
 from engines.training.partition import BatchPartition
 from engines.training.passes import LossFunction, MiniBatch, Passes
@@ -49,7 +50,7 @@ class ShardedEngine(Generic[ModelT]):
 
     Args:
         model_path: folder or hub id of a transformers model.
-        lr: peak learning rate.
+        lr: peak learning rate; of Adafactor, in parts of a tensor (:data:`~engines.training.optimizer.OptimizerName`).
         rank, world_size: this process, 0..world_size-1, and the number of ranks; 1 needs no network, and any number of
             such engines can live in one process.
         master_addr, master_port: where several ranks meet; the port is needed unless this process has a torch process
@@ -275,6 +276,7 @@ class ShardedEngine(Generic[ModelT]):
             if not isinstance(parameter.data, DTensor):  # a shard has memory of its own, which only FSDP reads
                 parameter.data = resizable(parameter.data)
             weights.append(local_shard(parameter))
+        forget_masks()
         self._offload.release([*weights, *self._optimizer.resizable_moments()])
         self._asleep = True
 
@@ -377,17 +379,19 @@ class ShardedEngine(Generic[ModelT]):
         optional: Sequence[str] = (),
     ) -> PackedRows:
         """Read the batch as packed rows; fail on every rank if any rank's batch cannot be used."""
-        return self._ranks.call_together(
-            lambda: PackedRows.read(
+
+        def read() -> PackedRows:
+            rows = PackedRows.read(
                 batch,
                 vocabulary=self._model.vocabulary,
                 loss_mask=loss_mask,
                 required=required,
                 optional=[name for name in optional if name not in required],
-            ),
-            doing="reading the batch",
-            catch=InvalidDataError,
-        )
+            )
+            self._model.check_lengths(rows.lengths)
+            return rows
+
+        return self._ranks.call_together(read, doing="reading the batch", catch=InvalidDataError)
 
     def _published(self, tensors: _Tensors) -> _Tensors:
         return published(tensors, getattr(torch, self.publish_dtype))

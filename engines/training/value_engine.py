@@ -22,7 +22,7 @@ from asyncrl.data.ragged import offsets_from_lengths, ragged_from_values
 from asyncrl.errors import ConfigError, InvalidDataError
 from engines.training.loading import model_file
 from engines.training.log_probs import Extras, TokenScores
-from engines.training.model import PolicyModel, choose_layout, load_causal_lm
+from engines.training.model import PolicyModel, choose_layout, draw_nothing, load_causal_lm
 from engines.training.packing import Layout, PackedRows
 from engines.training.partition import RowCost
 from engines.training.sharded_engine import ShardedEngine, check_any_tokens
@@ -120,7 +120,7 @@ def load_value_model(
             remedy=f"save it as safetensors, with its head as {SCORE}, or use a causal LM",
         )
     model = ValueModel(causal_lm, head=head)
-    model.train()
+    draw_nothing(model)
     choose_layout(model, layout, loaded)
     return model
 
@@ -243,13 +243,16 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
         """
         self._check_open()
         rows = self._with_end_tokens(self._read(batch, loss_mask=False, optional=("margins",)))
-        counts = [count for (count,) in self._ranks.gather([len(rows)])]
+        everywhere = self._ranks.gather([len(rows), "margins" in rows.columns])
+        if len({given for _, given in everywhere}) > 1:
+            raise InvalidDataError("some ranks have the column margins, others do not")
+        counts = [count for count, _ in everywhere]
         total = sum(counts)
         if total == 0 or total % 2:
             raise InvalidDataError(f"{total} rows are not pairs: rows must be chosen, rejected, chosen, rejected, ...")
         row_scores = self._ranks.gather_column(self._row_scores(rows), counts).requires_grad_()
         margins = None
-        if all(flag for (flag,) in self._ranks.gather(["margins" in rows.columns])):
+        if "margins" in rows.columns:
             margins = self._ranks.gather_column(rows.columns["margins"][rows.mask], counts)[0::2]
         with torch.enable_grad():
             losses = bradley_terry_losses(
@@ -288,9 +291,13 @@ class FSDPValueEngine(ShardedEngine[ValueModel]):
     def _with_end_tokens(self, rows: PackedRows) -> PackedRows:
         """Append a copy of its last token to each row, the only one to score: its value depends on the whole row."""
         lengths = torch.tensor(rows.lengths, dtype=torch.int64)
-        empty = (lengths == 0).nonzero().flatten().tolist()
-        failure = InvalidDataError(f"row {empty[0]} has no token to score") if empty else None
-        self._ranks.raise_together(failure, doing="reading the batch")
+
+        def check() -> None:
+            if empty := (lengths == 0).nonzero().flatten().tolist():
+                raise InvalidDataError(f"row {empty[0]} has no token to score")
+            self._model.check_lengths((lengths + 1).tolist())
+
+        self._ranks.call_together(check, doing="reading the batch", catch=InvalidDataError)
         last = torch.cumsum(lengths, 0) - 1
         source = torch.cat([torch.arange(len(rows.input_ids)), last])
         # The sort is stable: the copy of a row's last token comes right behind it.

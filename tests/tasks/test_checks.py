@@ -123,6 +123,16 @@ def test_a_model_that_the_mesh_does_not_divide_is_refused(tmp_path: Path) -> Non
         check_start(made)
 
 
+def test_rows_that_change_rotary_positions_are_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    settings = {"model_type": "llama", "max_position_embeddings": 32, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(settings))
+    made = config(tmp_path, model={"path": str(folder), "source": None, "options": {}})
+    with pytest.raises(ConfigError, match=r"max_seq_len = 64: rotary positions \(dynamic\) are others in rows of more"):
+        check_start(made)
+
+
 def test_one_error_has_all_problems_of_a_stage(tmp_path: Path) -> None:
     made = config(tmp_path, weights={"options": {"x": 1}}, ledger={"kind": "json"}, algorithm={"correction": "none"})
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*algorithm.correction.*weights.options.x"):

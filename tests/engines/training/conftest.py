@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -36,6 +38,8 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "cohere": CohereConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
+    "olmo2": Olmo2Config,
+    "phimoe": PhimoeConfig,
 }
 
 

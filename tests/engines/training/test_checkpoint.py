@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncrl.errors import CheckpointError
 from asyncrl.io import DurableFiles
-from engines.training.checkpoint import SavedTensors, TensorSpec, write_tensors
+from engines.training import checkpoint
+from engines.training.checkpoint import HostMemory, SavedTensors, TensorSpec, write_tensors
 
 TENSORS = {
     "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -43,6 +45,15 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype
     with pytest.raises(CheckpointError, match="was announced as"):
         write_tensors(path, SPECS[:1], [torch.zeros(3)], files=DurableFiles())
+
+
+def test_a_copy_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(checkpoint, "host_memory", lambda sizes, pinned: [torch.empty(sizes[0], dtype=torch.uint8)])
+    with FakeTensorMode():
+        HostMemory().copy({"weight": torch.empty(2, device="cuda:0")})
+    assert waited == [torch.device("cuda:0")]
 
 
 def saved(folder: Path, *cuts: int) -> SavedTensors:

@@ -132,6 +132,25 @@ def test_tensors_sharded_by_fsdp_are_published_and_loaded_unchanged(
     assert exported.update(batch) == trainer.update(batch)
 
 
+@pytest.mark.parametrize("family", ["llama", "olmo2", "mixtral"])
+def test_layers_in_bfloat16_are_those_of_transformers(
+    engine: Callable[..., FSDPEngine], model_folder: Callable[..., str], family: str
+) -> None:
+    """Bit for bit: OLMo's angles of positions are float32 whatever the states are."""
+    folder = model_folder(family)
+    row = torch.arange(40)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = plain.base_model(input_ids=row[None], use_cache=False).last_hidden_state
+    trainer = engine(folder, dtype="bfloat16", layout="padded")
+    found: list[Tensor] = []
+    trainer._model.causal_lm.base_model.register_forward_hook(
+        lambda _module, _args, output: found.append(output.last_hidden_state)
+    )
+    trainer.log_probs(DataProto.from_dict(tensors={"input_ids": [row]}))
+    assert torch.equal(found[0], expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -276,7 +276,8 @@ def test_an_error_on_one_rank_is_raised_on_both_and_both_can_continue(outcome: O
     assert rank_0[5] == "EngineError: the loss failed on rank 1 (of 1 that failed); see its error"
     assert rank_1[5] == "ZeroDivisionError: the user's loss divides by 0"
     assert rank_0[6] == rank_1[6] == "True"  # long before the collectives' deadline
-    assert len(rank_0) == len(rank_1) == 7
+    assert rank_0[7] == rank_1[7] == "InvalidDataError: some ranks have the column margins, others do not"
+    assert len(rank_0) == len(rank_1) == 8
 
 
 def test_each_rank_reads_its_own_shards_and_a_damaged_file_is_an_error_on_both(outcome: Outcome) -> None:

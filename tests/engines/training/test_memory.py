@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.algorithms import PolicyObjective
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError
 from asyncrl.mesh import MemoryPlan, MeshShape
+from engines.training import memory
 from engines.training.fsdp_engine import FSDPEngine
 from engines.training.lora import LoRA
 from engines.training.memory import plan_memory
+from engines.training.model import ComputeDtype
+from engines.training.packed_attention import _band
 
 TOKENS, ROW = 512, 16
 LORA = LoRA(rank=4, alpha=8.0)
@@ -70,6 +76,48 @@ def test_a_plan_of_one_rank_is_what_its_allocator_gives_out(
     assert plan.total == pytest.approx(found, rel=0.1)
 
 
+SIZES: dict[str, Any] = {"tied": False, "vocab_size": 64}
+ROWS = {"shape": MeshShape(), "max_tokens": TOKENS, "row_tokens": 64}
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_layers_with_windows_need_as_much_each(
+    model_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch, device: str, dtype: ComputeDtype
+) -> None:
+    """What three and four layers need says what six do: one mask is made for all of them, and for no other trace."""
+    folder = model_folder("mistral", sliding_window=20, num_hidden_layers=6, **SIZES)
+    plan = plan_memory(folder, device_type=device, dtype=dtype, **ROWS)
+    assert not isinstance(_band(64, 64, 20, torch.device("cpu")), FakeTensor)
+    monkeypatch.setattr(memory, "_LAYERS", 6)
+    assert plan_memory(folder, device_type=device, dtype=dtype, **ROWS) == plan
+
+
+def test_a_window_on_a_gpu_is_the_kernels(model_folder: Callable[..., str]) -> None:
+    plans = [
+        plan_memory(model_folder("mistral", sliding_window=window, **SIZES), device_type="cuda", dtype=dtype, **ROWS)
+        for dtype in ("bfloat16", "float32")
+        for window in (20, None)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[2].activations > plans[3].activations  # no kernel, but a mask
+
+
+def test_soft_capped_scores_are_those_of_rows(model_folder: Callable[..., str]) -> None:
+    folder = model_folder("gemma2", **SIZES)
+    rows, whole = (
+        plan_memory(folder, device_type="cuda", dtype="bfloat16", **ROWS | {"row_tokens": length})
+        for length in (64, TOKENS)
+    )
+    # Of each layer at least one matrix of scores in float32 is kept: 4 heads, 512 tokens, as many tokens as a row has.
+    assert whole.activations - rows.activations >= 2 * 4 * 4 * TOKENS * (TOKENS - 64)
+
+
+def test_rows_are_laid_as_in_an_update() -> None:
+    assert memory._rectangles(512, 100, "packed") == ((5, 100), (1, 12))
+    assert memory._rectangles(500, 100, "packed") == ((4, 100), (1, 100))  # two calls, as for rows of many lengths
+    assert memory._rectangles(512, 100, "padded") == ((5, 100),)
+
+
 def test_weights_gradients_and_moments_are_divided_by_the_mesh(model_folder: Callable[..., str]) -> None:
     folder = model_folder("llama", tied=False, vocab_size=64)
     whole, part = (
@@ -92,6 +140,13 @@ def test_what_cannot_be_planned_is_refused(model_folder: Callable[..., str]) -> 
         plan_memory(model_folder("llama"), shape=MeshShape(tp=3), max_tokens=64, row_tokens=16)
     with pytest.raises(ConfigError, match="memory of stages is not planned"):
         plan_memory(model_folder("llama"), shape=MeshShape(pp=2), max_tokens=64, row_tokens=16)
+    assert not torch.distributed.is_initialized()
+
+
+def test_no_weights_are_read_to_refuse_a_mixture(model_folder: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copy(Path(model_folder("mixtral")) / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="mixtral is a mixture, or read as a whole: its memory is not planned"):
+        plan_memory(str(tmp_path), shape=MeshShape(), max_tokens=64, row_tokens=16)
     assert not torch.distributed.is_initialized()
 
 

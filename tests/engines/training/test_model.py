@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from asyncrl.errors import ConfigError
+from asyncrl.algorithms import PolicyObjective
+from asyncrl.data import DataProto
+from asyncrl.errors import ConfigError, InvalidDataError
+from asyncrl.model_folder import RotaryChange, rotary_change
+from engines.training.fsdp_engine import FSDPEngine
 from engines.training.model import PolicyModel, load_policy_model
+from engines.training.value_engine import FSDPValueEngine, load_value_model
 
 
 def _scores(model: PolicyModel, row: Tensor, predictors: Tensor) -> Tensor:
@@ -47,12 +52,62 @@ def test_a_model_with_an_unsupported_head_is_refused(model_folder: Callable[...,
         load_policy_model(str(tmp_path))
 
 
-def test_dropout_is_off_although_the_model_is_in_training_mode(model_folder: Callable[..., str]) -> None:
-    model = load_policy_model(model_folder("llama", attention_dropout=0.5))
+ROPE: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0] * 4,
+        "long_factor": [9.0] * 4,
+        "factor": 4.0,
+    },
+    "dynamic": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize(("kind", "most"), [("longrope", 8), ("dynamic", 32)])
+def test_rows_that_change_the_positions_of_those_beside_them_are_refused(
+    model_folder: Callable[..., str], trajectories: Callable[..., DataProto], kind: str, most: int
+) -> None:
+    rope = {"rope_type": kind, "rope_theta": 100.0, **ROPE[kind]}
+    folder = model_folder("llama", max_position_embeddings=32, rope_parameters=rope)
+    engine = FSDPEngine(folder, lr=0.0, device="cpu", objective=PolicyObjective())
+    values = FSDPValueEngine(folder, device="cpu")
+    engine.log_probs(trajectories([most, 5]))
+    words = rf"{most + 1} tokens: rotary positions of Llama.* \({kind}\) are others in rows of more than {most}"
+    for refused in (engine.log_probs, engine.update, engine.supervise):
+        with pytest.raises(InvalidDataError, match=words):
+            refused(trajectories([5, most + 1]))
+    with pytest.raises(InvalidDataError, match=words):
+        values.scores(trajectories([5, most]))  # whose copy of the last token is one more
+    engine.close()
+    values.close()
+
+
+def test_the_positions_of_every_kind_of_layer_count() -> None:
+    rope = {"rope_theta": 100.0, **ROPE["longrope"], "rope_type": "longrope"}
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 10.0}, "full_attention": rope}
+    assert rotary_change(Gemma3TextConfig(rope_parameters=kinds, head_dim=8)) == RotaryChange("longrope", 8)
+    assert rotary_change(Gemma3TextConfig()) is None
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"attention_dropout": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5}),
+        ("phimoe", {"router_jitter_noise": 0.5, "input_jitter_noise": 0.5}),
+    ],
+)
+def test_nothing_is_drawn_in_a_pass(
+    model_folder: Callable[..., str], family: str, options: dict[str, Any], gradient_checkpointing: bool
+) -> None:
+    model = load_policy_model(model_folder(family, **options), gradient_checkpointing=gradient_checkpointing)
+    values = load_value_model(model_folder(family, **options), gradient_checkpointing=gradient_checkpointing)
     ids = torch.arange(12)
-    first, second = (_scores(model, ids, torch.arange(11)) for _ in range(2))
-    assert model.training
-    assert torch.equal(first, second)
+    for each in (model, values):
+        torch.nn.init.normal_(each.causal_lm.get_output_embeddings().weight)
+        first, second = (_scores(each, ids, torch.arange(11)) for _ in range(2))
+        assert torch.equal(first, second)
 
 
 def test_checkpointed_layers_are_computed_twice(model_folder: Callable[..., str]) -> None:

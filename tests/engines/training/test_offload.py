@@ -16,6 +16,7 @@ from engines.training import offload
 from engines.training.fsdp_engine import FSDPEngine
 from engines.training.model import local_shard
 from engines.training.offload import Offload, host_memory, resizable
+from engines.training.packed_attention import _band
 
 LENGTHS = [9, 4, 17, 6]
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -31,6 +32,16 @@ def pair(request: pytest.FixtureRequest, model_folder: Callable[..., str]) -> It
     yield made[0], made[1]
     for each in made:
         each.close()
+
+
+def test_no_mask_is_kept_in_its_sleep(model_folder: Callable[..., str], trajectories: Callable[..., DataProto]) -> None:
+    folder = model_folder("mistral", sliding_window=4)
+    engine = FSDPEngine(folder, objective=PolicyObjective(), lr=1e-2, device="cpu")
+    engine.log_probs(trajectories(LENGTHS))
+    assert _band.cache_info().currsize > 0
+    engine.sleep()
+    assert _band.cache_info().currsize == 0
+    engine.close()
 
 
 def held_bytes(engine: FSDPEngine) -> int:

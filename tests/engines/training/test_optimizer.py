@@ -105,8 +105,9 @@ def pair() -> tuple[nn.Parameter, nn.Parameter]:
 def _by_torch(name: str, matrix: Tensor, bias: Tensor) -> list[torch.optim.Optimizer]:
     match name:
         case "sgd":
-            groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [bias]}]
-            return [torch.optim.SGD(groups, lr=0.01, momentum=0.9)]
+            sgd = torch.optim.SGD([matrix, bias], lr=0.01, momentum=0.9)
+            sgd.register_step_pre_hook(lambda *_: setattr(matrix, "data", matrix * (1.0 - 0.01 * 0.1)))
+            return [sgd]
         case "adafactor":
             groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [bias]}]
             return [torch.optim.Adafactor(groups, lr=0.01, d=2.0)]
@@ -162,6 +163,18 @@ def test_optimizers_are_torchs_and_go_on_bit_for_bit_from_what_was_saved(
                 empty[key][each].copy_(part)
         twin.restore(empty, ours.steps())
     assert ours.steps() == {"matrix": 3, "bias": 3}
+
+
+def test_the_weight_decay_of_gradient_descent_has_no_momentum() -> None:
+    matrix = nn.Parameter(torch.ones(1, 1))
+    sgd = ShardedOptimizer([("matrix", matrix)], name="sgd", weight_decay=0.2, options={"momentum": 0.5})
+    found: list[float] = []
+    for gradient in (1.0, 0.0):
+        matrix.grad = torch.full((1, 1), gradient)
+        sgd.step(lr=0.5)
+        found.append(float(matrix.detach()))
+    assert found == pytest.approx([0.9 - 0.5, 0.4 * 0.9 - 0.5 * 0.5])
+    assert float(sgd.moments()["matrix"]["momentum_buffer"]) == 0.5
 
 
 def test_embeddings_are_left_to_adamw_by_muon(pair: tuple[nn.Parameter, nn.Parameter]) -> None:

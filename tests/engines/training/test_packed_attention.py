@@ -127,7 +127,7 @@ def test_kernels_of_several_torch_versions_get_the_arguments_they_support(
     lengths = [7, 7, 5]
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     monkeypatch.setattr(packed, "_varlen_parameters", packed._varlen_parameters.__wrapped__)
-    monkeypatch.setattr(packed, "_has_varlen_kernel", lambda query: True)
+    monkeypatch.setattr(packed, "_has_varlen_kernel", lambda *_: True)
     query, key, value = _stream(lengths, heads=2, groups=groups)
     rows = RowLayout.of([(2, 7), (1, 5)], device=torch.device("cpu"))
     found, _ = packed_attention(LAYER, query, key, value, asyncrl_rows=rows, sliding_window=window)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engines.training.model import load_policy_model
+from engines.training.model import _shard, load_policy_model
 from engines.training.parallel import divide_experts, experts_of
 from engines.training.rank_group import RankGroup
 
@@ -59,6 +59,19 @@ def test_experts_without_a_token_have_gradients_of_zero(ranks: RankGroup, model:
     assert done.shape == (0, 32)
     for parameter in experts.parameters():
         assert float(parameter.grad.to_local().abs().sum()) == 0.0
+
+
+def test_the_weights_of_experts_are_not_rounded(ranks: RankGroup, model: Any) -> None:
+    """Weights are bfloat16 then, and what multiplies the results of experts is float32, as on one rank."""
+    experts = experts_of(model)[0]
+    whole = copy.deepcopy(experts).bfloat16()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "ep"))
+    divide_experts([experts], mesh["ep"])
+    _shard([(experts, mesh["shard"])], dtype="bfloat16")
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(9, 32, generator=draw).bfloat16()
+    chosen, weights = torch.arange(9)[:, None] % 4, torch.rand(9, 1, generator=draw)
+    assert torch.equal(experts(states, chosen, weights), whole(states, chosen, weights))
 
 
 def test_a_token_costs_the_experts_that_it_has(model_folder: Callable[..., str]) -> None:

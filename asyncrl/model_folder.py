@@ -62,7 +62,7 @@ def rotary_change(settings: Any) -> RotaryChange | None:
     found: list[RotaryChange] = []
     for each in (whole, *whole.values()):  # those of all layers, or of each kind of them
         kind = each.get("rope_type") if isinstance(each, dict) else None
-        if kind == "longrope":
+        if kind == "longrope" and each["short_factor"] != each["long_factor"]:
             found.append(RotaryChange(kind, int(each["original_max_position_embeddings"])))
         elif kind == "dynamic":
             found.append(RotaryChange(kind, int(text.max_position_embeddings)))

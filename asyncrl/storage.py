@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -104,8 +105,9 @@ class Store:
             if "file" not in self._files.protocol:
                 self._files.pipe_file(path, content)
                 return
-            self._files.pipe_file(f"{path}.partial", content)
-            self._files.mv(f"{path}.partial", path)
+            partial_path = f"{path}.{secrets.token_hex(4)}.partial"
+            self._files.pipe_file(partial_path, content)
+            self._files.mv(partial_path, path)
 
         _ask(f"{self.url}/{name}", write, writes=True)
 

@@ -49,6 +49,7 @@ _GRACE_S = 5.0
 """Time for an agent to end once it has no more turns."""
 _NOT_STARTED = (126, 127)
 """Status of a command whose program cannot be started."""
+_SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "env", "timeout", "xargs")
 _LAST_WORDS = 500
 _MOST_SANDBOXES = 4096
 _SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
@@ -325,7 +326,8 @@ class CommandEnvironment:
         await self._judge.close()
 
     async def _asked(self, what: str, call: Awaitable[_T]) -> _T:
-        deadline = asyncio.timeout(self._factory.limits.deadline_s)
+        waits = getattr(self._judge, "wait_s", 0.0) if what == "reset" else 0.0
+        deadline = asyncio.timeout(self._factory.limits.deadline_s + waits)
         try:
             async with deadline:
                 return await call
@@ -396,7 +398,9 @@ class CommandEnvironment:
         home = {**dict.fromkeys(("HOME", "TMPDIR"), f"{own}/home"), "PYTHONNOUSERSITE": "1"}
         env = {**home, **env, "ASYNCRL_TURNS_FILE": f"{own}/turns.json"}
         judging = await place.run(command, env, factory.limits, over=asyncio.Event())
-        failed = judging.code if factory.judged_by == "score_command" else judging.code in _NOT_STARTED
+        failed = judging.code
+        if factory.judged_by == "test_command":
+            failed = factory.judge_starts and judging.code in _NOT_STARTED
         if judging.how != "exited" or failed:
             raise _failure(f"{factory.judged_by}", judging, factory)
         if factory.judged_by == "test_command":
@@ -504,14 +508,21 @@ def filled(text: str, names: Mapping[str, str]) -> str:
 # ----------------------------------------------------------------------------------------------------- the factory
 
 
-def _is_program(part: str, copy: str | None) -> bool:
+def _is_program(part: str, copy: str | None, env: Mapping[str, str] | None) -> bool:
     """Check whether a command can begin so: with a program of this machine, of the copied folder, or of a row."""
     copied = str(Path(copy, part)) if copy is not None and "/" in part else part
-    return bool(_PLACEHOLDER.search(part) or shutil.which(part) or shutil.which(copied))
+    path = (env or {}).get("PATH")
+    return bool(_PLACEHOLDER.search(part) or shutil.which(part, path=path) or shutil.which(copied))
 
 
-def _absolute(command: Sequence[str]) -> list[str]:
-    return [str(Path(part).absolute()) if _is_file(part) else part for part in command]
+def _absolute(command: Sequence[str], copy: str | None = None) -> list[str]:
+    """Give files by their full paths, but not those that the program finds in its copied folder."""
+
+    def full(part: str) -> str:
+        copied = copy is not None and _is_file(str(Path(copy, part)))
+        return str(Path(part).absolute()) if _is_file(part) and not copied else part
+
+    return [full(part) for part in command]
 
 
 def _is_file(text: str) -> bool:
@@ -529,7 +540,7 @@ class CommandFactory:
         reward: where the reward comes from instead: ``exit_status`` (1 if the program ends with status 0, else 0).
             Anything else is an option of ``tasks``.
         test_command: run in the program's folder afterwards; the reward is 1 if it ends with status 0, else 0. Status
-            126 or 127, as of a command that cannot be started, is a failure.
+            126 or 127 is a failure, as of a command that cannot be started, but not of a shell, or in that folder.
         score_command: likewise; the reward is the number on the last line of its output.
         env: further environment variables, with the same placeholders. Of this process's own the program gets
             ``PATH``, ``LANG`` and the like alone.
@@ -567,7 +578,8 @@ class CommandFactory:
             if isinstance(given, str) or not all(isinstance(part, str) for part in given):
                 remedy = '["my-agent", "--task", "{task}"]'
                 raise ConfigError(f"{name} is {given!r}", path=f"{_KEY}.{name}", remedy=remedy)
-            if (given or name == "command") and not _is_program(given[0] if given else "", copy):
+            later = name != "command" and "/" in (given[0] if given else "")  # it may be what the agent makes
+            if (given or name == "command") and not later and not _is_program(given[0] if given else "", copy, env):
                 missing = f"there is no program {given[0] if given else ''!r}"
                 raise ConfigError(missing, path=f"{_KEY}.{name}", remedy="install it, or check the path")
         for name, limit in (("deadline_s", deadline_s), ("output_bytes", output_bytes)):
@@ -590,7 +602,10 @@ class CommandFactory:
             remedy = "a rule, exit_status, test_command or score_command"
             raise ConfigError("the reward comes from one of several", path=f"{_KEY}.reward", remedy=remedy)
         self.judged_by: Literal["rule", "exit_status", "test_command", "score_command"] = "rule"
-        self.judging_command = _absolute(test_command or score_command)
+        self.judging_command = _absolute(test_command or score_command, copy)
+        # Status 126 or 127 of a shell may be that of a command in it, and a program of the folder may be gone.
+        program = "".join(self.judging_command[:1])
+        self.judge_starts = Path(program).name not in _SHELLS and (program.startswith("/") or "/" not in program)
         if self._sandbox is not None:
             self._carry(self.command, self.files, "files")
             self._carry(self.judging_command, self.judging_files, "judging_files")

@@ -199,27 +199,36 @@ def serve_solution(peer: Peer, program: str) -> None:
 def run_tests(peer: Peer, assertions: str) -> None:
     scope: dict[str, Any] = {"__name__": "tests"}
     given, (wanted, modules) = peer.receive()["names"], names_of(assertions)
-    for name in modules:
+    for name, attributes in modules.items():
         with contextlib.suppress(Exception):  # not for everyone; a test that needs it fails
-            scope[name] = importlib.import_module(_SHORT.get(name, name))
+            module = importlib.import_module(_SHORT.get(name, name))
+            if all(hasattr(module, attribute) for attribute in attributes):
+                scope[name] = module
+            else:
+                wanted.add(name)  # an object of the program, like `datetime` of the module `datetime`
     scope |= {name: peer.decode(given[name]) for name in wanted if name in given}
     exec(compile(assertions, "tests.py", "exec"), scope)  # noqa: S102  likewise
 
 
-def names_of(assertions: str) -> tuple[set[str], set[str]]:
-    """Return the names that assertions take from the program, and the modules that they use without an import.
+def names_of(assertions: str) -> tuple[set[str], dict[str, set[str]]]:
+    """Return names that assertions take from the program, and modules that they use without an import.
 
-    A module is a name of which they only read attributes, if there is one to import. A built-in is the program's only
-    where nothing else can be: ``assert sum(10, 15) == 6``.
+    A module is a name of which they only read attributes, here with these, if there is one to import that has them. A
+    built-in is the program's only where nothing else can be: ``assert sum(10, 15) == 6``.
     """
     nodes, table = list(ast.walk(ast.parse(assertions))), symtable.symtable(assertions, "tests.py", "exec")
     owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     others = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
     read = set(_globals_in(table))
-    modules = {name for name in read - others if name in _SHORT or importlib.util.find_spec(name)}
+    modules: dict[str, set[str]] = {
+        name: set() for name in read - others if name in _SHORT or importlib.util.find_spec(name)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            modules[node.value.id].add(node.attr)
     bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
-    free = read - modules - bound
-    return (read - modules - {*dir(builtins)}) | (free if len(free) == 1 else set()), modules
+    free = read - modules.keys() - bound
+    return (read - modules.keys() - {*dir(builtins)}) | (free if len(free) == 1 else set()), modules
 
 
 def _globals_in(table: symtable.SymbolTable) -> Iterator[str]:

@@ -215,7 +215,8 @@ def unstartable(command: Sequence[str], env: Mapping[str, str] | None) -> Progra
     variables = env or {}
     if any("\0" in each for each in (*command, *variables, *variables.values())):
         return ProgramEnd(how="exited", code=126, error=b"null byte in an argument\n")
-    if len(json.dumps([*command, variables])) > _LARGEST_COMMAND:
+    text = json.dumps([*command, variables], ensure_ascii=False)
+    if len(text.encode("utf-8", "backslashreplace")) > _LARGEST_COMMAND:
         return ProgramEnd(how="exited", code=126, error=b"argument list too long\n")
     return None
 

@@ -236,7 +236,7 @@ class NamespacesSandbox(Sandbox):
         return ProgramEnd(how=how, code=code, output=bytes(pipes.outputs[0]), error=bytes(pipes.outputs[1]))
 
     def _order(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        message = json.dumps(order).encode("utf-8", "backslashreplace")
+        message = json.dumps(order, ensure_ascii=False).encode("utf-8", "surrogatepass")
         try:
             socket.send_fds(self._control, [message], descriptors)
         except OSError as error:

@@ -63,6 +63,7 @@ class RemoteBackend:
             except _AllLeasedError:
                 if clock() >= ends_s:
                     raise
+                await asyncio.sleep(1.0)  # a proxy may answer at once
             else:
                 return RemoteSandbox(self, made, limits)
 

@@ -42,6 +42,9 @@ LEAST_PATIENCE_S = 2.0
 MOST_PATIENCE_S = 10.0
 """Longest time for which an interrupted run finishes its step; a checkpoint that takes longer is not saved then."""
 
+_MOST_REUSED = 10_000
+"""Groups that were trained on, and whose task and baseline are kept for another use."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
@@ -93,7 +96,7 @@ class Driver:
         reused: groups that were trained on and may be again, as far as the buffer does not have them; a resumed run
             starts with those that recorded batches train on once more.
         save_checkpoint: awaited between two steps, with this driver and the number of the step that is done; returns
-            what writes the checkpoint, while training goes on. What the last step made is saved by the caller.
+            what writes the checkpoint, while training goes on.
         before_step: called before each step, with its number; returns what has to be awaited, if anything, once the
             last version is published.
         tasks: chooses the tasks of groups; None: each group gets the task of its number.
@@ -233,7 +236,7 @@ class Driver:
                 await change
             with self.timeline.wait("train", "rollouts"):
                 selected = await self._select(step)
-            await self._not_paused("train")
+            await self.buffer.settled()  # it may have dropped groups before it selected these
             if publication is not None and self.devices.shared:
                 await self._published_by(publication)  # an engine that sleeps serves no version
             async with self.devices.trainer_turn():
@@ -295,7 +298,6 @@ class Driver:
 
     async def _update(self, step: int, selected: Sequence[SelectedGroup]) -> StepRecord:
         recorded = step in self.journal.recovered.batches
-        await self.buffer.settled()  # it may have dropped groups before it selected these
         self._book.trained(step, selected, recorded=recorded)
         groups = [self._group_of(each) for each in selected]
         first = step == self.law.first_version + 1
@@ -387,6 +389,8 @@ class Driver:
         last = self.plan.max_uses is not None and group.uses + 1 >= self.plan.max_uses
         if not last and (group.task, group.baseline_reward, group.divergences) != (None, None, None):
             self.reused[group.group_id] = dataclasses.replace(group, summary=None, rows=None)
+        if len(self.reused) > _MOST_REUSED:  # the buffer tells of no group that it drops after a use
+            del self.reused[next(iter(self.reused))]
 
     def _failed(self, group: Group, failure: Failure) -> None:
         """Drop a group whose rollouts or baseline failed; raise if groups fail one after another."""
@@ -424,8 +428,7 @@ class Driver:
     ) -> None:
         """Take a checkpoint if one is due, and write it beside the steps that follow, one at a time."""
         clock = asyncio.get_running_loop().time
-        last = step == self.plan.steps  # no step follows it: it is saved when the run has ended
-        if self.save_checkpoint is None or last or not pace.due(step, now_s=clock()):
+        if self.save_checkpoint is None or not pace.due(step, now_s=clock()):
             return
         if self.devices.shared:
             await self._published_by(after)  # an engine that sleeps serves no version

@@ -22,6 +22,7 @@ from asyncrl.config.file import set_key, tables_of
 from asyncrl.curriculum import Curriculum
 from asyncrl.errors import AsyncRLError, ConfigError, RunStoppedError
 from asyncrl.interfaces import EnvironmentFactory, ReplayBuffer, TrainerUsage
+from asyncrl.io import is_sealed
 from asyncrl.ledger import Committed, Ledger, Recovered, RunStarted
 from asyncrl.model_folder import check_model
 from asyncrl.plugins import make_part
@@ -155,6 +156,7 @@ class TrainingRun:
                     raise
             async with self._watch(driver).watching():
                 with self._phase("save"):
+                    await self._checkpoints.sent()  # one of this step may be on its way to a URL
                     await (await self._save(driver, config.steps))()
                     driver.journal.record(Committed(config.steps))
                     await self._checkpoints.sent()
@@ -477,7 +479,7 @@ class TrainingRun:
             await driver.checkpoint_written()
             saved = self._checkpoints.folder(step)
             # One that is there holds these weights, and may be on its way to a URL.
-            if not await asyncio.to_thread(saved.exists):
+            if not await asyncio.to_thread(is_sealed, saved):
                 await (await self._save(driver, step))()
             await self._assembly.trainer.build(origin, trainer_options(wanted), step)
             await self._assembly.trainer.load(saved / "trainer")

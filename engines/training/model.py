@@ -412,10 +412,15 @@ def load_causal_lm(
 def draw_nothing(model: nn.Module) -> None:
     """Take modules out of training mode, in which mixtures choose experts at random.
 
-    Left in it are those whose activations are computed again: transformers does that in this mode only.
+    Left in it are those whose activations are computed again, which transformers and reversible layers do in this mode
+    only, and the bodies of models, which without it may change weights for inference (rwkv), or compute no gradients
+    (xlstm).
     """
+    from transformers import PreTrainedModel
+
     for module in model.modules():
-        module.training = bool(getattr(module, "gradient_checkpointing", False))
+        recomputed = getattr(module, "gradient_checkpointing", False) or hasattr(module, "backward_pass")
+        module.training = bool(recomputed) or isinstance(module, PreTrainedModel)
 
 
 def choose_layout(model: PolicyModel, layout: Layout | Literal["auto"], loaded: LoadedModel) -> None:

@@ -276,10 +276,13 @@ print(0.25 if len(turns) == 1 and not prepared and "PYTHONNOUSERSITE" in os.envi
 
 
 async def test_a_test_that_cannot_be_started_is_no_reward(play: Callable[..., Any]) -> None:
-    (failed,), _ = await play(factory_of("prepares", test_command=["sh", "-c", "exit 1"]))
-    assert failed.reward == 0.0
+    # What a shell does not find, or a program of the folder that is gone, is the agent's doing: no further attempt.
+    for wrong in (["sh", "-c", "exit 1"], ["sh", "-c", "./no-such-test"], ["./no-such-test"]):
+        (failed,), _ = await play(factory_of("prepares", test_command=wrong))
+        assert failed.reward == 0.0
+    test_command = [sys.executable, "-c", "raise SystemExit(127)"]
     with pytest.raises(EnvironmentFailure, match=r"test_command ended with status 127 \(it could not be started\)"):
-        await play(factory_of("prepares", test_command=["sh", "-c", "exit 127"]))
+        await play(factory_of("prepares", test_command=test_command))
 
 
 async def test_a_program_may_give_credit_to_turns(play: Callable[..., Any]) -> None:
@@ -339,8 +342,9 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         CommandFactory(command=["no-such-agent"], tasks="calculator")
     with pytest.raises(ConfigError, match="there is no program 'no-such-test'"):
         factory_of("well", test_command=["no-such-test"])
-    (tmp_path / "check.sh").touch(mode=0o755)
-    factory_of("well", test_command=["./check.sh"], copy=str(tmp_path))
+    (tmp_path / "pyproject.toml").touch()  # there is one in the working directory, too
+    copied = factory_of("well", test_command=["cat", "pyproject.toml", "README.md"], copy=str(tmp_path))
+    assert copied.judging_command == ["cat", "pyproject.toml", str(Path("README.md").absolute())]
     factory_of("well", score_command=["sh", "-c", "x" * 5000])
     with pytest.raises(ConfigError, match="one of several"):
         factory_of("well", test_command=["true"], score_command=["true"])

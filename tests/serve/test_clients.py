@@ -183,7 +183,7 @@ async def test_anthropic(serve):
         assert (await asyncio.to_thread(synchronous)).startswith("sum:")
 
 
-CASES = int(os.environ.get("ASYNCRL_SCHEMA_CASES", "5000"))
+CASES = int(os.environ.get("ASYNCRL_SCHEMA_CASES", "3000"))
 
 
 @pytest.mark.timeout(900)

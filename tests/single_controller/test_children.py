@@ -24,10 +24,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is stopped
 SOON = Liveness(every_s=0.02, named_after_s=0.1, ended_after_s=0.4)
 NAMED_ONLY = Liveness(every_s=0.02, named_after_s=0.1, ended_after_s=60)
 WITH_CHILD = """
-import subprocess, sys
+import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 print(child.pid, flush=True)
-child.wait()
+time.sleep(60)  # not until the child ends: both are killed, one after the other
 """
 
 

@@ -98,7 +98,7 @@ class Store:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file, in one piece for whoever reads it."""
+        """Write a small file; readers see all of it or nothing."""
         path = f"{self._root}/{name}"
 
         def write() -> None:

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, SandboxError
 from asyncrl.foreign import place_of
-from asyncrl.interfaces import ClosableFactory, Environment, EnvironmentFactory, Message, Task
+from asyncrl.interfaces import ClosableFactory, Environment, EnvironmentFactory, EnvironmentWait, Message, Task
 from asyncrl.io import LockedTemporaryDirectory
 from asyncrl.plugins import make_part, offered_options
 from asyncrl.rewards import scoring_program
@@ -50,6 +50,7 @@ _GRACE_S = 5.0
 _NOT_STARTED = (126, 127)
 """Status of a command whose program cannot be started."""
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh", "env", "timeout", "xargs")
+"""Programs that end with these for a command that they run."""
 _LAST_WORDS = 500
 _MOST_SANDBOXES = 4096
 _SANDBOX: Mapping[str, Any] = {"memory_bytes": 4 << 30, "file_bytes": 256 << 20, "files": 1024, "children": 256}
@@ -326,8 +327,8 @@ class CommandEnvironment:
         await self._judge.close()
 
     async def _asked(self, what: str, call: Awaitable[_T]) -> _T:
-        waits = getattr(self._judge, "wait_s", 0.0) if what == "reset" else 0.0
-        deadline = asyncio.timeout(self._factory.limits.deadline_s + waits)
+        wait_s = self._judge.wait_s if what == "reset" and isinstance(self._judge, EnvironmentWait) else 0.0
+        deadline = asyncio.timeout(self._factory.limits.deadline_s + wait_s)
         try:
             async with deadline:
                 return await call

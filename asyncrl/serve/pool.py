@@ -339,16 +339,16 @@ class Follower:
 
     async def run(self) -> None:
         """Look until it is cancelled; whatever fails, a later look may succeed."""
-        told = self.problem
+        logged = self.problem
         while True:
             await asyncio.sleep(self._every_s)
             try:
                 problem = await self.look()
             except Exception as error:  # noqa: BLE001  it is logged, and does not end what follows
                 problem = _text(error)
-            if problem and problem != told:
+            if problem and problem != logged:
                 _log.warning("weight version %d stays: %s", self._updater.version, problem)
-            told = self.problem = problem
+            logged = self.problem = problem
 
     async def look(self) -> str:
         """Serve the version that is announced, if that is another one; return why it is not served, or "".

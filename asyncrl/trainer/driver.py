@@ -69,7 +69,7 @@ class TrainingPlan:
     checkpoint_every: int | None = 0
     trajectories_per_step: int = 0
     announces: bool = False
-    """Whether pools that belong to no run are told of each version once it serves."""
+    """Whether each version is announced, once it serves, to pools that belong to no run."""
 
 
 class Observer(Protocol):
@@ -389,7 +389,7 @@ class Driver:
         last = self.plan.max_uses is not None and group.uses + 1 >= self.plan.max_uses
         if not last and (group.task, group.baseline_reward, group.divergences) != (None, None, None):
             self.reused[group.group_id] = dataclasses.replace(group, summary=None, rows=None)
-        if len(self.reused) > _MOST_REUSED:  # the buffer tells of no group that it drops after a use
+        if len(self.reused) > _MOST_REUSED:  # the buffer does not report groups that it drops after a use
             del self.reused[next(iter(self.reused))]
 
     def _failed(self, group: Group, failure: Failure) -> None:

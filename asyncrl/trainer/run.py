@@ -156,7 +156,9 @@ class TrainingRun:
                     raise
             async with self._watch(driver).watching():
                 with self._phase("save"):
-                    await self._checkpoints.sent()  # one of this step may be on its way to a URL
+                    saved = self._checkpoints.folder(config.steps)
+                    if await asyncio.to_thread(is_sealed, saved):  # it may be on its way to a URL
+                        await self._checkpoints.sent()
                     await (await self._save(driver, config.steps))()
                     driver.journal.record(Committed(config.steps))
                     await self._checkpoints.sent()

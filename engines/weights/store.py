@@ -123,7 +123,7 @@ class StoreTransport(VersionedTransport[str]):
             return None
         except (StorageError, WeightMismatchError) as error:
             raise WeightError(f"{self._store.url}/{_NEWEST}: {error}") from error
-        self._location = re.compile(_PLACE.format("[A-Za-z0-9_.-]+"))  # whoever has published it
+        self._location = re.compile(_PLACE.format("[A-Za-z0-9_.-]+"))  # of any publisher
         return manifest
 
     def release(self, version: int) -> None:

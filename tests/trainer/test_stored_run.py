@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from asyncrl.storage import Store
 from asyncrl.tasks.checks import check_start
 from asyncrl.tasks.run import train
 from asyncrl.trainer.checkpoint import Checkpoints, DriverState
-from asyncrl.trainer.stored_run import StoredRun, fetch, restore
+from asyncrl.trainer.stored_run import StoredRun, _fetch, _writes, fetch, restore
 from buffers.ledger import SQLiteLedger
 
 URL = "watched://bucket/runs/mine"
@@ -522,3 +523,23 @@ async def test_what_waited_for_a_slow_put_is_written_after_it_and_the_newest_alo
     await made.sent()
     steps = {name.partition("/")[0][-11:] for name in Store(URL).names() if name.endswith("/manifest.json")}
     assert steps == {"step-000001", "step-000003"}
+
+
+@pytest.mark.slow
+def test_the_last_step_is_not_saved_again_while_its_checkpoint_is_sent(
+    small_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    finish = StoredRun._finish
+
+    def slowly(self: StoredRun, *given: Any) -> None:
+        time.sleep(0.5)  # a second save would have replaced the files by now
+        finish(self, *given)
+
+    monkeypatch.setattr(StoredRun, "_finish", slowly)
+    url = f"file://{tmp_path}/store"
+    train(small_config(steps=2, max_staleness=0, checkpoint={"every": 2, "keep_last": 3, "url": url}))
+    (name,) = {each.partition("/")[0] for each in Store(url).names()}
+    sealed, unsealed = _writes(store := Store(f"{url}/{name}"))
+    assert ([each[-6:] for each in sealed], unsealed) == (["000000", "000002", "000002"], [])
+    for write in sealed:
+        _fetch(store, write, tmp_path / write, lambda name: True)

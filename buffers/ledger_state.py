@@ -36,6 +36,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
 
 from asyncrl.errors import InvalidDataError
 from asyncrl.ledger import (
@@ -252,6 +253,8 @@ class LedgerState:
                 f"group {event.group_id} cannot be rewarded with {len(event.rewards)} rewards: "
                 f"it is {group.state.value}"
             )
+        if not all(map(isfinite, event.rewards)):  # JSON has no such numbers: the event could not be read again
+            raise InvalidDataError(f"group {event.group_id} cannot be rewarded with {event.rewards}: not finite")
         if group.rewarded:
             return self._supersede()
         group.rewarded = True

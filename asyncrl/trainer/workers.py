@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import msgspec
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EngineError, SchemaError, WeightVersionError
+from asyncrl.errors import EngineError, RewardError, SchemaError, WeightVersionError
 from asyncrl.interfaces import (
     AdapterTrainingEngine,
     MeteredTrainingEngine,
@@ -749,14 +749,20 @@ class RewardWorker(Worker):
         """Compute ``scores`` [B] float32. A restarted worker makes its model first, as :meth:`start` does.
 
         ``meta_info["deterministic"]`` is what the model declares.
+
+        Raises:
+            RewardError: a score is not a finite float32.
         """
         model = await self._made(model_path)
         scored = await model.score(batch)
         assert scored.batch is not None
+        scores = scored.batch["rewards"].float()
+        bad = (~scores.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            given = float(scored.batch["rewards"][bad[0]])
+            raise RewardError(f"the reward model gave row {bad[0]} {given}, not a finite float32", how="value")
         deterministic = bool(getattr(model, "deterministic", False))
-        return DataProto.from_dict(
-            tensors={"scores": scored.batch["rewards"]}, meta_info={"deterministic": deterministic}
-        )
+        return DataProto.from_dict(tensors={"scores": scores}, meta_info={"deterministic": deterministic})
 
     async def _made(self, model_path: str) -> RewardModel:
         async with self._making:

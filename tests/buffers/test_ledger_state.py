@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -167,6 +169,8 @@ def test_a_ledger_may_begin_at_a_checkpoint():
         (Completed(group_id=1, attempt=0, tokens=1), "never dispatched"),
         (Rewarded(group_id=1, rewards=(1.0,)), "it is issued"),
         (Rewarded(group_id=0, rewards=()), "0 rewards"),
+        (Rewarded(group_id=0, rewards=(1.0, math.nan)), "not finite"),
+        (Rewarded(group_id=0, rewards=(-math.inf, 1.0)), "not finite"),
         (Consumed(group_id=1, step=1, position=0), "it is issued"),
         (Consumed(group_id=2, step=2, position=0), "it was consumed"),
         (Consumed(group_id=0, step=1, position=0), "checkpoint of step 1"),

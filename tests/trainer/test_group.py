@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import EnvironmentFailure, InvalidDataError, InvariantError
+from asyncrl.errors import EnvironmentFailure, InvalidDataError, InvariantError, RewardError
 from asyncrl.interfaces import GroupSummary
 from asyncrl.rollout.recheck import CheckBudget
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.testing import EchoFactory
 from asyncrl.trainer.group import Group, GroupStages
 from asyncrl.trainer.journal import Journal
+from asyncrl.trainer.workers import RewardWorker
 
 
 def test_rows_are_asked_of_sampled_groups_only() -> None:
@@ -24,6 +26,18 @@ def test_rows_are_asked_of_sampled_groups_only() -> None:
     for read in (lambda: group.known, lambda: group.sampled_rows):
         with pytest.raises(InvalidDataError, match="group 3 has no rows yet"):
             read()
+
+
+@pytest.mark.parametrize("score", [math.nan, -math.inf, 1e39])
+async def test_a_score_that_is_no_finite_float32_is_an_error(score: float) -> None:
+    class Model:
+        async def score(self, batch: DataProto) -> DataProto:
+            return DataProto.from_dict({"rewards": torch.tensor([0.5, score], dtype=torch.float64)})
+
+    worker = RewardWorker(("", {}))
+    worker._model = Model()  # type: ignore[assignment]
+    with pytest.raises(RewardError, match=r"row 1 .*, not a finite float32"):
+        await worker.score(DataProto(), "")
 
 
 class Pool:

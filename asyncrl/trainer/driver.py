@@ -393,12 +393,17 @@ class Driver:
             del self.reused[next(iter(self.reused))]
 
     def _failed(self, group: Group, failure: Failure) -> None:
-        """Drop a group whose rollouts or baseline failed; raise if groups fail one after another."""
+        """Drop a group whose rollouts or baseline failed; raise after many in a row, or if a recorded batch has it."""
         self._failures_in_a_row += 1
         self.journal.count_failures(getattr(failure, "causes", {}))
         if self._failures_in_a_row > 2 * self.plan.groups_per_step:
             raise failure
         if group.rows is not None:
+            if group.reserved_uses:  # by the ledger, a resumed run knows which groups still count without the batch
+                tokens = group.known.tokens
+                self._dropped(DroppedGroup(group_id=group.group_id, reason="baseline_failed", tokens=tokens))
+                failure.add_note(f"group {group.group_id} is of a recorded batch; resumed, the run makes another batch")
+                raise failure
             self.buffer.drop(group.group_id, "baseline_failed", tokens=group.known.tokens)
             return
         self.journal.failed(group.group_id)

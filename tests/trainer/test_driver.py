@@ -16,7 +16,7 @@ import torch
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import EnvironmentFailure, RolloutsLostError, VersionLostError
 from asyncrl.interfaces import DroppedGroup, GroupSummary
-from asyncrl.ledger import Committed, Recovered
+from asyncrl.ledger import Committed, Dropped, Recovered
 from asyncrl.rollout.publication import Ended
 from asyncrl.staleness import POLICIES, AdmissionLaw, certify
 from asyncrl.telemetry.timeline import Timeline
@@ -245,6 +245,25 @@ def test_recorded_groups_go_on_with_the_weights_that_sampled_them() -> None:
     finish(dataclasses.replace(calm, law=law, groups=groups).run())
     assert parts.batches == [[1, 0], [2, 3], [4, 5]]
     assert went_on == versions
+
+
+def test_a_recorded_group_whose_baseline_fails_ends_the_run_and_the_ledger_has_the_drop() -> None:
+    """A resumed run then trains on another batch, since this one cannot be repeated."""
+    calm, parts = driver(max_staleness=0, fails={2: EnvironmentFailure("no greedy answer")})
+    found = Recovered(next_group_id=4, waiting={}, batches={1: (0, 1), 2: (2, 3)}, groups={}, dropped_tokens={})
+    recorded: list[Any] = []
+    ledger = SimpleNamespace(recovered=found, append=lambda *events, **_: recorded.extend(events))
+    parts.journal = Journal(cast("Any", ledger))
+    groups = {
+        group_id: Group(group_id=group_id, summary=summary(group_id, version=0), rows=_rows(), reserved_uses=1)
+        for group_id in range(4)
+    }
+    law = AdmissionLaw(GROUPS, max_staleness=0, total_groups=6, first_group_id=4, held=groups)
+    parts.buffer = AsyncReplayBuffer(capacity=4, max_staleness=0)
+    with pytest.raises(ExceptionGroup) as caught:
+        finish(dataclasses.replace(calm, law=law, groups=groups).run())
+    assert caught.group_contains(EnvironmentFailure, match="no greedy answer")
+    assert Dropped(group_id=2, reason="baseline_failed", tokens=4) in recorded
 
 
 class LateDrops(AsyncReplayBuffer):

@@ -100,7 +100,8 @@ CREATE VIEW groups AS
   SELECT i.group_id,
          CASE WHEN d.kind = 'group_failed' THEN 'failed'
               WHEN d.kind = 'dropped' THEN 'dropped'
-              WHEN b.step IS NOT NULL AND b.step <= (SELECT max(step) FROM events WHERE kind = 'committed')
+              WHEN b.step <= (SELECT step FROM events WHERE kind IN ('committed', 'resumed', 'rebased')
+                              ORDER BY sequence DESC LIMIT 1)
                 THEN 'committed'
               WHEN b.step IS NOT NULL THEN 'consumed'
               WHEN c.kind = 'completed' THEN 'completed'
@@ -244,6 +245,7 @@ def open_file(path: Path, *, connect: Connect, fsync: str) -> sqlite3.Connection
 
 def read(path: Path, *, witness: Witness, connect: Connect) -> Contents:
     """Return every event that can be trusted, and what is wrong with the others."""
+    expected, intact = witness.read()  # first: a process that writes the ledger is never behind it
     events: list[LedgerEvent] = []
     checksums: list[int] = []
     problems: list[str] = []
@@ -269,7 +271,6 @@ def read(path: Path, *, witness: Witness, connect: Connect) -> Contents:
                 problems += [f"SQLite: {line}" for (line,) in checks if line != "ok"]
     except (sqlite3.DatabaseError, msgspec.MsgspecError, UnicodeError, TypeError, OverflowError) as error:
         problems.append(f"{type(error).__name__}: {error}")
-    expected, intact = witness.read()
     if not intact:
         problems.append("the witness cannot be read")
     if expected is not None and expected.sequence > len(events):

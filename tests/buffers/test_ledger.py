@@ -6,6 +6,7 @@ import asyncio
 import random
 import shutil
 import sqlite3
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,15 @@ from asyncrl.ledger import (
     Issued,
     Ledger,
     LedgerBase,
+    LedgerEvent,
     LedgerPosition,
+    Resumed,
     Reused,
     Rewarded,
 )
 from asyncrl.rollout.trajectory import Trajectory, Turn, decode_rows, encode_rows
 from buffers.ledger import SQLiteLedger, query
+from buffers.ledger_store import Witness, read
 
 
 def rows_of(group_id: int, *, rows: int = 2, version: int = 0) -> bytes:
@@ -313,6 +317,47 @@ def test_rows_can_be_queried_with_sql_and_as_a_batch(tmp_path: Path):
         query(path, "1; DROP TABLE events")
     with pytest.raises(LedgerError):
         query(tmp_path / "absent.sqlite")
+
+
+def test_a_ledger_that_is_written_while_it_is_read_is_not_damaged(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path, threaded=False) as ledger:
+        ledger.append(Issued(0))
+
+        class Meanwhile(sqlite3.Connection):
+            def close(self) -> None:
+                ledger.append(Issued(1))
+                super().close()
+
+        connect = partial(sqlite3.connect, factory=Meanwhile)
+        found = read(path, witness=Witness(path, files=DurableFiles()), connect=connect)
+    assert (found.events, found.problems) == ((Issued(0),), ())
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([Committed(1)], "consumed"),
+        ([Committed(2)], "committed"),
+        ([Resumed(2)], "committed"),  # the process was killed between the seal of the checkpoint and its event
+        ([Committed(2), Resumed(1)], "completed"),
+        ([Committed(2), Resumed(1), Consumed(group_id=1, step=2, position=0)], "consumed"),
+    ],
+)
+def test_committed_is_what_the_newest_checkpoint_of_this_process_has(
+    tmp_path: Path, events: list[LedgerEvent], state: str
+):
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path, threaded=False) as ledger:
+        for group_id in range(2):
+            ledger.append(Issued(group_id))
+            roll_out(ledger, group_id)
+            ledger.append(Consumed(group_id=group_id, step=group_id + 1, position=0))
+        for event in events:
+            ledger.append(event)
+    with sqlite3.connect(path) as plain:
+        states = plain.execute("SELECT state FROM groups ORDER BY group_id").fetchall()
+    assert states == [("committed",), (state,)]
 
 
 def test_a_new_run_refuses_an_existing_ledger(tmp_path: Path):

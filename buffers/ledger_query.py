@@ -106,6 +106,8 @@ class History:
                     self.first_step = event.step
                     undone = {}
                 case AttemptLost():
+                    del self.completed[event.group_id]
+                    self.rewards.pop(event.group_id, None)
                     undone = _before_use(undone, event.group_id)
                 case Dropped() | GroupFailed():
                     turns.pop(event.group_id, None)

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.errors import LedgerError
 from asyncrl.ledger import (
+    AttemptLost,
     Completed,
     Consumed,
     Dispatched,
@@ -113,6 +114,21 @@ def test_an_archive_has_every_batch_and_the_processes_that_trained(tmp_path: Pat
     archive.close()
     with pytest.raises(LedgerError, match="no such ledger"):
         SQLiteLedger.archive(tmp_path / "other.sqlite")
+
+
+def test_an_archive_has_no_rows_of_an_attempt_that_was_lost(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with SQLiteLedger(path, threaded=False) as ledger:
+        roll_out(ledger, 0)
+        ledger.append(Rewarded(group_id=0, rewards=(0.5, 0.75)), AttemptLost(group_id=0, attempt=0))
+        with contextlib.closing(SQLiteLedger.archive(path)) as archive:
+            assert archive.group(0) is None
+        ledger.append(Dispatched(group_id=0, attempt=1, version=0))
+        ledger.append(Completed(group_id=0, attempt=1, tokens=4), rows=rows_of(1.0))
+    with contextlib.closing(SQLiteLedger.archive(path)) as archive:
+        group = archive.group(0)
+        assert group is not None
+        assert group.summary.rewards == (1.0, 1.0)
 
 
 def test_a_resumed_run_recovers_the_turns_of_running_groups(tmp_path: Path):

@@ -11,8 +11,8 @@ worker returned them until a trainer rank fetches them. Smaller ones travel in t
 The contract is that of :class:`asyncrl.interfaces.ReplayBuffer`. The distance adds:
 
 - :meth:`~RemoteReplayBuffer.put` and the other calls that do not wait send a message and return; the worker executes
-  them in order. If one of them is not legal, the buffer is closed with that error: the next call raises it, and so
-  does every wait.
+  them in order. If one of them is not legal, or raises, the buffer is closed with that error: the next call raises it,
+  and so does every wait.
 - :meth:`~RemoteReplayBuffer.statistics` and the listeners of drops follow with the updates, within a round trip;
   :meth:`~RemoteReplayBuffer.settled` waits for everything that was sent.
 - A wait that is cancelled changes nothing, even if its result was on the way: the worker takes it back.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import AsyncRLError, BufferClosedError, DeadlineError, InfrastructureError
+from asyncrl.errors import AsyncRLError, BufferClosedError, DeadlineError, InfrastructureError, UserCodeError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
 from asyncrl.single_controller import Dispatch, Worker, register
 from buffers.replay import AsyncReplayBuffer
@@ -80,6 +80,9 @@ class BufferWorker(Worker):
                 raise InfrastructureError(f"{operation!r} is not an operation of a buffer: {', '.join(sorted(_SENT))}")
         except AsyncRLError as error:
             self._failure = self._failure or error
+        except Exception as error:  # noqa: BLE001  reported too: nothing waits for the result of this call
+            text = f"{operation} of the buffer raised {type(error).__name__}: {error}"
+            self._failure = self._failure or UserCodeError(text)
         finally:
             self._executed = number
             self._change()

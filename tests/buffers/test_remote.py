@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
-from asyncrl.errors import BufferClosedError, ConfigError, DeadlineError, InvalidDataError, LedgerError, WorkerDiedError
+from asyncrl.errors import (
+    BufferClosedError,
+    ConfigError,
+    DeadlineError,
+    InvalidDataError,
+    LedgerError,
+    UserCodeError,
+    WorkerDiedError,
+)
 from asyncrl.interfaces import DroppedGroup, GroupSummary, OutOfProcessReplayBuffer, ReplayBuffer
 from asyncrl.ledger import Completed, Consumed, Dispatched, Issued
 from asyncrl.plugins import make_part
@@ -24,6 +32,7 @@ from asyncrl.single_controller.local import LocalWorkerGroup
 from buffers.ledger import SQLiteLedger
 from buffers.remote import BufferWorker, RemoteReplayBuffer
 from buffers.replay import AsyncReplayBuffer
+from buffers.selection import ReadyOrder
 
 ROWS = DataProto()
 
@@ -228,6 +237,23 @@ async def test_an_illegal_call_in_the_worker_ends_every_wait():
             await taking
         with pytest.raises(BufferClosedError, match="group_id 3 must be selected"):
             await buffer.admit(0)
+
+
+class Faulty(ReadyOrder):
+    def ready(self, summary: GroupSummary) -> None:
+        raise LookupError("no such index")
+
+
+async def test_any_error_of_a_call_in_the_worker_ends_every_wait():
+    async with remote(capacity=2, max_staleness=1, selection=Faulty()) as buffer:
+        taking = asyncio.ensure_future(buffer.select(1, weight_version=0))
+        await buffer.admit(0)
+        buffer.put(summary(0), ROWS)
+        async with asyncio.timeout(10):
+            with pytest.raises(BufferClosedError, match="put of the buffer raised LookupError: no such index"):
+                await taking
+            with pytest.raises(UserCodeError, match="put of the buffer raised LookupError"):
+                await buffer.settled()
 
 
 async def test_closing_ends_every_wait_with_the_cause(place: Place):

@@ -127,7 +127,7 @@ class StoreTransport(VersionedTransport[str]):
         return manifest
 
     def release(self, version: int) -> None:
-        if version in self._held and version not in self._kept:
+        if version in self._held and version not in self._released and version not in self._kept:
             self._kept.append(version)
         while len(self._kept) > self._kept_versions:
             super().release(self._kept.pop(0))

@@ -138,6 +138,16 @@ def test_an_announced_version_is_found_and_stays_until_newer_ones_are_released(u
     assert folders == {"", newest.location}, "the others were removed at the end"
 
 
+def test_a_version_that_is_released_twice_counts_once(url: str) -> None:
+    publisher, model = StoreTransport(namespace="run", url=url, kept_versions=1, delta=True), a_model()
+    for version in range(3):
+        publisher.publish(model.items(), version=version)
+    for version in (0, 1, 0, 0):  # 1 is kept; 0 is a link of it
+        publisher.release(version)
+    assert publisher._kept == [1]
+    publisher.close()
+
+
 def test_a_follower_reads_what_versions_change_and_goes_on_with_the_next_run(url: str) -> None:
     follower, model = StoreTransport(namespace="x", url=url), {"weight": torch.randn(64, 64).bfloat16()}
     for run in range(2):

@@ -298,6 +298,7 @@ def gigpo_advantages(
     turn_rewards: Tensor,
     turn_rows: Tensor,
     turn_anchors: Tensor,
+    turn_parents: Tensor | None = None,
     *,
     gamma: float = 0.95,
     weight: float = 1.0,
@@ -310,6 +311,8 @@ def gigpo_advantages(
     discounted by ``gamma`` per turn; whole episodes as in GRPO, or with ``normalise`` False as in Dr. GRPO.
     ``turn_rewards`` [K] are the rewards of single turns (those of a row in their order), ``turn_rows`` [K] the row of
     each turn, ``turn_anchors`` [K] integers that are equal for turns which begin in the same state (a hash of it).
+    In trees ``turn_parents`` [K] are the places, among all K, of the turns that each continues (-1: none); after one
+    that several continue, the return is the mean over them.
 
         >>> earned = torch.tensor([1.0, 0.0])  # by two rows of one prompt, a turn each, which begin in the same state
         >>> rows, states = torch.tensor([0, 1]), torch.tensor([9, 9])
@@ -318,7 +321,7 @@ def gigpo_advantages(
 
     Raises:
         SchemaError: shapes or dtypes differ.
-        InvalidDataError: a turn's row does not exist.
+        InvalidDataError: a turn's row does not exist, or it continues itself or a later one.
     """
     if turn_rows.shape != turn_rewards.shape or turn_anchors.shape != turn_rewards.shape or turn_rewards.ndim != 1:
         raise SchemaError(
@@ -332,16 +335,30 @@ def gigpo_advantages(
         return found.normalised(epsilon) if normalise else found.deviations
 
     episodes = relative(Groups(rewards, groups))
-    returns = turn_rewards.detach().double().clone()
-    following: dict[int, float] = {}
-    for turn in range(len(returns) - 1, -1, -1):
-        row = int(turn_rows[turn])
-        returns[turn] += gamma * following.get(row, 0.0)
-        following[row] = float(returns[turn])
+    parents = _turns_before(turn_rows) if turn_parents is None else turn_parents.tolist()
+    if len(parents) != len(turn_rows) or not all(-1 <= parent < turn for turn, parent in enumerate(parents)):
+        raise InvalidDataError("turn_parents must be [K], of each turn one before it or -1")
+    returns = turn_rewards.detach().double().tolist()
+    following: list[list[float]] = [[] for _ in parents]
+    for turn, parent in reversed([*enumerate(parents)]):
+        if following[turn]:
+            returns[turn] += gamma * sum(following[turn]) / len(following[turn])
+        if parent >= 0:
+            following[parent].append(returns[turn])
     pairs = torch.stack([groups.to(turn_anchors.device)[turn_rows].long(), turn_anchors.long()], dim=1)
     states = torch.unique(pairs, dim=0, return_inverse=True)[1] if len(pairs) else turn_anchors.long()
-    steps = relative(Groups(returns, states))
+    steps = relative(Groups(turn_rewards.new_tensor(returns, dtype=torch.float64), states))
     return (episodes[turn_rows] + weight * steps).float()
+
+
+def _turns_before(turn_rows: Tensor) -> list[int]:
+    """Return the place of the turn of the same row before each turn, -1 for the first."""
+    last: dict[int, int] = {}
+    parents: list[int] = []
+    for turn, row in enumerate(turn_rows.tolist()):
+        parents.append(last.get(row, -1))
+        last[row] = turn
+    return parents
 
 
 def gae(
@@ -421,7 +438,7 @@ def gae_advantages(
 TOKEN_COLUMNS = frozenset({"token_rewards", "values"})
 """Columns [T] of sampled tokens. An estimator that needs one gets each row alone and returns [T]."""
 
-TURN_COLUMNS = frozenset({"turn_rewards", "turn_rows", "turn_anchors"})
+TURN_COLUMNS = frozenset({"turn_rewards", "turn_rows", "turn_anchors", "turn_parents"})
 """Columns [K] of turns. An estimator that needs one returns [K]."""
 
 
@@ -441,6 +458,7 @@ class AdvantageEstimator:
         turn_rewards    [K] float32   of all turns, row after row: reward that the environment gave it
         turn_rows       [K] int64     row of each turn
         turn_anchors    [K] int64     within a group equal for turns that begin after the same words
+        turn_parents    [K] int64     turn that each continues, by its place among all; -1: none
 
         token_rewards   [T] float32   of all sampled tokens, row after row: rewards at the ends of their turns
         values          [T] float32   a critic's, before each of them

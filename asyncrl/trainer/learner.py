@@ -256,19 +256,26 @@ def _greedy_rewards(groups: Sequence[Group]) -> torch.Tensor:
 
 
 def _turns(groups: Sequence[Group], *, by_turns: bool) -> dict[str, torch.Tensor]:
-    """Return the turns of all rows, [K] each; without ``by_turns`` the reward of a row is at its last turn."""
+    """Return the turns of all rows, [K] each; what no turn earned, or all without ``by_turns``, is at the last ones."""
     rewards: list[float] = []
     rows: list[int] = []
     anchors: list[int] = []
+    parents: list[int] = []
     row = 0
     for group in groups:
         summary = group.known
         if not summary.rows == len(summary.turn_rewards) == len(summary.turn_anchors):
             raise InvalidDataError(f"group {summary.group_id} lacks the turns of its rows")
-        for reward, earned, states in zip(summary.rewards, summary.turn_rewards, summary.turn_anchors, strict=True):
+        trees = summary.turn_parents or ((),) * summary.rows
+        for reward, earned, states, tree in zip(
+            summary.rewards, summary.turn_rewards, summary.turn_anchors, trees, strict=True
+        ):
             by_turn = [*earned] if by_turns else [0.0] * len(earned)
-            if by_turn:
-                by_turn[-1] += reward - sum(by_turn)  # what no single turn earned: all of a reward model's score
+            before = tree or tuple(range(-1, len(earned) - 1))
+            rest = reward - sum(by_turn)  # what no single turn earned: all of a reward model's score
+            for last in {*range(len(earned))}.difference(before):
+                by_turn[last] += rest
+            parents += [turn + len(rewards) if turn >= 0 else turn for turn in before]
             rewards += by_turn
             rows += [row] * len(earned)
             anchors += states
@@ -277,6 +284,7 @@ def _turns(groups: Sequence[Group], *, by_turns: bool) -> dict[str, torch.Tensor
         "turn_rewards": torch.tensor(rewards, dtype=torch.float32),
         "turn_rows": torch.tensor(rows, dtype=torch.int64),
         "turn_anchors": torch.tensor(anchors, dtype=torch.int64),
+        "turn_parents": torch.tensor(parents, dtype=torch.int64),
     }
 
 

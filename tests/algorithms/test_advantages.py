@@ -419,6 +419,23 @@ def test_gigpo_by_hand() -> None:
             gigpo_advantages(*arguments[:4], wrong)
 
 
+def test_gigpo_of_a_tree_by_hand() -> None:
+    # Row 0: two turns continue the first and earn 4 and 0; row 1 passes the same state, and earns 0 from there.
+    arguments = (
+        torch.tensor([4.0, 0.0]),
+        torch.tensor([3, 3]),
+        torch.tensor([0.0, 4.0, 0.0, 0.0]),
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([7, 8, 8, 7]),
+    )
+    got = gigpo_advantages(*arguments, torch.tensor([-1, 0, 0, -1]), gamma=0.5, normalise=False)
+    # episode: +-2; state 7: 0.5 * (4 + 0) / 2 = 1 and 0, so +-0.5; state 8: 4 and 0, so +-2
+    assert got.tolist() == [2.5, 4.0, 0.0, -2.5]
+    for wrong in ([-1, 0, 0], [-1, 1, 0, -1], [-2, 0, 0, -1]):
+        with pytest.raises(InvalidDataError, match="turn_parents"):
+            gigpo_advantages(*arguments, torch.tensor(wrong))
+
+
 # -------------------------------------------------------------------------------------------------------- online DPO
 
 

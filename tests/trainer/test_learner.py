@@ -89,6 +89,19 @@ def test_turns_get_a_number_each() -> None:
         advantages.of([group(5, 1.0)])
 
 
+def test_turns_of_a_tree_are_followed_by_those_that_continue_them() -> None:
+    groups = [group(3, 1.0, turns=((1.0,),)), group(4, 4.0, turns=((0.0, 3.0, 0.0),), parents=((-1, 0, 0),))]
+    seen: dict[str, list[float]] = {}
+
+    def watched(turn_rewards: torch.Tensor, turn_parents: torch.Tensor) -> torch.Tensor:
+        seen.update(rewards=turn_rewards.tolist(), parents=turn_parents.tolist())
+        return turn_rewards
+
+    Advantages(estimator=AdvantageEstimator("watched", watched, {})).of(groups)
+    # What no turn earned stands at the last turn of each branch.
+    assert seen == {"rewards": [1.0, 0.0, 4.0, 1.0], "parents": [-1, -1, 1, 1]}
+
+
 def test_advantages_of_tokens_are_made_where_the_rows_are() -> None:
     advantages = Advantages(
         estimator=load_estimator("gae", options={"gae_lambda": 0.9}),

@@ -125,8 +125,10 @@ class Reservoir:
 
     def forget(self, group_id: int) -> None:
         self._ready.forget(group_id)
-        if group_id == self._leaving or len(self._ready) <= self._groups:
+        if len(self._ready) <= self._groups:
             self._leaving = None
+        elif group_id == self._leaving:  # several became ready again at once
+            (self._leaving,) = self._ready.choose(1, weight_version=0) or (None,)
 
     def evict(self, *, weight_version: int | None) -> Evicted | None:
         return None if self._leaving is None else Evicted(self._leaving, "overflow")

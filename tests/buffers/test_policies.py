@@ -222,6 +222,21 @@ def test_a_reservoir_keeps_every_group_with_the_same_probability():
     assert all(abs(counts[group_id] - 500) < 100 for group_id in range(12))  # five standard deviations
 
 
+def test_a_reservoir_keeps_no_more_groups_when_several_are_ready_again():
+    reservoir = Reservoir(2)
+    for group_id in (0, 1):
+        reservoir.ready(summary(group_id))
+    for group_id in (0, 1):
+        reservoir.forget(group_id)  # a step trains on them, and may again
+    ready = {2, 3, 0, 1}
+    for group_id in (2, 3, 0, 1):
+        reservoir.ready(summary(group_id))
+    while evicted := reservoir.evict(weight_version=None):
+        reservoir.forget(evicted.group_id)
+        ready.remove(evicted.group_id)
+    assert len(ready) == 2
+
+
 async def test_groups_without_variance_are_replaced_one_for_one():
     buffer = AsyncReplayBuffer(capacity=4, max_staleness=0, zero_variance="drop", zero_variance_limit=3)
     law = AdmissionLaw(2, max_staleness=0, total_groups=2)

@@ -79,7 +79,7 @@ class GroupIdOrder:
             for other in [other for other in self._eligible if other >= group_id + self._window]:
                 self._eligible.discard(other)
                 self._held_back.push(other)
-            self._highest_eligible = group_id
+            self._highest_eligible = group_id + self._window - 1
         self._pending.push(group_id)
 
     def ready(self, summary: GroupSummary) -> None:

@@ -99,6 +99,18 @@ def test_the_bound_of_a_window_holds_and_nothing_is_dropped(seed: int, groups_pe
     assert worst <= windowed_staleness(lead, window=window, groups_per_step=groups_per_step)
 
 
+def test_a_window_holds_for_each_group_that_is_admitted_late():
+    order = make_selection("windowed_fifo", window=3)
+    for group_id in (6, 7, 8):
+        order.admitted(group_id)
+        order.ready(summary(group_id))
+    order.admitted(5)
+    assert order.choose(2, weight_version=0) == (6, 7)
+    order.admitted(4)
+    assert order.choose(1, weight_version=0) == (6,)
+    assert order.choose(2, weight_version=0) is None  # 7 is not below 4 + 3
+
+
 async def test_freshest_takes_the_newest_versions_first():
     buffer = AsyncReplayBuffer(capacity=8, max_staleness=9, selection="freshest")
     await filled(buffer, summary(0, 3), summary(1, 5), summary(2, 5), summary(3, 4))

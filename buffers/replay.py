@@ -295,12 +295,11 @@ class AsyncReplayBuffer:
             while self._requests:
                 ticket, request = next(iter(self._requests.items()))
                 if not request.future.done():
-                    taken = self._take(request)
+                    served = self._serve(request)
                     if self._state.has_left:
                         self._count_left()
-                    if taken is None:
+                    if not served:
                         break
-                    request.future.set_result(taken)
                 del self._requests[ticket]
             while self._admissions:
                 group_id, admission = next(iter(self._admissions.items()))
@@ -324,6 +323,17 @@ class AsyncReplayBuffer:
         dropped = self._state.drain_dropped()
         self._rate.inserted(-len(dropped))
         self._dropped += dropped
+
+    def _serve(self, request: _Request) -> bool:
+        """Give a request its groups, or the error of taking them: it is not that of the call that is made now."""
+        try:
+            taken = self._take(request)
+        except Exception as error:  # noqa: BLE001  raised by the call that waits
+            request.future.set_exception(error)
+            return True
+        if taken is not None:
+            request.future.set_result(taken)
+        return taken is not None
 
     def _take(self, request: _Request) -> tuple[SelectedGroup, ...] | None:
         if request.group_ids is not None:

@@ -151,6 +151,24 @@ def test_when_a_large_select_is_cancelled_the_small_one_behind_it_is_served(run)
     run(story())
 
 
+def test_a_select_that_cannot_be_served_any_more_raises_itself_and_those_behind_it_go_on(run):
+    async def story() -> None:
+        buffer = await full_buffer(2, put=False)
+        dropped: list[int] = []
+        buffer.on_drop(lambda group: dropped.append(group.group_id))
+        recorded = asyncio.create_task(buffer.select(1, weight_version=0, group_ids=(0,)))
+        behind = asyncio.create_task(buffer.select(1, weight_version=0))
+        await turn()
+        buffer.drop(0, "test")
+        assert dropped == [0]
+        with pytest.raises(InvalidDataError, match="group_id 0 must be ready, but it was released or dropped"):
+            await recorded
+        buffer.put(summary(1), ROWS)
+        assert group_ids_of(await behind) == [1]
+
+    run(story())
+
+
 def test_a_cancelled_select_that_was_just_served_loses_no_group(run):
     async def story() -> None:
         buffer = await full_buffer(2, put=False)

@@ -157,6 +157,8 @@ class AsyncReplayBuffer:
             raise InvalidDataError(f"group_id {group_id} is being admitted by another call")
         if not self._admissions and self._may_admit(again=again):
             self._admit(group_id)
+            if self._rate.limits:
+                self._settle()  # it may allow a selection that waits
             return
         loop = asyncio.get_running_loop()
         waiter = _Admission(group_id=group_id, again=again, future=loop.create_future(), since=loop.time())

@@ -334,6 +334,20 @@ async def test_a_group_is_used_up_to_max_uses():
     assert (counts.released, counts.dropped, counts.ready) == (2, {}, 0)  # used once: it is released, not lost
 
 
+async def test_an_admission_wakes_a_select_that_it_allows():
+    buffer = AsyncReplayBuffer(
+        capacity=4, max_staleness=9, selection="fifo_ready", max_uses=4, samples_per_insert=1.0, insert_tolerance=1.0
+    )
+    await filled(buffer, summary(0))
+    for _ in range(2):
+        buffer.release(group_ids_of(await buffer.select(1, weight_version=0)))
+    waiting = asyncio.ensure_future(buffer.select(1, weight_version=0, timeout_s=1.0))
+    await asyncio.sleep(0)
+    assert "new groups must be admitted first" in buffer.explain()[0]
+    await buffer.admit(1)
+    assert group_ids_of(await waiting) == [0]
+
+
 class ProducersAndTrainer:
     """Producers that admit and finish, a trainer that selects, drops and releases; a deadlock is one_move False."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, Protocol
 
-from asyncrl.algorithms.credit import earned_by
+import numpy as np
+
+from asyncrl.algorithms.credit import Credit, earned_in_group
 from asyncrl.errors import ConfigError, InvalidDataError
 from asyncrl.interfaces import GroupSummary
 from buffers.group_ids import GroupIdHeap, GroupIdSet
@@ -163,29 +165,28 @@ class OverQuota:
 
 
 class ZeroVariance:
-    """Refuses groups whose rewards are all equal, because every advantage would be 0 (arXiv:2503.14476).
+    """Refuses groups in which all that is compared earned the same: every advantage would be 0 (arXiv:2503.14476).
 
-    Of rows that are trees the rewards of all branches are compared.
+    What is compared depends on ``credit``: rows, branches or turns (:mod:`asyncrl.algorithms.credit`). ``by_turns`` is
+    False where one score of the whole row counts instead of the environment's rewards.
 
     After ``limit`` refused groups in a row it fails: these tasks teach nothing, and replacing them would never end.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, credit: Credit = "outcome", by_turns: bool = True) -> None:
         if limit < 1:
             raise ValueError(f"zero_variance_limit must be at least 1, got {limit}")
         self._limit = limit
+        self._credit: Credit = credit
+        self._by_turns = by_turns
         self._in_a_row = 0
 
     def __call__(self, summary: GroupSummary) -> str | None:
-        rewards = summary.rewards
-        if summary.turn_parents:
-            rows = zip(rewards, summary.turn_rewards, summary.turn_parents, strict=True)
-            rewards = tuple(
-                branch.reward
-                for reward, turns, parents in rows
-                for branch in earned_by("branch", reward=reward, turn_rewards=turns, parents=parents)
-            )
-        if max(rewards) > min(rewards):
+        compared: Sequence[float] = summary.rewards
+        if self._credit != "outcome":
+            rows = earned_in_group(self._credit, summary, rewards=compared, by_turns=self._by_turns)
+            compared = [each.reward for row in rows for each in row]
+        if np.unique(np.asarray(compared, np.float32)).size > 1:  # as advantages are computed from them
             self._in_a_row = 0
             return None
         self._in_a_row += 1

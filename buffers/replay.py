@@ -16,6 +16,7 @@ from buffers.selection import Selection
 from buffers.state import BufferState, Stage
 
 if TYPE_CHECKING:
+    from asyncrl.algorithms.credit import Credit
     from asyncrl.data import DataProto, DataProtoFuture
     from asyncrl.ledger import Ledger, LedgerArchive
 
@@ -70,7 +71,8 @@ class AsyncReplayBuffer:
         max_uses: steps that may train on one group.
         zero_variance: ``keep`` groups whose rewards are all equal, or ``drop`` them as they become ready (reason
             ``zero_variance``; arXiv:2503.14476). A later prompt replaces each, so batches stay full;
-            ``zero_variance_limit`` of them in a row are an error.
+            ``zero_variance_limit`` of them in a row are an error. With ``credit`` branches or turns are compared
+            (:mod:`asyncrl.algorithms.credit`); if ``scores`` are in ``columns``, by these alone.
         quotas: shares of a batch by environment (:attr:`GroupSummary.environment`).
         samples_per_insert: how often a group is used on average; ``insert_tolerance`` is how far either side may be
             ahead, in groups (:class:`buffers.policies.RateLimit`).
@@ -105,6 +107,7 @@ class AsyncReplayBuffer:
         max_uses: int = 1,
         zero_variance: Literal["keep", "drop"] = "keep",
         zero_variance_limit: int = 1000,
+        credit: Credit = "outcome",
         quotas: Mapping[str, float] | None = None,
         samples_per_insert: float | None = None,
         insert_tolerance: float | None = None,
@@ -115,6 +118,7 @@ class AsyncReplayBuffer:
         keep_groups: int | None = None,
         ledger: Ledger | LedgerArchive | None = None,
     ) -> None:
+        refuse = ZeroVariance(zero_variance_limit, credit=credit, by_turns="scores" not in columns)
         self._state = BufferState(
             capacity=capacity,
             max_staleness=max_staleness,
@@ -133,7 +137,7 @@ class AsyncReplayBuffer:
             ),
             columns=columns,
             max_uses=max_uses,
-            refuse=ZeroVariance(zero_variance_limit) if zero_variance == "drop" else None,
+            refuse=refuse if zero_variance == "drop" else None,
         )
         self._rate = compose_rate_limit(
             samples_per_insert, insert_tolerance, batch_groups=batch_groups, max_uses=max_uses, capacity=capacity

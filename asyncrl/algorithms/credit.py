@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from asyncrl.interfaces import GroupSummary
 
 Credit: TypeAlias = Literal["outcome", "branch", "turn"]
 
@@ -61,3 +64,15 @@ def earned_by(
         later = [values[each] for each in after[turn]]
         values[turn] = turn_rewards[turn] + (sum(later) / len(later) if later else 0.0)
     return [Earned(rest + value, (turn,)) for turn, value in enumerate(values)]
+
+
+def earned_in_group(
+    credit: Literal["branch", "turn"], summary: GroupSummary, *, rewards: Sequence[float], by_turns: bool
+) -> list[list[Earned]]:
+    """Return :func:`earned_by` of each row, by its ``rewards``; without ``by_turns`` no turn earned any of them."""
+    found: list[list[Earned]] = []
+    for row, turn_rewards in enumerate(summary.turn_rewards):
+        parents = summary.turn_parents[row] if summary.turn_parents else ()
+        earned = turn_rewards if by_turns else (0.0,) * len(turn_rewards)
+        found.append(earned_by(credit, reward=rewards[row], turn_rewards=earned, parents=parents))
+    return found

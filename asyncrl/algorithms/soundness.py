@@ -26,7 +26,10 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What an algorithm is used on; ``optimizer_steps`` are those on one batch, ``max_uses`` those of one group."""
+    """What an algorithm is used on; ``optimizer_steps`` are those on one batch, ``max_uses`` those of one group.
+
+    ``drops_equal_rewards`` is whether the buffer drops groups in which all that is compared has the same reward.
+    """
 
     max_staleness: int
     optimizer_steps: int
@@ -34,6 +37,7 @@ class Setting:
     max_uses: int = 1
     kl_in_reward: bool = False
     credit: Credit = "outcome"
+    drops_equal_rewards: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,15 @@ def config_issues(objective: PolicyObjective, estimator: AdvantageEstimator, set
             reason="the penalty is subtracted from the rewards of whole rows, not from those of single turns: half of "
             "the advantage would not contain it",
             remedy='use kl_placement = "loss"',
+        )
+    from_groups = {"groups"} <= {*estimator.needs} <= {"rewards", "groups", "lengths", "divergences"}
+    if setting.drops_equal_rewards and (setting.kl_in_reward or not from_groups):
+        yield ConfigIssue(
+            key="buffer.options.zero_variance",
+            reason="groups with equal rewards are dropped, and their advantages are not 0: they are made of more than "
+            "the rewards of a group",
+            remedy='use zero_variance = "keep"; or no penalty in the reward and an advantage of rows from their groups '
+            "(grpo, dr_grpo, rloo)",
         )
     if objective.kl_coef and objective.kl_estimator == "k1":
         yield ConfigIssue(

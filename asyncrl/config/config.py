@@ -414,6 +414,7 @@ def check_algorithm(config: Config) -> tuple[ConfigIssue, ...]:
         max_uses=config.buffer.options.get("max_uses", 1),
         kl_in_reward=algorithm.kl_in_reward,
         credit=algorithm.credit,
+        drops_equal_rewards=config.buffer.options.get("zero_variance") == "drop",
     )
     objective, estimator = algorithm.objective(longest=config.rollout.max_seq_len), algorithm.estimator()
     issues = tuple(config_issues(objective, estimator, setting))

@@ -332,17 +332,19 @@ class Assembly:
             "reference_log_probs": needs_reference(config),
             "values": needs_critic(config),
         }
+        group, kind, path = "asyncrl.replay_buffers", config.buffer.kind, "buffer.kind"
         buffer: ReplayBuffer = make_part(
-            "asyncrl.replay_buffers",
-            config.buffer.kind,
+            group,
+            kind,
             options=config.buffer.options,
-            path="buffer.kind",
+            path=path,
             capacity=max(config.capacity_groups, at_least_groups),
             batch_groups=config.trainer.groups_per_step,
             columns=[name for name, needed in columns.items() if needed],
             max_staleness=policy.buffer_bound(config.max_staleness, steps=config.steps),
             selection=config.buffer.selection or policy.selection,
             ledger=ledger,
+            **offered_options(group, kind, {"credit": config.algorithm.credit}, path=path),
         )
         return buffer
 

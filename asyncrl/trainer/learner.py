@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from asyncrl.algorithms.advantages import AdvantageEstimator
-from asyncrl.algorithms.credit import Credit, Earned, earned_by
+from asyncrl.algorithms.credit import Credit, Earned, earned_in_group
 from asyncrl.algorithms.kl import AdaptiveKL, KLController, penalised_rewards
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.ragged import ragged_from_list
@@ -180,12 +180,9 @@ class Advantages:
         earned: list[list[Earned]] = []
         group_ids: list[int] = []
         for summary in summaries:
-            for row, turn_rewards in enumerate(summary.turn_rewards):
-                parents = summary.turn_parents[row] if summary.turn_parents else ()
-                by_turn = turn_rewards if self.by_turns else (0.0,) * len(turn_rewards)
-                reward = rewards[len(earned)]
-                earned.append(earned_by(self.credit, reward=reward, turn_rewards=by_turn, parents=parents))
-                group_ids += [summary.group_id] * len(earned[-1])
+            rows = earned_in_group(self.credit, summary, rewards=rewards[len(earned) :], by_turns=self.by_turns)
+            earned += rows
+            group_ids += [summary.group_id] * sum(map(len, rows))
         compared = torch.tensor([each.reward for row in earned for each in row], dtype=torch.float32)
         advantages = iter(self.estimator({"rewards": compared, "groups": torch.tensor(group_ids)}).tolist())
         found: list[torch.Tensor] = []

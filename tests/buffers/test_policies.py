@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.algorithms.credit import Credit
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import ConfigError, DeadlineError, InvalidDataError
 from asyncrl.interfaces import GroupSummary
 from asyncrl.staleness import AdmissionLaw
-from buffers.policies import RateLimit, Reservoir, apportion
+from buffers.policies import RateLimit, Reservoir, ZeroVariance, apportion
 from buffers.replay import AsyncReplayBuffer
 from buffers.selection import PrioritizedOrder, UniformOrder, make_selection, windowed_staleness
 
@@ -262,6 +264,32 @@ async def test_groups_without_variance_are_replaced_one_for_one():
         buffer.put(summary(group_id, rewards=(1.0, 1.0) if group_id in (0, 1, 3) else (0.0, 1.0)), ROWS)
     assert group_ids_of(await buffer.select(2, weight_version=0)) == [2, 4]
     assert (dropped, issued, law.finished) == ([0, 1, 3], 5, True)
+
+
+@pytest.mark.parametrize(
+    ("credit", "scored", "turns", "parents", "dropped"),
+    [
+        ("outcome", False, ((0.0, 1.0), (1.0, 0.0)), (), True),
+        ("branch", False, ((0.0, 1.0), (1.0, 0.0)), (), True),
+        ("turn", False, ((0.0, 1.0), (1.0, 0.0)), (), False),  # turns: 1 and 1; 1 and 0
+        ("turn", False, ((0.0, 1.0), (0.0, 1.0)), (), True),
+        ("outcome", False, ((0.0, 1.0, 0.0), (1.0,)), ((-1, 0, 0), ()), True),
+        ("branch", False, ((0.0, 1.0, 0.0), (1.0,)), ((-1, 0, 0), ()), False),  # branches: 1 and 0; 1
+        ("branch", True, ((0.0, 1.0, 0.0), (1.0,)), ((-1, 0, 0), ()), True),  # a score of the whole row
+        ("branch", False, ((0.1, 0.2, 0.3),) * 2, ((-1, 0, -1),) * 2, True),  # 0.1 + 0.2 and 0.3, as float32
+    ],
+)
+def test_variance_is_that_of_what_advantages_compare(
+    credit: Credit,
+    scored: bool,
+    turns: tuple[tuple[float, ...], ...],
+    parents: tuple[tuple[int, ...], ...],
+    dropped: bool,
+):
+    rewards = (sum(turns[0]), sum(turns[0]))
+    group = replace(summary(0, rewards=rewards), turn_rewards=turns, turn_parents=parents)
+    refuse = ZeroVariance(9, credit=credit, by_turns=not scored)
+    assert (refuse(group) == "zero_variance") is dropped
 
 
 async def test_too_many_groups_without_variance_in_a_row_are_an_error():

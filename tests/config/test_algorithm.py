@@ -44,10 +44,12 @@ def _advantages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def config(*, max_staleness: int = 2, trainer: Any = (), **algorithm: Any) -> Config:
-    return Config.from_mapping(
-        {**SMALLEST, "max_staleness": max_staleness, "trainer": dict(trainer), "algorithm": algorithm}
-    )
+DROP: dict[str, Any] = {"options": {"zero_variance": "drop"}}
+
+
+def config(*, max_staleness: int = 2, trainer: Any = (), buffer: Any = (), **algorithm: Any) -> Config:
+    tables = {"trainer": dict(trainer), "buffer": dict(buffer), "algorithm": algorithm}
+    return Config.from_mapping({**SMALLEST, "max_staleness": max_staleness, **tables})
 
 
 def refused(**settings: Any) -> ConfigError:
@@ -127,6 +129,13 @@ def test_what_cannot_run_is_refused_with_its_key(settings: dict[str, Any], path:
         ({"loss": "kl_cov"}, "algorithm.loss", "one optimizer step"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "algorithm.kl_estimator", "noise"),
         ({"advantage": "gigpo", "kl_coef": 0.1, "kl_placement": "reward"}, "algorithm.kl_placement", "single turns"),
+        *[
+            ({**settings, "buffer": DROP}, "buffer.options.zero_variance", "more than the rewards of a group")
+            for settings in (
+                {"kl_coef": 0.1, "kl_placement": "reward"},
+                *[{"advantage": name} for name in ("reinforce_plus_plus", "remax", "gae", "gigpo")],
+            )
+        ],
     ],
 )
 def test_what_goes_wrong_is_refused_with_the_reason_unless_asked_for(
@@ -161,6 +170,8 @@ def test_what_goes_wrong_is_refused_with_the_reason_unless_asked_for(
         {"advantage": "remax", "trainer": {"group_size": 1}},
         {"advantage": "gigpo"},
         {"advantage": "pass_at_k", "advantage_options": {"k": 8}},
+        {"credit": "turn", "buffer": DROP},
+        {"advantage": "online_dpo", "buffer": DROP},
     ],
     ids=str,
 )

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.trainer.assembly import make_advantages, proof_spec, rollout_spec
+from asyncrl.data import DataProto
+from asyncrl.interfaces import GroupSummary
+from asyncrl.trainer.assembly import Assembly, make_advantages, proof_spec, rollout_spec
 from asyncrl.weights import TransportSpec
 
 FILE = 'name = "run"\nsteps = 1\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n'
@@ -74,3 +76,24 @@ def test_a_controlled_penalty_goes_on_unless_its_coefficient_was_changed(
     after = make_advantages(load_config(tmp_path / "run.toml", settings), after=before)
     assert after.kl_coef == pytest.approx(coefficient)
     assert make_advantages(load_config(tmp_path / "run.toml", settings), after=after).kl_coef == after.kl_coef
+
+
+async def test_a_buffer_drops_groups_by_what_advantages_compare(tmp_path: Path) -> None:
+    drop = '[buffer.options]\nzero_variance = "drop"\n'
+    (tmp_path / "run.toml").write_text(FILE + f'[algorithm]\ncredit = "turn"\n{drop}')
+    buffer = Assembly(load_config(tmp_path / "run.toml"), log_folder=tmp_path).make_buffer()
+    for group_id, turn_rewards in enumerate((((0.0, 1.0), (1.0, 0.0)), ((0.0, 1.0), (0.0, 1.0)))):
+        summary = GroupSummary(
+            group_id=group_id,
+            rows=2,
+            oldest_version=0,
+            tokens=4,
+            version_tokens={0: 4},
+            rewards=(1.0, 1.0),
+            lengths=(2, 2),
+            turn_rewards=turn_rewards,
+        )
+        await buffer.admit(group_id)
+        buffer.put(summary, DataProto())
+    counts = buffer.statistics()
+    assert (counts.ready, counts.dropped) == (1, {"zero_variance": 1})

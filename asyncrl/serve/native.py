@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -209,15 +210,20 @@ async def session_status(call: Call) -> web.StreamResponse:
 async def session_trajectories(call: Call) -> web.StreamResponse:
     """Return what was captured so far, without ending the session."""
     session = _session(call)
-    branches: list[TrajectoryColumns] = []
-    if session.turns:
-        captured = session.trajectory(task={}, reward=0.0, info={})
-        rows = unfold(trajectories_to_batch([captured], group_id=0)).rows.batch
-        assert rows is not None
-        names = TrajectoryColumns.__struct_fields__
-        columns = zip(*([row.tolist() for row in rows_of(rows[name])] for name in names), strict=True)
-        branches = [TrajectoryColumns(**dict(zip(names, each, strict=True))) for each in columns]
+    tokens, most = session.branch_tokens, max(call.state.limits.session_tokens, session.tokens)
+    if tokens > most:
+        raise APIError(409, f"the branches of {session.name!r} have {tokens} tokens, at most {most} are returned")
+    branches = await asyncio.to_thread(_branches, session) if session.turns else []
     return call.answer(TrajectoryList(session=session.name, trajectories=branches))
+
+
+def _branches(session: Session) -> list[TrajectoryColumns]:
+    captured = session.trajectory(task={}, reward=0.0, info={})
+    rows = unfold(trajectories_to_batch([captured], group_id=0)).rows.batch
+    assert rows is not None
+    names = TrajectoryColumns.__struct_fields__
+    columns = zip(*([row.tolist() for row in rows_of(rows[name])] for name in names), strict=True)
+    return [TrajectoryColumns(**dict(zip(names, each, strict=True))) for each in columns]
 
 
 async def reward_session(call: Call) -> web.StreamResponse:

@@ -77,6 +77,19 @@ async def test_branches_share_a_turn_that_is_trained_once(serve):
         assert status["tokens"] < sum(len(branch["input_ids"]) for branch in branches)
 
 
+async def test_branches_that_share_much_are_returned_within_a_bound(serve):
+    async with serve(lambda prompt: [prompt[-1] + 1], limits=Limits(session_tokens=20)) as served:
+        await served.post("/sessions/s/generate", {"prompt_token_ids": [5, 6]})
+        for last in (10, 20, 30, 40):
+            await served.post("/sessions/s/generate", {"prompt_token_ids": [5, 6, 7, last]})
+        branches = (await served.get("/sessions/s/trajectories"))["trajectories"]
+        assert [len(branch["input_ids"]) for branch in branches] == [5] * 4
+        await served.post("/sessions/s/generate", {"prompt_token_ids": [5, 6, 7, 50]})
+        refused = await served.get("/sessions/s/trajectories", status=409)
+        assert "have 25 tokens, at most 20 are returned" in refused["error"]["message"]
+        assert (await served.get("/sessions/s"))["tokens"] == 3 + 5 * 2
+
+
 async def test_groups_are_stored_together(serve):
     async with serve(lambda prompt: "it<|end|>") as served:
         for number in (0, 1):

@@ -27,6 +27,7 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
+    check_arguments,
     check_verbosity,
     choice_grammar,
     json_grammar,
@@ -35,6 +36,7 @@ from asyncrl.serve.chat import (
     reasoning_effort,
     regex_grammar,
     render_prompt,
+    text_grammar,
     tool_call,
     tool_use,
 )
@@ -43,6 +45,7 @@ from asyncrl.serve.limits import (
     Count,
     CountOrNone,
     Ignored,
+    Limits,
     SamplingFields,
     Text,
     TokenId,
@@ -491,7 +494,9 @@ def _check_neutral(body: ChatCompletionRequest | CompletionRequest, **fields: tu
     )
 
 
-def _constraint(body: ChatCompletionRequest | CompletionRequest) -> tuple[Mapping[str, Any] | None, str]:
+async def _constraint(
+    limits: Limits, body: ChatCompletionRequest | CompletionRequest
+) -> tuple[Mapping[str, Any] | None, str]:
     """Return the JSON schema and the grammar that the text follows; at most one of them is there. Any: JSON."""
     outputs, form = body.structured_outputs or StructuredOutputs(), body.response_format
     schemas: dict[str, str | dict[str, Any] | None] = {
@@ -524,8 +529,8 @@ def _constraint(body: ChatCompletionRequest | CompletionRequest) -> tuple[Mappin
     (name,) = given
     if name in texts:
         make, text = texts[name]
-        return None, make(text)
-    return json_schema(name, schemas[name]), ""
+        return None, await text_grammar(limits, make, text)
+    return json_schema(limits, name, schemas[name]), ""
 
 
 def _last_tokens(call: Call, body: ChatCompletionRequest | CompletionRequest) -> int | None:
@@ -580,7 +585,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
     tools, usage = _tool_use(body), _usage_events(body)
     turn = await ChatTurn.begin(
         call,
-        await call.off_loop(lambda: _messages(body.messages)),
+        await call.off_loop(lambda: _messages(call.state.limits, body.messages)),
         tools.declared,
         sampling_params(
             call.state.limits,
@@ -589,7 +594,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
             top_log_probs=body.top_logprobs or 0,
             prompt_log_probs=body.prompt_logprobs,
         ),
-        form=_form(call.state.chat_text(), body, tools),
+        form=await _form(call, body, tools),
         choices=check_choices(call.state.limits, body.n),
         rendering=_rendering(body, last=_last_tokens(call, body), more=effort),
         include_stop=bool(body.include_stop_str_in_output),
@@ -649,11 +654,11 @@ def _tool_use(body: ChatCompletionRequest) -> ToolUse:
     return tool_use(tools, mode=choice or "auto")
 
 
-def _form(text: ModelText, body: ChatCompletionRequest, tools: ToolUse) -> Form:
+async def _form(call: Call, body: ChatCompletionRequest, tools: ToolUse) -> Form:
     """Return the form of the answer: of the response format, required calls, or any text."""
-    schema, grammar = _constraint(body)
+    schema, grammar = await _constraint(call.state.limits, body)
     return chat_form(
-        text,
+        call.state.chat_text(),
         tools=tools.declared,
         required=tools.required,
         several=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool),
@@ -730,7 +735,8 @@ async def _stream_chat(
     return await events.end()
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[Message]:
+def _messages(limits: Limits, messages: Sequence[ChatMessage]) -> list[Message]:
+    check_arguments(limits, (each.function.arguments for message in messages for each in message.tool_calls or ()))
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
@@ -786,7 +792,7 @@ async def tokenize(call: Call) -> web.StreamResponse:
     text = state.model_text()
     if body.messages is not None:
         given = body.messages
-        messages = await call.off_loop(lambda: _messages(given))
+        messages = await call.off_loop(lambda: _messages(state.limits, given))
         prompt = await render_prompt(call, messages, _tools(body), None, _rendering(body))
         ids: Sequence[int] = prompt.token_ids
     else:
@@ -825,7 +831,7 @@ async def completions(call: Call) -> web.StreamResponse:
     if len(prompts) > state.limits.prompts or len(prompts) * choices > state.limits.concurrent_requests_per_key:
         raise APIError(400, f"at most {state.limits.prompts} prompts are accepted at a time")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    schema, grammar = _constraint(body)
+    schema, grammar = await _constraint(state.limits, body)
     grammar = json_grammar(schema) if schema is not None else grammar
     scored = body.prompt_logprobs if body.prompt_logprobs is not None or not body.echo else body.logprobs
     sampling = sampling_params(

@@ -26,6 +26,7 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
+    check_arguments,
     reasoning_effort,
     tool_call,
     tool_use,
@@ -34,6 +35,7 @@ from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import (
     Count,
     Ignored,
+    Limits,
     SamplingFields,
     Text,
     TopLogProbCount,
@@ -288,7 +290,7 @@ async def create(call: Call) -> web.StreamResponse:
     )
     kept = state.conversations.find(call.holder, body.previous_response_id) if body.previous_response_id else b"[]"
     call.kept_bytes = len(kept)
-    conversation = await call.off_loop(lambda: _conversation(kept, body.input))
+    conversation = await call.off_loop(lambda: _conversation(state.limits, kept, body.input))
     if not conversation:
         raise APIError(400, "the input has no message: reasoning is not shown to the model")
     tools, text = _tool_use(call, body), state.chat_text()
@@ -489,11 +491,12 @@ def _with_instructions(conversation: list[Message], instructions: str | None) ->
     return [{"role": "system", "content": "\n\n".join([instructions, *more])}, *conversation[begins:]]
 
 
-def _conversation(kept: bytes, given: str | list[InputItem]) -> list[Message]:
+def _conversation(limits: Limits, kept: bytes, given: str | list[InputItem]) -> list[Message]:
     """Return the messages that were kept and the items as messages; those of the assistant in a row are one."""
     before: list[Message] = msgspec.json.decode(kept)
     if isinstance(given, str):
         return [*before, {"role": "user", "content": given}]
+    check_arguments(limits, (item.arguments for item in given if item.type == "function_call"))
     names = {each["id"]: each["function"]["name"] for message in before for each in message.get("tool_calls", ())}
     made: list[Message] = []
     for number, item in enumerate(given):

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, structs
 from asyncrl.interfaces import Generation, GenerationChunk, SamplingParams, TopLogProbs
 from asyncrl.serve import native
 from asyncrl.serve.call import Call, Version, version_spans
-from asyncrl.serve.chat import json_grammar, json_schema, lark_grammar, regex_grammar
+from asyncrl.serve.chat import json_grammar, json_schema, lark_grammar, regex_grammar, text_grammar
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import (
     Count,
@@ -117,7 +117,7 @@ async def generate(call: Call) -> web.StreamResponse:
 
 async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     text, given = call.state.text, body.sampling_params or SGLangSampling()
-    sampling = _sampling(call, body, given)
+    sampling = await _sampling(call, body, given)
     ids = tuple(body.input_ids or ())
     if body.text is not None:
         ids = tuple(await call.off_loop(partial(call.state.model_text().encode, body.text)))
@@ -158,21 +158,22 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     return await events.end()
 
 
-def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> SamplingParams:
+async def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> SamplingParams:
+    limits = call.state.limits
     check_neutral(spaces_between_special_tokens=(given.spaces_between_special_tokens, True))
     made: dict[str, tuple[Callable[[str], str], str | None]] = {
-        "json_schema": (lambda schema: json_grammar(json_schema("json_schema", schema)), given.json_schema),
+        "json_schema": (lambda schema: json_grammar(json_schema(limits, "json_schema", schema)), given.json_schema),
         "regex": (regex_grammar, given.regex),
         "ebnf": (lark_grammar, given.ebnf),
     }
     forms = [name for name, (_, form) in made.items() if form is not None]
     if len(forms) > 1:
         raise APIError(400, f"{' and '.join(forms)} both restrict the text: give one of them")
-    grammar = "".join(make(form) for make, form in made.values() if form is not None)
+    grammar = "".join([await text_grammar(limits, make, form) for make, form in made.values() if form is not None])
     with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
     top = (body.top_logprobs_num or 0) if body.return_logprob else 0
     return sampling_params(
-        call.state.limits,
+        limits,
         structs.replace(
             given,
             min_tokens=given.min_new_tokens or given.min_tokens,

@@ -11,6 +11,7 @@ import pytest
 from asyncrl import __version__
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.serve import openai
+from asyncrl.serve.limits import Limits
 from asyncrl.serve.text import ModelText
 from engines.rollout.request import Grammars
 
@@ -203,6 +204,20 @@ async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatc
             assert on_the_loop.pop(name) is False, path
         await served.post("/detokenize", {"tokens": [70]})
         assert on_the_loop.pop("decode") is True
+
+
+async def test_arguments_in_strings_count_altogether_as_those_of_the_body(serve):
+    call = {"function": {"name": "f", "arguments": '{"x": [' + "[]," * 60 + "[]]}"}}
+    item = {"type": "function_call", "call_id": "c", **call["function"]}
+    async with serve(limits=Limits(json_containers=100)) as served:
+        for calls, status in ((1, 200), (2, 400)):
+            said = {"role": "assistant", "tool_calls": [call] * calls}
+            body = {**CHAT, "messages": [*CHAT["messages"], said]}
+            chat = await served.post("/v1/chat/completions", body, status=status)
+            body = {"model": "tiny", "input": [{"role": "user", "content": "x"}, *[item] * calls]}
+            response = await served.post("/v1/responses", body, status=status)
+        for refused in (chat, response):
+            assert "the arguments of tool calls: the body has 12" in refused["error"]["message"]
 
 
 async def test_an_echo_of_ids_has_their_special_tokens(serve, text):

@@ -32,6 +32,7 @@ Plane: TypeAlias = Literal["user", "control", "agent"]
 _T = TypeVar("_T")
 _json = msgspec.json.Encoder()
 _INLINE_BYTES = 16_384  # as text they take about ten milliseconds
+_ENTRY_BYTES = 4  # of text that takes as long as one log-prob of an answer
 _NO_PUNCTUATION = str.maketrans("", "", "._:-")
 
 
@@ -203,10 +204,15 @@ class Call:
         assert isinstance(self.body, kind)
         return self.body
 
-    async def off_loop(self, work: Callable[[], _T]) -> _T:
-        """Return the result of work that grows with the request, in a thread if that could hold the event loop."""
+    async def off_loop(self, work: Callable[[], _T], *, entries: int = 0) -> _T:
+        """Return the result of work that grows with the request, in a thread if that could hold the event loop.
+
+        ``entries`` are the log-probs of an answer that is made.
+        """
         size = self.request.content_length
-        return work() if size is not None and size + self.kept_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+        if size is not None and size + self.kept_bytes + entries * _ENTRY_BYTES <= _INLINE_BYTES:
+            return work()
+        return await asyncio.to_thread(work)
 
     # ------------------------------------------------------------------------------------------------- sessions
 
@@ -238,10 +244,15 @@ class Call:
     ) -> list[GenerationRequest]:
         """Return one request to the pool per choice, numbered from ``first``, with seeds derived from the one given.
 
-        An API error if the prompt leaves no room to generate.
+        An API error if the prompt leaves no room to generate, or the answer would have too many top log-probs.
         """
-        if self.state.context_tokens is not None and len(prompt) >= self.state.context_tokens:
-            raise context_length_error(len(prompt), self.state.context_tokens)
+        context, most = self.state.context_tokens, self.state.limits.likeliest_tokens
+        if context is not None and len(prompt) >= context:
+            raise context_length_error(len(prompt), context)
+        room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(prompt))
+        each = room * sampling.top_log_probs + len(prompt) * (sampling.prompt_log_probs or 0)
+        if (likeliest := (first + choices) * each) > most:
+            raise APIError(400, f"the answer may have {likeliest} top log-probs; at most {most} are returned")
         self.state.choices_by_request[self.id] = first + choices
         made = []
         for index in range(choices):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -248,7 +248,7 @@ class CompletionRequest(_Sampling, kw_only=True):
     """
 
     max_tokens: CountOrNone | None = None
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     logprobs: TopLogProbCount | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -606,17 +606,21 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
             raise APIError(400, "prompt_logprobs are part of a whole answer: leave out stream")
         return await _stream_chat(call, body, turn, usage)
     await turn.collect()
-    return call.answer(
-        ChatCompletion(
+    parsed = [turn.parse(number) for number in range(len(turn.choices))]
+    text = call.state.chat_text()
+
+    def answer() -> ChatCompletion:
+        return ChatCompletion(
             id=f"chatcmpl-{call.id}",
             created=int(time.time()),
             model=body.model,
-            choices=[_chat_choice(call, body, turn, number) for number in range(len(turn.choices))],
+            choices=[_chat_choice(text, body, turn.choices[at], at, each) for at, each in enumerate(parsed)],
             usage=token_usage(len(turn.prompt.token_ids), turn.completion_tokens),
             prompt_token_ids=turn.prompt.token_ids if body.return_token_ids else None,
-            prompt_logprobs=prompt_log_probs(call.state.chat_text(), turn.prompt.token_ids, turn.choices[0]),
+            prompt_logprobs=prompt_log_probs(text, turn.prompt.token_ids, turn.choices[0]),
         )
-    )
+
+    return call.answer(await call.off_loop(answer, entries=log_prob_entries(turn.choices)))
 
 
 def _rendering(
@@ -667,9 +671,9 @@ async def _form(call: Call, body: ChatCompletionRequest, tools: ToolUse) -> Form
     )
 
 
-def _chat_choice(call: Call, body: ChatCompletionRequest, turn: ChatTurn, number: int) -> ChatChoice:
-    choice = turn.choices[number]
-    parsed = turn.parse(number)
+def _chat_choice(
+    text: ModelText, body: ChatCompletionRequest, choice: Choice, number: int, parsed: ParsedTurn
+) -> ChatChoice:
     return ChatChoice(
         index=number,
         message=AnswerMessage(
@@ -677,7 +681,7 @@ def _chat_choice(call: Call, body: ChatCompletionRequest, turn: ChatTurn, number
             tool_calls=[AnswerCall(id=each["id"], function=_function_call(each)) for each in parsed.calls] or None,
         ),
         finish_reason=_finish_reason(choice, parsed),
-        logprobs=ChatLogProbs(content=token_log_probs(call.state.chat_text(), choice)) if body.logprobs else None,
+        logprobs=ChatLogProbs(content=token_log_probs(text, choice)) if body.logprobs else None,
         token_ids=choice.token_ids if body.return_token_ids else None,
         weight_versions=version_spans(choice.versions) if body.return_token_ids else None,
     )
@@ -767,6 +771,14 @@ def _function_call(call: dict[str, Any]) -> FunctionCall:
     return FunctionCall(name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"]))
 
 
+def log_prob_entries(parts: Iterable[Generation | Choice]) -> int:
+    """Return the number of log-probs that an answer of these choices may have."""
+    return sum(
+        len(each.token_ids) + sum(map(len, each.top_log_probs)) + sum(map(len, each.prompt_top_log_probs))
+        for each in parts
+    )
+
+
 def token_log_probs(text: ModelText, choice: Choice, begin: int = 0) -> list[TokenLogProb]:
     """Return those of the tokens of ``choice`` from ``begin`` on."""
 
@@ -825,11 +837,14 @@ async def completions(call: Call) -> web.StreamResponse:
     call.choose_model(body.model)
     _check_neutral(body, best_of=(body.best_of, body.n or 1), suffix=(body.suffix, ""))
     text, usage = state.model_text(), _usage_events(body)
+    choices = check_choices(state.limits, body.n)
+    count = 1 if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else len(body.prompt)
+    if count > state.limits.prompts:
+        raise APIError(400, f"at most {state.limits.prompts} prompts are accepted at a time")
+    if count * choices > (most := state.limits.concurrent_requests_per_key):
+        raise APIError(400, f"{count} prompts of {choices} choices are more than the {most} generations that may run")
     encoded = await call.off_loop(lambda: _prompts(text, body.prompt))
     prompts = [last_tokens(prompt, _last_tokens(call, body)) for prompt in encoded]
-    choices = check_choices(state.limits, body.n)
-    if len(prompts) > state.limits.prompts or len(prompts) * choices > state.limits.concurrent_requests_per_key:
-        raise APIError(400, f"at most {state.limits.prompts} prompts are accepted at a time")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     schema, grammar = await _constraint(state.limits, body)
     grammar = json_grammar(schema) if schema is not None else grammar
@@ -854,24 +869,26 @@ async def completions(call: Call) -> web.StreamResponse:
     include = bool(body.include_stop_str_in_output)
     readers = [Choice(decode, sampling, special_ids=text.special_ids, include_stop=include) for _ in requests]
     created = int(time.time())
+    offsets: dict[int, int] = {}  # of the choices that have begun, where their next token begins in their text
 
-    def part(number: int, chunk: Generation | GenerationChunk, *, offset: int = 0) -> CompletionChoice:
-        """Feed ``chunk`` to its reader; return it as a choice whose text begins at ``offset``."""
-        reader, prompt = readers[number], prompts[number // choices]
-        begin = len(reader.token_ids)
+    def part(number: int, chunk: Generation | GenerationChunk) -> CompletionChoice:
+        """Feed ``chunk`` to its reader; return it as a choice."""
+        reader, prompt, first = readers[number], prompts[number // choices], number not in offsets
+        begin, offset = len(reader.token_ids), offsets.setdefault(number, 0)
         if not max_tokens:
             chunk = prompt_only(chunk)
         choice = CompletionChoice(index=number, text=reader.feed(chunk), finish_reason=chunk.finish_reason)
-        echoed = bool(body.echo) and not offset and begin == 0
+        echoed = bool(body.echo) and first
         if body.logprobs is not None:
             choice.logprobs = _log_probs(text, reader, begin, offset, prompt=prompt if echoed else ())
+            offsets[number] += sum(map(len, choice.logprobs.tokens))
         if echoed:
             # Of a prompt of ids the special tokens are a part; to a text the tokenizer may have added some.
             choice.text = text.decode(prompt, skip_special_tokens=is_text) + choice.text
         if chunk.prompt_log_probs and body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_log_probs(text, prompt, reader)
         if body.return_token_ids:
-            choice.prompt_token_ids = prompt if begin == 0 else None
+            choice.prompt_token_ids = prompt if first else None
             choice.token_ids = chunk.token_ids
             choice.weight_versions = version_spans(chunk.weight_versions, offset=begin)
         return choice
@@ -889,13 +906,14 @@ async def completions(call: Call) -> web.StreamResponse:
                 call.record(places[number // choices], reader.generation(), message)
 
     if not body.stream:
-        parts = [part(number, generation) for number, generation in enumerate(await call.collect_all(requests))]
+        made = await call.collect_all(requests)
+        parts = await call.off_loop(lambda: list(map(part, range(len(made)), made)), entries=log_prob_entries(made))
         record()
         return call.answer(answer(parts, with_usage=True))
     events = call.events()
     async with aclosing(call.stream_all(requests)) as stream:
         async for number, piece in stream:
-            choice = part(number, piece, offset=len(readers[number].text))
+            choice = part(number, piece)
             if choice.text or piece.finish_reason or body.return_token_ids or body.logprobs is not None:
                 await events.send(answer([choice], with_usage=usage == "all"))
     record()
@@ -914,8 +932,6 @@ def _prompts(text: ModelText, prompt: str | list[str | int | list[int]]) -> list
         if len(ids) != len(prompt):
             raise APIError(400, "a prompt holds token ids, or texts, or lists of ids; not a mixture")
         return [ids]
-    if not prompt:
-        raise APIError(400, "the prompt is empty")
     return [
         tuple(text.encode(each)) if isinstance(each, str) else tuple(each)
         for each in prompt
@@ -930,7 +946,10 @@ def _log_probs(
     sampled = len(reader.token_ids) - begin
     tokens = [text.spelling(token) for token in (*prompt, *reader.token_ids[begin:])]
     offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
-    values: list[float | None] = [*reader.prompt_log_probs[: len(prompt)], *reader.log_probs[begin:]]
+    values: list[float | None] = [
+        *(reader.prompt_log_probs[: len(prompt)] or [None] * len(prompt)),
+        *reader.log_probs[begin:],
+    ]
     tops: list[TopLogProbs] = [
         *(reader.prompt_top_log_probs[: len(prompt)] or [()] * len(prompt)),
         *(reader.top_log_probs[begin:] or [()] * sampled),

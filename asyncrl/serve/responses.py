@@ -42,7 +42,14 @@ from asyncrl.serve.limits import (
     check_neutral,
     sampling_params,
 )
-from asyncrl.serve.openai import FunctionName, NotServed, TokenLogProb, ToolSchema, token_log_probs
+from asyncrl.serve.openai import (
+    FunctionName,
+    NotServed,
+    TokenLogProb,
+    ToolSchema,
+    log_prob_entries,
+    token_log_probs,
+)
 from asyncrl.serve.text import ModelText, ParsedTurn
 
 
@@ -325,7 +332,8 @@ async def _finish(
             "max_output_tokens" if choice.finish_reason == "length" else "abort"
         )
     if body.with_log_probs:
-        log_probs = token_log_probs(call.state.chat_text(), choice)
+        text, entries = call.state.chat_text(), log_prob_entries([choice])
+        log_probs = await call.off_loop(lambda: token_log_probs(text, choice), entries=entries)
     items: list[OutputMessage | OutputCall] = []
     if parsed.message["content"] or not parsed.calls:
         said = OutputText(text=parsed.message["content"], logprobs=log_probs)

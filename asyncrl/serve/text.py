@@ -80,6 +80,7 @@ class ModelText:
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         self._by_bytes = _BLANK in tokenizer.get_vocab()
         self._spellings: dict[int, str] = {}
+        self._bytes: dict[int, list[int]] = {}
         self.chat_problem = ""
         self._renderer = renderer
         try:
@@ -154,11 +155,20 @@ class ModelText:
         return text
 
     def piece(self, token_id: int) -> str:
-        """Return one token as the vocabulary has it, which is not always readable."""
-        return str(self._tokenizer.convert_ids_to_tokens(token_id))
+        """Return one token as the vocabulary has it, which is not always readable; empty if it has none."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
 
     def spelled_bytes(self, token_id: int) -> list[int]:
-        """Return the bytes of one token, also of part of a character where the tokenizer works on bytes."""
+        """Return the bytes of one token, also of part of a character where the tokenizer works on bytes.
+
+        The list is the same each time, and not to be changed.
+        """
+        spelled = self._bytes.get(token_id)
+        if spelled is None:
+            spelled = self._bytes[token_id] = self._bytes_of(token_id)
+        return spelled
+
+    def _bytes_of(self, token_id: int) -> list[int]:
         piece = self.piece(token_id)
         if self._by_bytes and token_id not in self._added_ids and all(char in _BYTES for char in piece):
             return [_BYTES[char] for char in piece]

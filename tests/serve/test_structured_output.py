@@ -217,3 +217,4 @@ def test_bytes_of_tokens(text):
     assert "\ufffd" in {text.spelling(token) for token in ids}, "one of them is half a character"
     end = text.renderer.end_of_turn_id
     assert bytes(text.spelled_bytes(end)).decode() == text.spelling(end)
+    assert (text.spelled_bytes(text.vocabulary + 1), text.piece(text.vocabulary + 1)) == ([], "")

@@ -350,12 +350,13 @@ class ChatTurn:
         choices: int = 1,
         rendering: Rendering = Rendering(),
         include_stop: bool = False,
-        skip_special_tokens: bool = False,
+        skip_special_tokens: bool | None = None,
         tokens: tuple[int, ...] = (),
     ) -> ChatTurn:
         """Render the prompt and prepare the requests; an API error if the prompt or the grammar is invalid.
 
-        ``tokens``, if there are any, are the prompt instead of what the template makes of ``messages``.
+        ``tokens``, if there are any, are the prompt instead of what the template makes of ``messages``. With
+        ``tools`` no special tokens are skipped, since calls are written with them.
         """
         state, session = call.state, call.session()
         text = state.chat_text()
@@ -377,9 +378,10 @@ class ChatTurn:
             Choice(
                 text.decode if skip_special_tokens and not tools else text.renderer.decode,
                 sampling,
-                special_ids=text.special_ids,
+                special_ids=text.special_ids | {text.renderer.end_of_turn_id},
                 tools=bool(tools),
                 include_stop=include_stop,
+                show_special=skip_special_tokens is False,
             )
             for _ in requests
         ]

@@ -204,7 +204,10 @@ class _Sampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatCompletionRequest(_Sampling, kw_only=True):
-    """POST /v1/chat/completions. ``return_token_ids`` adds ids and weight versions to the answer."""
+    """POST /v1/chat/completions. ``return_token_ids`` adds ids and weight versions to the answer.
+
+    With ``tools`` special tokens are text even if ``skip_special_tokens`` is set: calls are written with them.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -598,7 +601,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
         choices=check_choices(call.state.limits, body.n),
         rendering=_rendering(body, last=_last_tokens(call, body), more=effort),
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=bool(body.skip_special_tokens),
+        skip_special_tokens=body.skip_special_tokens,
         tokens=tokens,
     )
     if body.stream:
@@ -865,9 +868,17 @@ async def completions(call: Call) -> web.StreamResponse:
     session = call.session()
     places = [session.token_prompt(prompt) for prompt in prompts] if session is not None else []
     is_text = isinstance(body.prompt if isinstance(body.prompt, str) else body.prompt[0], str)
-    decode = text.decode if body.skip_special_tokens is not False else partial(text.decode, skip_special_tokens=False)
-    include = bool(body.include_stop_str_in_output)
-    readers = [Choice(decode, sampling, special_ids=text.special_ids, include_stop=include) for _ in requests]
+    special = body.skip_special_tokens is False
+    readers = [
+        Choice(
+            partial(text.decode, skip_special_tokens=not special),
+            sampling,
+            special_ids=text.special_ids,
+            include_stop=bool(body.include_stop_str_in_output),
+            show_special=special,
+        )
+        for _ in requests
+    ]
     created = int(time.time())
     offsets: dict[int, int] = {}  # of the choices that have begun, where their next token begins in their text
 

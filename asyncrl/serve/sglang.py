@@ -125,13 +125,14 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     if body.stream:
         check_neutral(n=(several, 1))
     requests, record = native.token_turn(call, ids, sampling, choices=several)
-    special = given.skip_special_tokens is not False
+    special = given.skip_special_tokens is False
     choices = [
         Choice(
-            partial(text.decode, skip_special_tokens=special) if text is not None else lambda ids: "",
+            partial(text.decode, skip_special_tokens=not special) if text is not None else lambda ids: "",
             sampling,
             special_ids=text.special_ids if text is not None else frozenset(),
             include_stop=bool(given.no_stop_trim),
+            show_special=special,
         )
         for _ in requests
     ]

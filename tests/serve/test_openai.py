@@ -536,6 +536,37 @@ async def test_what_of_the_text_is_shown(serve, text):
             assert answer["choices"][0]["text"] == expected
 
 
+async def test_stop_tokens_are_text_where_they_are_asked_for(serve, text):
+    end, (first,), (stop,) = text.renderer.end_of_turn_id, text.encode("a"), text.encode("b")
+    both, special = {"include_stop_str_in_output": True}, {"skip_special_tokens": False}
+    async with serve(lambda prompt: [first, stop] if prompt[-1] == 5 else [first, end]) as served:
+        for last, fields, expected in (
+            (5, {"stop_token_ids": [stop]}, "a"),
+            (5, {"stop_token_ids": [stop], **both}, "ab"),
+            (6, {**both}, "a"),
+            (6, {**special}, "a"),
+            (6, {**both, **special}, f"a{text.spelling(end)}"),
+        ):
+            for path, body in (
+                ("/v1/completions", {"model": "tiny", "prompt": [last]}),
+                ("/v1/chat/completions/tokens", {**CHAT, "tokens": [last]}),
+            ):
+                (choice,) = (await served.post(path, {**body, **fields}))["choices"]
+                assert (choice.get("text") or choice["message"]["content"]) == expected
+            skip = {name: value for name, value in fields.items() if name not in both}
+            sampling = {**skip, "no_stop_trim": "include_stop_str_in_output" in fields}
+            answer = await served.post("/generate", {"input_ids": [last], "sampling_params": sampling})
+            assert answer["text"] == expected
+
+
+async def test_an_end_that_comes_after_its_token_is_no_text(serve):
+    async with serve(lambda prompt: "it<|user|> again<|end|>") as served:
+        end_apart(served.engines[0])
+        parts = payloads(await served.events("/v1/chat/completions", {**CHAT, "stream": True}))
+        said = [choice["delta"].get("content") or "" for part in parts for choice in part["choices"]]
+        assert "".join(said) == "it<|user|> again"
+
+
 async def test_a_prompt_that_is_too_long_has_the_code_that_clients_match(serve):
     async with serve() as served:
         served.state.context_tokens = 3

@@ -230,7 +230,17 @@ class Call:
             return self.state.sessions.get(name, self.holder)
         if self._session is None and name:
             self._session = self.state.sessions.use(name, self.holder)
+            self._session.requests += 1
         return self._session
+
+    def leave_session(self) -> None:
+        """Let the session end, which it cannot while a turn may still be added by this request. Idempotent.
+
+        A stream leaves before its last event: a client that has read it may reward the session at once.
+        """
+        if self._session is not None:
+            self._session.requests -= 1
+            self._session = None
 
     def record(self, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
         """Add a finished turn to the session of this request, if it has one and the turn was not aborted."""
@@ -270,22 +280,15 @@ class Call:
         return made
 
     def _begin(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Send ``request`` to the pool. :meth:`_end` has to follow, unless a limit or an ended session raises."""
+        """Send ``request`` to the pool. Its place has to be released, unless a limit or an ended session raises."""
         state, session = self.state, self._session
         if session is not None:
             session.check_open()
         state.concurrency.acquire(self.holder)
         state.metrics.prompt_tokens += len(request.prompt_token_ids)
-        if session is not None:
-            session.requests += 1
         name = session.name if session is not None else None
         chunks = state.pool.generate(request, session=name, tenant=self.holder)
         return cast(AsyncGenerator[GenerationChunk, None], chunks)
-
-    def _end(self) -> None:
-        self.state.concurrency.release(self.holder)
-        if self._session is not None:
-            self._session.requests -= 1
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Yield the chunks of one choice. Closing the generator early aborts it in the engine."""
@@ -301,7 +304,7 @@ class Call:
                 metrics.sampled_tokens += len(chunk.token_ids)
                 yield chunk
         finally:
-            self._end()
+            self.state.concurrency.release(self.holder)
             await chunks.aclose()
 
     async def collect(self, request: GenerationRequest) -> Generation:
@@ -315,7 +318,7 @@ class Call:
                     metrics.first_tokens.add(metrics.clock() - begin)
                 tokens.add(chunk)
         finally:
-            self._end()
+            self.state.concurrency.release(self.holder)
             await chunks.aclose()
         metrics.sampled_tokens += len(tokens.token_ids)
         return tokens.generation()

@@ -281,6 +281,7 @@ class Middleware:
                     try:
                         response = await route.handler(call)
                     finally:
+                        call.leave_session()
                         if deadline is not None:
                             deadline.end()
                 except asyncio.CancelledError:

@@ -117,6 +117,7 @@ async def generate(call: Call) -> web.StreamResponse:
             if chunk.finish_reason is None:
                 await events.send(event)
     record(tokens.generation())
+    call.leave_session()
     await events.send(event)  # last: a client that has read it finds the turn in the session, and the session idle
     return await events.end()
 
@@ -238,8 +239,6 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise APIError(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:
         raise APIError(409, f"nothing was sampled in session {session.name!r}")
-    if body.turn_rewards and len(body.turn_rewards) != session.turns:
-        raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
     # Cancelled halfway it could be stored twice.
     trajectory, kept = await shield_until_done(_store(state, state.capture, session, body))
     sampled = trajectory.sampled_tokens
@@ -253,6 +252,8 @@ async def _store(
 ) -> tuple[Trajectory, str]:
     group = f"{session.holder}/{body.group}" if body.group else ""
     with state.sessions.ending(session):
+        if body.turn_rewards and len(body.turn_rewards) != session.turns:
+            raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
         trajectory = session.trajectory(
             task={"session": session.name}, reward=body.reward, info=body.info, turn_rewards=body.turn_rewards
         )

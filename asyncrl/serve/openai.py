@@ -738,6 +738,7 @@ async def _stream_chat(
             await events.send(event)
     if usage != "none":
         await events.send(chunk([]))
+    call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
@@ -930,6 +931,7 @@ async def completions(call: Call) -> web.StreamResponse:
     record()
     if usage != "none":
         await events.send(answer([], with_usage=True))
+    call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 

@@ -439,6 +439,7 @@ async def _stream(
             await send("response.function_call_arguments.delta", **place, delta=item.arguments)
             await send("response.function_call_arguments.done", **place, name=item.name, arguments=item.arguments)
         await send("response.output_item.done", output_index=at, item=item)
+    call.leave_session()
     await send(f"response.{response.status}", response=response)
     return await events.end()
 

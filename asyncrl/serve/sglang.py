@@ -169,6 +169,7 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
             if count - shown >= enough or chunk.finish_reason is not None:
                 shown = count
                 await events.send(answer(choice))
+    call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data import DataProto
+from asyncrl.serve.call import Call
 from asyncrl.serve.limits import Limits
 
 
@@ -179,6 +180,27 @@ async def test_a_reward_may_follow_the_last_event_immediately(serve):
                 if b"[DONE]" in line:
                     kept = await served.post("/sessions/s/reward", {"reward": 1.0})
         assert kept["kept"] == "00000001.asyncrl"
+
+
+async def test_a_session_does_not_end_between_the_last_token_and_its_turn(serve, monkeypatch):
+    async with serve(lambda prompt: "it<|end|>") as served:
+        url, body = "/sessions/s/v1/chat/completions", chat(user("say it"))
+        await served.post(url, body)
+        collect = Call.collect_all
+
+        async def then_reward(call, requests):
+            generated = await collect(call, requests)
+            refused = await served.post("/sessions/s/reward", {"reward": 1.0}, status=409)
+            assert "1 requests of session 's' are running" in refused["error"]["message"]
+            return generated
+
+        monkeypatch.setattr(Call, "collect_all", then_reward)
+        await served.post(url, {**body, "n": 2})
+        status = await served.get("/sessions/s")
+        assert (status["turns"], status["requests"]) == (3, 0)
+        refused = await served.post("/sessions/s/reward", {"reward": 1.0, "turn_rewards": [1.0, 0.0]}, status=400)
+        assert "2 turn_rewards for 3 turns" in refused["error"]["message"]
+        await served.post("/sessions/s/reward", {"reward": 1.0, "turn_rewards": [1.0, 0.0, 0.0]})
 
 
 async def test_sessions_have_bounds(serve):

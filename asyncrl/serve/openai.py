@@ -808,10 +808,17 @@ async def tokenize(call: Call) -> web.StreamResponse:
     text = state.model_text()
     if body.messages is not None:
         given = body.messages
+        check_neutral(add_special_tokens=(body.add_special_tokens, False))  # the template writes them
         messages = await call.off_loop(lambda: _messages(state.limits, given))
         prompt = await render_prompt(call, messages, _tools(body), None, _rendering(body))
         ids: Sequence[int] = prompt.token_ids
     else:
+        check_neutral(
+            tools=(body.tools, []),
+            chat_template_kwargs=(body.chat_template_kwargs, {}),
+            add_generation_prompt=(body.add_generation_prompt, False),
+            continue_final_message=(body.continue_final_message, False),
+        )
         special = body.add_special_tokens is not False
         ids = await call.off_loop(lambda: text.encode(body.prompt or "", add_special_tokens=special))
     spellings = await call.off_loop(lambda: [text.piece(each) for each in ids]) if body.return_token_strs else None

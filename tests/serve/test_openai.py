@@ -592,6 +592,15 @@ async def test_tokens_of_text_and_text_of_tokens(serve, text):
         assert back["prompt"] == text.renderer.decode(chat["tokens"])
         for wrong in ({}, {"prompt": "x", "messages": CHAT["messages"]}, {"prompt": "x", "other": 1}):
             await served.post("/tokenize", wrong, status=400)
+        for body, fields in (
+            ({"messages": CHAT["messages"]}, {"add_special_tokens": True}),
+            ({"prompt": "x"}, {"tools": TOOLS}),
+            ({"prompt": "x"}, {"chat_template_kwargs": {"a": 1}}),
+            ({"prompt": "x"}, {"add_generation_prompt": True}),
+            ({"prompt": "x"}, {"continue_final_message": True}),
+        ):
+            refused = await served.post("/tokenize", {**body, **fields}, status=400)
+            assert f"{next(iter(fields))} = " in refused["error"]["message"]
         await served.post("/tokenize", {"model": "other", "prompt": "x"}, status=404)
         await served.post("/detokenize", {"tokens": [10**6]}, status=400)
         assert (await served.get("/version"))["version"] == __version__
@@ -603,6 +612,11 @@ async def test_models(serve):
         assert [card["id"] for card in (await served.get("/v1/models"))["data"]] == ["tiny", "alias"]
         assert (await served.get("/v1/models/alias"))["id"] == "alias"
         await served.get("/v1/models/gpt-9", status=404)
+        served.state.names = ("org/tiny",)
+        for path in ("/v1/models/org/tiny", "/v1/models/org%2Ftiny", "/sessions/s/v1/models/org/tiny"):
+            assert (await served.get(path))["id"] == "org/tiny"
+        async with served.client.delete(f"{served.url}/v1/models/org/tiny") as answer:
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET")
 
 
 async def test_a_chat_after_a_prompt_of_tokens(serve, text):

@@ -105,7 +105,8 @@ def unfold(batch: DataProto) -> Unfolded:
     if "loss_mask" in of_tokens:
         mask = torch.logical_and(values_of(of_tokens["loss_mask"]), first)
         of_tokens["loss_mask"] = ragged_from_values(mask, offsets_from_lengths(sizes))
-    rows = batch.select_idxs(owners).with_columns(**of_tokens)
+    others = [name for name in columns if name not in of_tokens]  # a copy of a whole row for each branch is too large
+    rows = batch.select(others).select_idxs(owners).with_columns(**of_tokens)
     if "turn_rewards" in columns:
         rows = _rewards_of_branches(rows, turns)
     return Unfolded(rows=rows, source=source, first=first, offsets=offsets)

@@ -306,6 +306,7 @@ async def _stream(call: Call, body: MessagesRequest, turn: ChatTurn) -> web.Stre
         await _send(events, BlockDelta(block, InputDelta(json.dumps(use.input))))
         await _send(events, BlockStop(block))
     await _send(events, MessageDelta(StopDelta(_stop_reason(choice, parsed), choice.stop_string), _usage(turn)))
+    call.leave_session()
     await _send(events, MessageStop())
     return await events.end()
 

@@ -32,6 +32,7 @@ Plane: TypeAlias = Literal["user", "control", "agent"]
 _T = TypeVar("_T")
 _json = msgspec.json.Encoder()
 _INLINE_BYTES = 16_384  # as text they take about ten milliseconds
+_ENTRY_BYTES = 4  # of text that takes as long as one log-prob of an answer
 _NO_PUNCTUATION = str.maketrans("", "", "._:-")
 
 
@@ -203,10 +204,15 @@ class Call:
         assert isinstance(self.body, kind)
         return self.body
 
-    async def off_loop(self, work: Callable[[], _T]) -> _T:
-        """Return the result of work that grows with the request, in a thread if that could hold the event loop."""
+    async def off_loop(self, work: Callable[[], _T], *, entries: int = 0) -> _T:
+        """Return the result of work that grows with the request, in a thread if that could hold the event loop.
+
+        ``entries`` are the log-probs of an answer that is made.
+        """
         size = self.request.content_length
-        return work() if size is not None and size + self.kept_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+        if size is not None and size + self.kept_bytes + entries * _ENTRY_BYTES <= _INLINE_BYTES:
+            return work()
+        return await asyncio.to_thread(work)
 
     # ------------------------------------------------------------------------------------------------- sessions
 
@@ -224,7 +230,17 @@ class Call:
             return self.state.sessions.get(name, self.holder)
         if self._session is None and name:
             self._session = self.state.sessions.use(name, self.holder)
+            self._session.requests += 1
         return self._session
+
+    def leave_session(self) -> None:
+        """Let the session end, which it cannot while a turn may still be added by this request. Idempotent.
+
+        A stream leaves before its last event: a client that has read it may reward the session at once.
+        """
+        if self._session is not None:
+            self._session.requests -= 1
+            self._session = None
 
     def record(self, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
         """Add a finished turn to the session of this request, if it has one and the turn was not aborted."""
@@ -238,10 +254,15 @@ class Call:
     ) -> list[GenerationRequest]:
         """Return one request to the pool per choice, numbered from ``first``, with seeds derived from the one given.
 
-        An API error if the prompt leaves no room to generate.
+        An API error if the prompt leaves no room to generate, or the answer would have too many top log-probs.
         """
-        if self.state.context_tokens is not None and len(prompt) >= self.state.context_tokens:
-            raise context_length_error(len(prompt), self.state.context_tokens)
+        context, most = self.state.context_tokens, self.state.limits.likeliest_tokens
+        if context is not None and len(prompt) >= context:
+            raise context_length_error(len(prompt), context)
+        room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(prompt))
+        each = room * sampling.top_log_probs + len(prompt) * (sampling.prompt_log_probs or 0)
+        if (likeliest := (first + choices) * each) > most:
+            raise APIError(400, f"the answer may have {likeliest} top log-probs; at most {most} are returned")
         self.state.choices_by_request[self.id] = first + choices
         made = []
         for index in range(choices):
@@ -259,22 +280,15 @@ class Call:
         return made
 
     def _begin(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
-        """Send ``request`` to the pool. :meth:`_end` has to follow, unless a limit or an ended session raises."""
+        """Send ``request`` to the pool. Its place has to be released, unless a limit or an ended session raises."""
         state, session = self.state, self._session
         if session is not None:
             session.check_open()
         state.concurrency.acquire(self.holder)
         state.metrics.prompt_tokens += len(request.prompt_token_ids)
-        if session is not None:
-            session.requests += 1
         name = session.name if session is not None else None
         chunks = state.pool.generate(request, session=name, tenant=self.holder)
         return cast(AsyncGenerator[GenerationChunk, None], chunks)
-
-    def _end(self) -> None:
-        self.state.concurrency.release(self.holder)
-        if self._session is not None:
-            self._session.requests -= 1
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """Yield the chunks of one choice. Closing the generator early aborts it in the engine."""
@@ -290,7 +304,7 @@ class Call:
                 metrics.sampled_tokens += len(chunk.token_ids)
                 yield chunk
         finally:
-            self._end()
+            self.state.concurrency.release(self.holder)
             await chunks.aclose()
 
     async def collect(self, request: GenerationRequest) -> Generation:
@@ -304,7 +318,7 @@ class Call:
                     metrics.first_tokens.add(metrics.clock() - begin)
                 tokens.add(chunk)
         finally:
-            self._end()
+            self.state.concurrency.release(self.holder)
             await chunks.aclose()
         metrics.sampled_tokens += len(tokens.token_ids)
         return tokens.generation()

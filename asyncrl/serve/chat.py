@@ -7,10 +7,11 @@ may write white space anywhere can go on doing so for ever.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from asyncrl.interfaces import GenerationRequest, Message, SamplingParams, Tool
 from asyncrl.rollout.chat import tool_call_json
 from asyncrl.serve.call import Call
 from asyncrl.serve.errors import APIError
-from asyncrl.serve.limits import check_grammar
+from asyncrl.serve.limits import Limits, check_grammar, json_problem
 from asyncrl.serve.sessions import Session, TurnPrompt
 from asyncrl.serve.text import Choice, ModelText, ParsedTurn, last_tokens
 
@@ -27,6 +28,10 @@ JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of every JSON object. Any: a JSON schema."""
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
+"""What only a grammar in Lark has. llguidance's own pattern takes a time that is quadratic in blank lines."""
+_MOST_PASSES = 1 << 24
+"""Characters times rules of a grammar in GBNF, over all of which its translation may pass once for each rule."""
 
 
 # ---------------------------------------------------------------------------------------------- the form of a turn
@@ -63,11 +68,11 @@ def chat_form(
     ``several`` calls may be made. ``text`` spells calls.
     """
     opening, closing = text.terminal("<tool_call>"), text.terminal("</tool_call>")
+    if grammar and tools:
+        raise APIError(400, "a grammar, regex or choice restricts the whole text: leave out the tools")
     if required:
         return Form(grammar=calls_grammar(required, several=several, opening=opening, closing=closing), calls=True)
     if grammar:
-        if tools:
-            raise APIError(400, "a grammar, regex or choice restricts the whole text: leave out the tools")
         return Form(grammar=grammar)
     if schema is None:
         return Form()
@@ -82,9 +87,11 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return f"start: {_json(schema)}\n"
 
 
-def json_schema(name: str, schema: Any) -> Mapping[str, Any]:
+def json_schema(limits: Limits, name: str, schema: Any) -> Mapping[str, Any]:
     """Return the schema in a field called ``name``, which may be JSON in a string. Any: a JSON schema."""
     if isinstance(schema, str):
+        if problem := json_problem(check_grammar(limits, schema).encode("utf-8", "surrogatepass"), limits):
+            raise APIError(400, f"{name}: {problem}")
         try:
             schema = json.loads(schema)
         except ValueError as error:
@@ -92,6 +99,12 @@ def json_schema(name: str, schema: Any) -> Mapping[str, Any]:
     if not isinstance(schema, dict):
         raise APIError(400, f"{name} must be a JSON schema: an object")
     return schema
+
+
+async def text_grammar(limits: Limits, make: Callable[[Any], str], given: str | Sequence[str]) -> str:
+    """Return the grammar that ``make`` makes of texts within the limits, in a thread. Any: the type of ``given``."""
+    check_grammar(limits, given if isinstance(given, str) else "".join(given))
+    return await asyncio.to_thread(make, given)
 
 
 def regex_grammar(pattern: str) -> str:
@@ -102,10 +115,14 @@ def regex_grammar(pattern: str) -> str:
 
 def lark_grammar(grammar: str) -> str:
     """Return a grammar in llguidance's dialect: as it is, or translated from GBNF (llama.cpp's, xgrammar's EBNF)."""
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
+    if _LARK.search(grammar):
+        return grammar
+    if (rules := grammar.count("::=")) * len(grammar) > _MOST_PASSES:
+        raise APIError(400, f"{rules} rules of {len(grammar)} characters are too many to be translated from GBNF")
     try:
-        return str(any_to_lark(grammar))
+        return gbnf_to_lark(grammar)
     except Exception as error:
         raise APIError(400, f"the grammar cannot be read: {error}") from error
 
@@ -148,6 +165,8 @@ def _json(schema: Mapping[str, Any]) -> str:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
+    except RecursionError:  # it is deeper than Python follows, and has no fault until there
+        return True
     except ValueError:
         return False
     return True
@@ -180,6 +199,14 @@ def tool_use(
         raise APIError(400, "tool_choice is required, and there are no tools")
     declared = [tool for tool in tools if only is None or tool.name in only]
     return ToolUse(declared=declared, required=[tool for tool in declared if mode == "required" or tool.name == named])
+
+
+def check_arguments(limits: Limits, written: Iterable[str | dict[str, Any]]) -> None:
+    """Raise an API error if arguments in strings hold more than a body may, altogether. Any: JSON, of the body."""
+    text = "".join(each for each in written if isinstance(each, str))
+    own_depth = dataclasses.replace(limits, json_depth=limits.json_containers)  # tool_call has another
+    if problem := json_problem(text.encode("utf-8", "surrogatepass"), own_depth):
+        raise APIError(400, f"the arguments of tool calls: {problem}")
 
 
 def tool_call(call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> dict[str, Any]:
@@ -323,12 +350,13 @@ class ChatTurn:
         choices: int = 1,
         rendering: Rendering = Rendering(),
         include_stop: bool = False,
-        skip_special_tokens: bool = False,
+        skip_special_tokens: bool | None = None,
         tokens: tuple[int, ...] = (),
     ) -> ChatTurn:
         """Render the prompt and prepare the requests; an API error if the prompt or the grammar is invalid.
 
-        ``tokens``, if there are any, are the prompt instead of what the template makes of ``messages``.
+        ``tokens``, if there are any, are the prompt instead of what the template makes of ``messages``. With
+        ``tools`` no special tokens are skipped, since calls are written with them.
         """
         state, session = call.state, call.session()
         text = state.chat_text()
@@ -350,9 +378,10 @@ class ChatTurn:
             Choice(
                 text.decode if skip_special_tokens and not tools else text.renderer.decode,
                 sampling,
-                special_ids=text.special_ids,
+                special_ids=text.special_ids | {text.renderer.end_of_turn_id},
                 tools=bool(tools),
                 include_stop=include_stop,
+                show_special=skip_special_tokens is False,
             )
             for _ in requests
         ]

@@ -44,6 +44,7 @@ class Limits:
         bad_words: of one request.
         stop_length: characters of a stop string, and of a bad word.
         top_log_probs: per position.
+        likeliest_tokens: that one answer may have as top log-probs, of its prompts and of all choices.
         grammar_size_bytes: of a grammar, and so of the schemas it is made of.
         prompts: of one /v1/completions request.
         concurrent_requests, concurrent_requests_per_key: choices that are generated at a time.
@@ -70,6 +71,7 @@ class Limits:
     bad_words: int = 256
     stop_length: int = 256
     top_log_probs: int = 20
+    likeliest_tokens: int = 1 << 22
     grammar_size_bytes: int = 64 << 10
     messages: int = 4096
     tools: int = 128

@@ -281,6 +281,7 @@ class Middleware:
                     try:
                         response = await route.handler(call)
                     finally:
+                        call.leave_session()
                         if deadline is not None:
                             deadline.end()
                 except asyncio.CancelledError:
@@ -308,9 +309,7 @@ class Middleware:
 
     def fallback(self, routes: Sequence[Route]) -> Handler:
         """Return the handler of other requests: a browser's preflight, 405 if another method has a route, else 404."""
-        patterns = [
-            (re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(route.path))), route.method) for route in routes
-        ]
+        patterns = [(route.pattern, route.method) for route in routes]
 
         async def handle(request: web.Request) -> web.StreamResponse:
             api: API = "anthropic" if "/v1/messages" in request.path else "openai"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -116,6 +117,7 @@ async def generate(call: Call) -> web.StreamResponse:
             if chunk.finish_reason is None:
                 await events.send(event)
     record(tokens.generation())
+    call.leave_session()
     await events.send(event)  # last: a client that has read it finds the turn in the session, and the session idle
     return await events.end()
 
@@ -209,15 +211,20 @@ async def session_status(call: Call) -> web.StreamResponse:
 async def session_trajectories(call: Call) -> web.StreamResponse:
     """Return what was captured so far, without ending the session."""
     session = _session(call)
-    branches: list[TrajectoryColumns] = []
-    if session.turns:
-        captured = session.trajectory(task={}, reward=0.0, info={})
-        rows = unfold(trajectories_to_batch([captured], group_id=0)).rows.batch
-        assert rows is not None
-        names = TrajectoryColumns.__struct_fields__
-        columns = zip(*([row.tolist() for row in rows_of(rows[name])] for name in names), strict=True)
-        branches = [TrajectoryColumns(**dict(zip(names, each, strict=True))) for each in columns]
+    tokens, most = session.branch_tokens, max(call.state.limits.session_tokens, session.tokens)
+    if tokens > most:
+        raise APIError(409, f"the branches of {session.name!r} have {tokens} tokens, at most {most} are returned")
+    branches = await asyncio.to_thread(_branches, session) if session.turns else []
     return call.answer(TrajectoryList(session=session.name, trajectories=branches))
+
+
+def _branches(session: Session) -> list[TrajectoryColumns]:
+    captured = session.trajectory(task={}, reward=0.0, info={})
+    rows = unfold(trajectories_to_batch([captured], group_id=0)).rows.batch
+    assert rows is not None
+    names = TrajectoryColumns.__struct_fields__
+    columns = zip(*([row.tolist() for row in rows_of(rows[name])] for name in names), strict=True)
+    return [TrajectoryColumns(**dict(zip(names, each, strict=True))) for each in columns]
 
 
 async def reward_session(call: Call) -> web.StreamResponse:
@@ -232,8 +239,6 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise APIError(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:
         raise APIError(409, f"nothing was sampled in session {session.name!r}")
-    if body.turn_rewards and len(body.turn_rewards) != session.turns:
-        raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
     # Cancelled halfway it could be stored twice.
     trajectory, kept = await shield_until_done(_store(state, state.capture, session, body))
     sampled = trajectory.sampled_tokens
@@ -247,6 +252,8 @@ async def _store(
 ) -> tuple[Trajectory, str]:
     group = f"{session.holder}/{body.group}" if body.group else ""
     with state.sessions.ending(session):
+        if body.turn_rewards and len(body.turn_rewards) != session.turns:
+            raise APIError(400, f"there are {len(body.turn_rewards)} turn_rewards for {session.turns} turns")
         trajectory = session.trajectory(
             task={"session": session.name}, reward=body.reward, info=body.info, turn_rewards=body.turn_rewards
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -27,6 +27,7 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
+    check_arguments,
     check_verbosity,
     choice_grammar,
     json_grammar,
@@ -35,6 +36,7 @@ from asyncrl.serve.chat import (
     reasoning_effort,
     regex_grammar,
     render_prompt,
+    text_grammar,
     tool_call,
     tool_use,
 )
@@ -43,6 +45,7 @@ from asyncrl.serve.limits import (
     Count,
     CountOrNone,
     Ignored,
+    Limits,
     SamplingFields,
     Text,
     TokenId,
@@ -201,7 +204,10 @@ class _Sampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatCompletionRequest(_Sampling, kw_only=True):
-    """POST /v1/chat/completions. ``return_token_ids`` adds ids and weight versions to the answer."""
+    """POST /v1/chat/completions. ``return_token_ids`` adds ids and weight versions to the answer.
+
+    With ``tools`` special tokens are text even if ``skip_special_tokens`` is set: calls are written with them.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -245,7 +251,7 @@ class CompletionRequest(_Sampling, kw_only=True):
     """
 
     max_tokens: CountOrNone | None = None
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     logprobs: TopLogProbCount | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -491,7 +497,9 @@ def _check_neutral(body: ChatCompletionRequest | CompletionRequest, **fields: tu
     )
 
 
-def _constraint(body: ChatCompletionRequest | CompletionRequest) -> tuple[Mapping[str, Any] | None, str]:
+async def _constraint(
+    limits: Limits, body: ChatCompletionRequest | CompletionRequest
+) -> tuple[Mapping[str, Any] | None, str]:
     """Return the JSON schema and the grammar that the text follows; at most one of them is there. Any: JSON."""
     outputs, form = body.structured_outputs or StructuredOutputs(), body.response_format
     schemas: dict[str, str | dict[str, Any] | None] = {
@@ -524,8 +532,8 @@ def _constraint(body: ChatCompletionRequest | CompletionRequest) -> tuple[Mappin
     (name,) = given
     if name in texts:
         make, text = texts[name]
-        return None, make(text)
-    return json_schema(name, schemas[name]), ""
+        return None, await text_grammar(limits, make, text)
+    return json_schema(limits, name, schemas[name]), ""
 
 
 def _last_tokens(call: Call, body: ChatCompletionRequest | CompletionRequest) -> int | None:
@@ -580,7 +588,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
     tools, usage = _tool_use(body), _usage_events(body)
     turn = await ChatTurn.begin(
         call,
-        await call.off_loop(lambda: _messages(body.messages)),
+        await call.off_loop(lambda: _messages(call.state.limits, body.messages)),
         tools.declared,
         sampling_params(
             call.state.limits,
@@ -589,11 +597,11 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
             top_log_probs=body.top_logprobs or 0,
             prompt_log_probs=body.prompt_logprobs,
         ),
-        form=_form(call.state.chat_text(), body, tools),
+        form=await _form(call, body, tools),
         choices=check_choices(call.state.limits, body.n),
         rendering=_rendering(body, last=_last_tokens(call, body), more=effort),
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=bool(body.skip_special_tokens),
+        skip_special_tokens=body.skip_special_tokens,
         tokens=tokens,
     )
     if body.stream:
@@ -601,17 +609,21 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
             raise APIError(400, "prompt_logprobs are part of a whole answer: leave out stream")
         return await _stream_chat(call, body, turn, usage)
     await turn.collect()
-    return call.answer(
-        ChatCompletion(
+    parsed = [turn.parse(number) for number in range(len(turn.choices))]
+    text = call.state.chat_text()
+
+    def answer() -> ChatCompletion:
+        return ChatCompletion(
             id=f"chatcmpl-{call.id}",
             created=int(time.time()),
             model=body.model,
-            choices=[_chat_choice(call, body, turn, number) for number in range(len(turn.choices))],
+            choices=[_chat_choice(text, body, turn.choices[at], at, each) for at, each in enumerate(parsed)],
             usage=token_usage(len(turn.prompt.token_ids), turn.completion_tokens),
             prompt_token_ids=turn.prompt.token_ids if body.return_token_ids else None,
-            prompt_logprobs=prompt_log_probs(call.state.chat_text(), turn.prompt.token_ids, turn.choices[0]),
+            prompt_logprobs=prompt_log_probs(text, turn.prompt.token_ids, turn.choices[0]),
         )
-    )
+
+    return call.answer(await call.off_loop(answer, entries=log_prob_entries(turn.choices)))
 
 
 def _rendering(
@@ -649,11 +661,11 @@ def _tool_use(body: ChatCompletionRequest) -> ToolUse:
     return tool_use(tools, mode=choice or "auto")
 
 
-def _form(text: ModelText, body: ChatCompletionRequest, tools: ToolUse) -> Form:
+async def _form(call: Call, body: ChatCompletionRequest, tools: ToolUse) -> Form:
     """Return the form of the answer: of the response format, required calls, or any text."""
-    schema, grammar = _constraint(body)
+    schema, grammar = await _constraint(call.state.limits, body)
     return chat_form(
-        text,
+        call.state.chat_text(),
         tools=tools.declared,
         required=tools.required,
         several=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool),
@@ -662,9 +674,9 @@ def _form(text: ModelText, body: ChatCompletionRequest, tools: ToolUse) -> Form:
     )
 
 
-def _chat_choice(call: Call, body: ChatCompletionRequest, turn: ChatTurn, number: int) -> ChatChoice:
-    choice = turn.choices[number]
-    parsed = turn.parse(number)
+def _chat_choice(
+    text: ModelText, body: ChatCompletionRequest, choice: Choice, number: int, parsed: ParsedTurn
+) -> ChatChoice:
     return ChatChoice(
         index=number,
         message=AnswerMessage(
@@ -672,7 +684,7 @@ def _chat_choice(call: Call, body: ChatCompletionRequest, turn: ChatTurn, number
             tool_calls=[AnswerCall(id=each["id"], function=_function_call(each)) for each in parsed.calls] or None,
         ),
         finish_reason=_finish_reason(choice, parsed),
-        logprobs=ChatLogProbs(content=token_log_probs(call.state.chat_text(), choice)) if body.logprobs else None,
+        logprobs=ChatLogProbs(content=token_log_probs(text, choice)) if body.logprobs else None,
         token_ids=choice.token_ids if body.return_token_ids else None,
         weight_versions=version_spans(choice.versions) if body.return_token_ids else None,
     )
@@ -726,11 +738,13 @@ async def _stream_chat(
             await events.send(event)
     if usage != "none":
         await events.send(chunk([]))
+    call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[Message]:
+def _messages(limits: Limits, messages: Sequence[ChatMessage]) -> list[Message]:
+    check_arguments(limits, (each.function.arguments for message in messages for each in message.tool_calls or ()))
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
@@ -761,6 +775,14 @@ def _function_call(call: dict[str, Any]) -> FunctionCall:
     return FunctionCall(name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"]))
 
 
+def log_prob_entries(parts: Iterable[Generation | Choice]) -> int:
+    """Return the number of log-probs that an answer of these choices may have."""
+    return sum(
+        len(each.token_ids) + sum(map(len, each.top_log_probs)) + sum(map(len, each.prompt_top_log_probs))
+        for each in parts
+    )
+
+
 def token_log_probs(text: ModelText, choice: Choice, begin: int = 0) -> list[TokenLogProb]:
     """Return those of the tokens of ``choice`` from ``begin`` on."""
 
@@ -786,10 +808,17 @@ async def tokenize(call: Call) -> web.StreamResponse:
     text = state.model_text()
     if body.messages is not None:
         given = body.messages
-        messages = await call.off_loop(lambda: _messages(given))
+        check_neutral(add_special_tokens=(body.add_special_tokens, False))  # the template writes them
+        messages = await call.off_loop(lambda: _messages(state.limits, given))
         prompt = await render_prompt(call, messages, _tools(body), None, _rendering(body))
         ids: Sequence[int] = prompt.token_ids
     else:
+        check_neutral(
+            tools=(body.tools, []),
+            chat_template_kwargs=(body.chat_template_kwargs, {}),
+            add_generation_prompt=(body.add_generation_prompt, False),
+            continue_final_message=(body.continue_final_message, False),
+        )
         special = body.add_special_tokens is not False
         ids = await call.off_loop(lambda: text.encode(body.prompt or "", add_special_tokens=special))
     spellings = await call.off_loop(lambda: [text.piece(each) for each in ids]) if body.return_token_strs else None
@@ -819,13 +848,16 @@ async def completions(call: Call) -> web.StreamResponse:
     call.choose_model(body.model)
     _check_neutral(body, best_of=(body.best_of, body.n or 1), suffix=(body.suffix, ""))
     text, usage = state.model_text(), _usage_events(body)
+    choices = check_choices(state.limits, body.n)
+    count = 1 if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else len(body.prompt)
+    if count > state.limits.prompts:
+        raise APIError(400, f"at most {state.limits.prompts} prompts are accepted at a time")
+    if count * choices > (most := state.limits.concurrent_requests_per_key):
+        raise APIError(400, f"{count} prompts of {choices} choices are more than the {most} generations that may run")
     encoded = await call.off_loop(lambda: _prompts(text, body.prompt))
     prompts = [last_tokens(prompt, _last_tokens(call, body)) for prompt in encoded]
-    choices = check_choices(state.limits, body.n)
-    if len(prompts) > state.limits.prompts or len(prompts) * choices > state.limits.concurrent_requests_per_key:
-        raise APIError(400, f"at most {state.limits.prompts} prompts are accepted at a time")
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    schema, grammar = _constraint(body)
+    schema, grammar = await _constraint(state.limits, body)
     grammar = json_grammar(schema) if schema is not None else grammar
     scored = body.prompt_logprobs if body.prompt_logprobs is not None or not body.echo else body.logprobs
     sampling = sampling_params(
@@ -844,28 +876,38 @@ async def completions(call: Call) -> web.StreamResponse:
     session = call.session()
     places = [session.token_prompt(prompt) for prompt in prompts] if session is not None else []
     is_text = isinstance(body.prompt if isinstance(body.prompt, str) else body.prompt[0], str)
-    decode = text.decode if body.skip_special_tokens is not False else partial(text.decode, skip_special_tokens=False)
-    include = bool(body.include_stop_str_in_output)
-    readers = [Choice(decode, sampling, special_ids=text.special_ids, include_stop=include) for _ in requests]
+    special = body.skip_special_tokens is False
+    readers = [
+        Choice(
+            partial(text.decode, skip_special_tokens=not special),
+            sampling,
+            special_ids=text.special_ids,
+            include_stop=bool(body.include_stop_str_in_output),
+            show_special=special,
+        )
+        for _ in requests
+    ]
     created = int(time.time())
+    offsets: dict[int, int] = {}  # of the choices that have begun, where their next token begins in their text
 
-    def part(number: int, chunk: Generation | GenerationChunk, *, offset: int = 0) -> CompletionChoice:
-        """Feed ``chunk`` to its reader; return it as a choice whose text begins at ``offset``."""
-        reader, prompt = readers[number], prompts[number // choices]
-        begin = len(reader.token_ids)
+    def part(number: int, chunk: Generation | GenerationChunk) -> CompletionChoice:
+        """Feed ``chunk`` to its reader; return it as a choice."""
+        reader, prompt, first = readers[number], prompts[number // choices], number not in offsets
+        begin, offset = len(reader.token_ids), offsets.setdefault(number, 0)
         if not max_tokens:
             chunk = prompt_only(chunk)
         choice = CompletionChoice(index=number, text=reader.feed(chunk), finish_reason=chunk.finish_reason)
-        echoed = bool(body.echo) and not offset and begin == 0
+        echoed = bool(body.echo) and first
         if body.logprobs is not None:
             choice.logprobs = _log_probs(text, reader, begin, offset, prompt=prompt if echoed else ())
+            offsets[number] += sum(map(len, choice.logprobs.tokens))
         if echoed:
             # Of a prompt of ids the special tokens are a part; to a text the tokenizer may have added some.
             choice.text = text.decode(prompt, skip_special_tokens=is_text) + choice.text
         if chunk.prompt_log_probs and body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_log_probs(text, prompt, reader)
         if body.return_token_ids:
-            choice.prompt_token_ids = prompt if begin == 0 else None
+            choice.prompt_token_ids = prompt if first else None
             choice.token_ids = chunk.token_ids
             choice.weight_versions = version_spans(chunk.weight_versions, offset=begin)
         return choice
@@ -883,18 +925,20 @@ async def completions(call: Call) -> web.StreamResponse:
                 call.record(places[number // choices], reader.generation(), message)
 
     if not body.stream:
-        parts = [part(number, generation) for number, generation in enumerate(await call.collect_all(requests))]
+        made = await call.collect_all(requests)
+        parts = await call.off_loop(lambda: list(map(part, range(len(made)), made)), entries=log_prob_entries(made))
         record()
         return call.answer(answer(parts, with_usage=True))
     events = call.events()
     async with aclosing(call.stream_all(requests)) as stream:
         async for number, piece in stream:
-            choice = part(number, piece, offset=len(readers[number].text))
+            choice = part(number, piece)
             if choice.text or piece.finish_reason or body.return_token_ids or body.logprobs is not None:
                 await events.send(answer([choice], with_usage=usage == "all"))
     record()
     if usage != "none":
         await events.send(answer([], with_usage=True))
+    call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
@@ -908,8 +952,6 @@ def _prompts(text: ModelText, prompt: str | list[str | int | list[int]]) -> list
         if len(ids) != len(prompt):
             raise APIError(400, "a prompt holds token ids, or texts, or lists of ids; not a mixture")
         return [ids]
-    if not prompt:
-        raise APIError(400, "the prompt is empty")
     return [
         tuple(text.encode(each)) if isinstance(each, str) else tuple(each)
         for each in prompt
@@ -924,7 +966,10 @@ def _log_probs(
     sampled = len(reader.token_ids) - begin
     tokens = [text.spelling(token) for token in (*prompt, *reader.token_ids[begin:])]
     offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
-    values: list[float | None] = [*reader.prompt_log_probs[: len(prompt)], *reader.log_probs[begin:]]
+    values: list[float | None] = [
+        *(reader.prompt_log_probs[: len(prompt)] or [None] * len(prompt)),
+        *reader.log_probs[begin:],
+    ]
     tops: list[TopLogProbs] = [
         *(reader.prompt_top_log_probs[: len(prompt)] or [()] * len(prompt)),
         *(reader.top_log_probs[begin:] or [()] * sampled),

@@ -26,6 +26,7 @@ from asyncrl.serve.chat import (
     Rendering,
     ToolUse,
     chat_form,
+    check_arguments,
     reasoning_effort,
     tool_call,
     tool_use,
@@ -34,13 +35,21 @@ from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import (
     Count,
     Ignored,
+    Limits,
     SamplingFields,
     Text,
     TopLogProbCount,
     check_neutral,
     sampling_params,
 )
-from asyncrl.serve.openai import FunctionName, NotServed, TokenLogProb, ToolSchema, token_log_probs
+from asyncrl.serve.openai import (
+    FunctionName,
+    NotServed,
+    TokenLogProb,
+    ToolSchema,
+    log_prob_entries,
+    token_log_probs,
+)
 from asyncrl.serve.text import ModelText, ParsedTurn
 
 
@@ -288,7 +297,7 @@ async def create(call: Call) -> web.StreamResponse:
     )
     kept = state.conversations.find(call.holder, body.previous_response_id) if body.previous_response_id else b"[]"
     call.kept_bytes = len(kept)
-    conversation = await call.off_loop(lambda: _conversation(kept, body.input))
+    conversation = await call.off_loop(lambda: _conversation(state.limits, kept, body.input))
     if not conversation:
         raise APIError(400, "the input has no message: reasoning is not shown to the model")
     tools, text = _tool_use(call, body), state.chat_text()
@@ -323,7 +332,8 @@ async def _finish(
             "max_output_tokens" if choice.finish_reason == "length" else "abort"
         )
     if body.with_log_probs:
-        log_probs = token_log_probs(call.state.chat_text(), choice)
+        text, entries = call.state.chat_text(), log_prob_entries([choice])
+        log_probs = await call.off_loop(lambda: token_log_probs(text, choice), entries=entries)
     items: list[OutputMessage | OutputCall] = []
     if parsed.message["content"] or not parsed.calls:
         said = OutputText(text=parsed.message["content"], logprobs=log_probs)
@@ -429,6 +439,7 @@ async def _stream(
             await send("response.function_call_arguments.delta", **place, delta=item.arguments)
             await send("response.function_call_arguments.done", **place, name=item.name, arguments=item.arguments)
         await send("response.output_item.done", output_index=at, item=item)
+    call.leave_session()
     await send(f"response.{response.status}", response=response)
     return await events.end()
 
@@ -489,11 +500,12 @@ def _with_instructions(conversation: list[Message], instructions: str | None) ->
     return [{"role": "system", "content": "\n\n".join([instructions, *more])}, *conversation[begins:]]
 
 
-def _conversation(kept: bytes, given: str | list[InputItem]) -> list[Message]:
+def _conversation(limits: Limits, kept: bytes, given: str | list[InputItem]) -> list[Message]:
     """Return the messages that were kept and the items as messages; those of the assistant in a row are one."""
     before: list[Message] = msgspec.json.decode(kept)
     if isinstance(given, str):
         return [*before, {"role": "user", "content": given}]
+    check_arguments(limits, (item.arguments for item in given if item.type == "function_call"))
     names = {each["id"]: each["function"]["name"] for message in before for each in message.get("tool_calls", ())}
     made: list[Message] = []
     for number, item in enumerate(given):

@@ -77,6 +77,11 @@ class Route:
         """The first line of the handler's docstring."""
         return (self.handler.__doc__ or "").strip().splitlines()[0]
 
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """What its addresses match. A model's name may have slashes, as a hub's ids have; no other name may."""
+        return re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path).replace(r"\{model\}", ".+")))
+
 
 def access_status(route: Route, *, plane: Plane, caller: Caller, keyless: bool) -> int:
     """Return 200 if ``caller`` may call ``route`` on ``plane``, else the status of the error. A test checks every case.

@@ -195,7 +195,8 @@ class Server:
         routes = routes_of(access.plane)
         app = web.Application(client_max_size=limits.body_size_bytes)
         for route in routes:
-            app.router.add_route(route.method, route.path, middleware.handler(route), expect_handler=middleware.expect)
+            path = route.path.replace("{model}", "{model:.+}")  # as Route.pattern has it
+            app.router.add_route(route.method, path, middleware.handler(route), expect_handler=middleware.expect)
         app.router.add_route("*", "/{rest:.*}", middleware.fallback(routes), expect_handler=middleware.expect)
         if access.origins:
             app.on_response_prepare.append(middleware.add_cors_headers)

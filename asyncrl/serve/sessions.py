@@ -139,6 +139,15 @@ class Session:
         return len(self._leaves)
 
     @property
+    def branch_tokens(self) -> int:
+        """Number of tokens of all branches; those that several share count for each."""
+        ends: list[int] = []
+        for node in self._nodes:
+            before = 0 if node.parent is None else ends[node.parent.number]
+            ends.append(before + len(node.appended) + len(node.sampled))
+        return sum(ends[leaf.number] for leaf in self._leaves)
+
+    @property
     def roots(self) -> int:
         """Number of turns that continue no other: conversations that could not be joined to one before."""
         return sum(node.parent is None for node in self._nodes)
@@ -208,8 +217,9 @@ class Session:
         ids, log_probs, versions = array("i"), array("f"), array("i")
         mask: list[bool] = []
         turns: list[Turn] = []
-        line = all(node.parent is (self._nodes[node.number - 1] if node.number else None) for node in self._nodes)
-        for node in self._nodes:
+        nodes = tuple(self._nodes)  # a turn may be added while this runs in a thread
+        line = all(node.parent is (nodes[node.number - 1] if node.number else None) for node in nodes)
+        for node in nodes:
             ids += node.appended
             log_probs.extend([0.0] * len(node.appended))
             versions.extend([-1] * len(node.appended))

@@ -13,12 +13,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType, structs
 from asyncrl.interfaces import Generation, GenerationChunk, SamplingParams, TopLogProbs
 from asyncrl.serve import native
 from asyncrl.serve.call import Call, Version, version_spans
-from asyncrl.serve.chat import json_grammar, json_schema, lark_grammar, regex_grammar
+from asyncrl.serve.chat import json_grammar, json_schema, lark_grammar, regex_grammar, text_grammar
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import (
     Count,
     CountOrNone,
-    Ignored,
     SamplingFields,
     Seed,
     Text,
@@ -28,6 +27,7 @@ from asyncrl.serve.limits import (
     check_neutral,
     sampling_params,
 )
+from asyncrl.serve.openai import log_prob_entries
 from asyncrl.serve.text import Choice, prompt_only
 
 
@@ -44,7 +44,7 @@ class SGLangSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    stream_interval: Ignored = None
+    stream_interval: Count | None = None
 
 
 class GenerateBody(native.GenerateRequest, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class GenerateBody(native.GenerateRequest, kw_only=True, forbid_unknown_fields=T
     logprob_start_len: int | None = None
     top_logprobs_num: TopLogProbCount | None = None
     return_text_in_logprobs: bool | None = None
-    rid: str | None = None
+    rid: Annotated[str, Meta(max_length=128)] | None = None
 
 
 TokenEntry: TypeAlias = tuple[float | None, int, str | None]
@@ -90,13 +90,18 @@ class MetaInfo(Struct, kw_only=True):
 
 
 class SGLangAnswer(Struct, kw_only=True):
-    """All of one sample; of a stream all of it until now. ``text`` needs a tokenizer."""
+    """All of one sample; of a stream all of it until now. ``text`` needs a tokenizer.
+
+    The more tokens there are, the more are new in the next event: each has all of them again.
+    """
 
     output_ids: Sequence[int]
     meta_info: MetaInfo
     text: str | UnsetType = UNSET
 
 
+_EVENTS = 128
+"""An event adds at least this part to a stream that has grown: all events are so many times as long as the last one."""
 _NATIVE = native.GenerateRequest()
 _OWN_FIELDS = tuple(name for name in GenerateBody.__struct_fields__ if not hasattr(_NATIVE, name))
 
@@ -117,7 +122,7 @@ async def generate(call: Call) -> web.StreamResponse:
 
 async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     text, given = call.state.text, body.sampling_params or SGLangSampling()
-    sampling = _sampling(call, body, given)
+    sampling = await _sampling(call, body, given)
     ids = tuple(body.input_ids or ())
     if body.text is not None:
         ids = tuple(await call.off_loop(partial(call.state.model_text().encode, body.text)))
@@ -125,21 +130,24 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     if body.stream:
         check_neutral(n=(several, 1))
     requests, record = native.token_turn(call, ids, sampling, choices=several)
-    special = given.skip_special_tokens is not False
+    special = given.skip_special_tokens is False
     choices = [
         Choice(
-            partial(text.decode, skip_special_tokens=special) if text is not None else lambda ids: "",
+            partial(text.decode, skip_special_tokens=not special) if text is not None else lambda ids: "",
             sampling,
             special_ids=text.special_ids if text is not None else frozenset(),
             include_stop=bool(given.no_stop_trim),
+            show_special=special,
         )
         for _ in requests
     ]
 
-    def feed(choice: Choice, part: Generation | GenerationChunk) -> SGLangAnswer:
+    def feed(choice: Choice, part: Generation | GenerationChunk) -> None:
         choice.feed(part if given.max_new_tokens != 0 else prompt_only(part))
         if part.finish_reason is not None:
             record(choice.generation())
+
+    def answer(choice: Choice) -> SGLangAnswer:
         return SGLangAnswer(
             output_ids=choice.token_ids,
             meta_info=_meta_info(call, body, ids, choice, sampling, given),
@@ -147,32 +155,41 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
         )
 
     if not body.stream:
-        generated = await call.collect_all(requests)
-        answers = [feed(choice, generation) for choice, generation in zip(choices, generated, strict=True)]
+        for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
+            feed(choice, generation)
+        entries = log_prob_entries(choices)
+        answers = await call.off_loop(lambda: [answer(choice) for choice in choices], entries=entries)
         return call.answer(answers[0] if several == 1 else answers)
-    events = call.events()
+    events, (choice,), shown = call.events(), choices, 0
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:
-            await events.send(feed(choices[0], chunk))
+            feed(choice, chunk)
+            count = len(choice.token_ids)
+            enough = max(given.stream_interval or 1, count // _EVENTS) if events.begun else 0
+            if count - shown >= enough or chunk.finish_reason is not None:
+                shown = count
+                await events.send(answer(choice))
+    call.leave_session()
     await events.send_bytes(b"data: [DONE]\n\n")
     return await events.end()
 
 
-def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> SamplingParams:
+async def _sampling(call: Call, body: GenerateBody, given: SGLangSampling) -> SamplingParams:
+    limits = call.state.limits
     check_neutral(spaces_between_special_tokens=(given.spaces_between_special_tokens, True))
     made: dict[str, tuple[Callable[[str], str], str | None]] = {
-        "json_schema": (lambda schema: json_grammar(json_schema("json_schema", schema)), given.json_schema),
+        "json_schema": (lambda schema: json_grammar(json_schema(limits, "json_schema", schema)), given.json_schema),
         "regex": (regex_grammar, given.regex),
         "ebnf": (lark_grammar, given.ebnf),
     }
     forms = [name for name, (_, form) in made.items() if form is not None]
     if len(forms) > 1:
         raise APIError(400, f"{' and '.join(forms)} both restrict the text: give one of them")
-    grammar = "".join(make(form) for make, form in made.values() if form is not None)
+    grammar = "".join([await text_grammar(limits, make, form) for make, form in made.values() if form is not None])
     with_prompt = body.return_logprob and body.logprob_start_len is not None and body.logprob_start_len >= 0
     top = (body.top_logprobs_num or 0) if body.return_logprob else 0
     return sampling_params(
-        call.state.limits,
+        limits,
         structs.replace(
             given,
             min_tokens=given.min_new_tokens or given.min_tokens,

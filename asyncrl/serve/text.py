@@ -80,6 +80,7 @@ class ModelText:
         self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         self._by_bytes = _BLANK in tokenizer.get_vocab()
         self._spellings: dict[int, str] = {}
+        self._bytes: dict[int, list[int]] = {}
         self.chat_problem = ""
         self._renderer = renderer
         try:
@@ -154,11 +155,20 @@ class ModelText:
         return text
 
     def piece(self, token_id: int) -> str:
-        """Return one token as the vocabulary has it, which is not always readable."""
-        return str(self._tokenizer.convert_ids_to_tokens(token_id))
+        """Return one token as the vocabulary has it, which is not always readable; empty if it has none."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
 
     def spelled_bytes(self, token_id: int) -> list[int]:
-        """Return the bytes of one token, also of part of a character where the tokenizer works on bytes."""
+        """Return the bytes of one token, also of part of a character where the tokenizer works on bytes.
+
+        The list is the same each time, and not to be changed.
+        """
+        spelled = self._bytes.get(token_id)
+        if spelled is None:
+            spelled = self._bytes[token_id] = self._bytes_of(token_id)
+        return spelled
+
+    def _bytes_of(self, token_id: int) -> list[int]:
         piece = self.piece(token_id)
         if self._by_bytes and token_id not in self._added_ids and all(char in _BYTES for char in piece):
             return [_BYTES[char] for char in piece]
@@ -391,8 +401,8 @@ class ParsedTurn:
 class Choice(GeneratedTokens):
     """One choice of an answer while it grows: its tokens and their text, with tool calls parsed if there are ``tools``.
 
-    ``special_ids`` are no text at the end of a choice that stopped; stop strings of ``sampling`` end the text, and
-    belong to it with ``include_stop``.
+    Stop strings and stop tokens of ``sampling`` end the text; with ``include_stop`` they belong to it. ``special_ids``
+    are no text at the end of a choice that stopped, unless that and ``show_special`` are set.
     """
 
     def __init__(
@@ -403,9 +413,13 @@ class Choice(GeneratedTokens):
         special_ids: frozenset[int],
         tools: bool = False,
         include_stop: bool = False,
+        show_special: bool = False,
     ) -> None:
         super().__init__()
-        self._special_ids = special_ids
+        self._no_text = special_ids.union(() if include_stop else sampling.stop_token_ids)
+        if include_stop and show_special:
+            self._no_text = frozenset()
+        self._last: tuple[int, ...] = ()  # the last token, while it may be one that is no text
         hold = _TOOL_CALL if tools else ""
         self._stream = TextStream(
             decode, stop=sampling.stop, hold=hold, include_stop=include_stop, passed=sampling.min_tokens
@@ -415,9 +429,9 @@ class Choice(GeneratedTokens):
     def feed(self, chunk: GenerationChunk | Generation) -> str:
         """Add a chunk, or a whole generation; return the text that is certain now, all of it with the last chunk."""
         self.add(chunk)
-        shown = chunk.token_ids
-        if chunk.finish_reason == "stop" and shown and shown[-1] in self._special_ids:
-            shown = shown[:-1]
+        shown, self._last = (*self._last, *chunk.token_ids), ()
+        if chunk.finish_reason in (None, "stop") and shown and shown[-1] in self._no_text:
+            shown, self._last = shown[:-1], shown[-1:]
         text = self._stream.feed(shown) if shown else ""
         if chunk.finish_reason is not None:
             text += self._stream.finish()

@@ -21,7 +21,7 @@ from asyncrl.serve.limits import (
     check_neutral,
     sampling_params,
 )
-from asyncrl.serve.openai import PromptLogProbs, Usage, prompt_log_probs, token_usage
+from asyncrl.serve.openai import PromptLogProbs, Usage, log_prob_entries, prompt_log_probs, token_usage
 from asyncrl.serve.text import Choice
 
 
@@ -109,8 +109,9 @@ async def generate(call: Call) -> web.StreamResponse:
     for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
         choice.feed(generation)
         record(choice.generation())
-    return call.answer(
-        TokensAnswer(
+
+    def answer() -> TokensAnswer:
+        return TokensAnswer(
             request_id=call.id,
             choices=[
                 TokensChoice(
@@ -127,7 +128,8 @@ async def generate(call: Call) -> web.StreamResponse:
             prompt_logprobs=prompt_log_probs(text, ids, choices[0]),
             prompt_token_ids=ids if body.return_token_ids else None,
         )
-    )
+
+    return call.answer(await call.off_loop(answer, entries=log_prob_entries(choices)))
 
 
 def _stop_reason(choice: Choice, sampling: SamplingParams) -> int | str | None:

@@ -13,6 +13,8 @@ import pytest
 from asyncrl.serve.limits import Limits
 
 GOOD = json.dumps({"prompt_token_ids": [5, 6]}).encode()
+CHAIN = b"".join(rb"\nr%d ::= r%d" % (number, number + 1) for number in range(4000))
+"""Rules of which each has to be looked at before the one before it."""
 
 
 def request(body=GOOD, *, line="POST /generate HTTP/1.1", headers=()):
@@ -121,6 +123,10 @@ async def test_a_well_behaved_client_beside_two_thousand_slow_ones(serve):
         b"[" * 1_000_000,
         b'{"prompt_token_ids": ' + b"[" * 1_000_000,
         b'{"prompt_token_ids": [5], "stop": [' + b'"x",' * 1_000_000 + b'"x"]}',
+        b'{"input_ids": [5], "sampling_params": {"ebnf": "' + rb"\n" * 4_000_000 + b'"}}',
+        b'{"input_ids": [5], "sampling_params": {"ebnf": "' + rb"\n" * 60_000 + b'"}}',
+        b'{"input_ids": [5], "sampling_params": {"ebnf": "root ::= r0' + CHAIN + rb'\nr4000 ::= [a]"}}',
+        b'{"input_ids": [5], "sampling_params": {"json_schema": "' + b"[" * 60_000 + b'"}}',
     ],
 )
 async def test_excessive_requests_cost_little(serve, body):

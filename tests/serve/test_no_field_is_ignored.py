@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), ([71], {})),
     **dict.fromkeys(("suffix", "rid", "previous_response_id", "instructions", "system"), ("once", {})),
     **dict.fromkeys(("stream",), (True, {})),
+    "stream_interval": (2, {"stream": True}),
     "logit_bias": ({"71": 5}, {}),
     "spaces_between_special_tokens": (False, {}),
     "include_stop_str_in_output": (True, {"stop": ["again"]}),

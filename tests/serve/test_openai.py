@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 
 from asyncrl import __version__
+from asyncrl.interfaces import GenerationChunk
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.serve import openai
+from asyncrl.serve.limits import Limits
 from asyncrl.serve.text import ModelText
 from engines.rollout.request import Grammars
 
@@ -182,13 +186,16 @@ async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatc
         (ModelText, "piece"),
         (ChatRenderer, "prompt"),
         (openai, "tool_call"),
+        (openai, "token_log_probs"),
+        (openai, "_log_probs"),
     ):
         watch(owner, name)
     long, fields = "it again " * 3000, {f"property {n}": {"type": "string"} for n in range(999)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}
     call = {"function": {"name": "f", "arguments": json.dumps({"text": long})}}
     called = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
-    async with serve() as served:
+    scored = {"logprobs": True, "top_logprobs": 20}
+    async with serve(lambda prompt: [7] * 250) as served:
         for path, body, name in (
             ("/v1/chat/completions", {**CHAT, "messages": called}, "tool_call"),
             ("/tokenize", {"messages": called}, "tool_call"),
@@ -198,11 +205,27 @@ async def test_what_grows_with_a_long_body_is_done_in_a_thread(serve, monkeypatc
             ("/tokenize", {"prompt": long}, "encode"),
             ("/tokenize", {"prompt": long, "return_token_strs": True}, "piece"),
             ("/detokenize", {"tokens": [70] * 9000}, "decode"),
+            ("/v1/chat/completions", {**CHAT, **scored}, "token_log_probs"),
+            ("/v1/completions", {"model": "tiny", "prompt": "it", "max_tokens": 250, "logprobs": 20}, "_log_probs"),
         ):
             await served.post(path, body)
             assert on_the_loop.pop(name) is False, path
         await served.post("/detokenize", {"tokens": [70]})
         assert on_the_loop.pop("decode") is True
+
+
+async def test_arguments_in_strings_count_altogether_as_those_of_the_body(serve):
+    call = {"function": {"name": "f", "arguments": '{"x": [' + "[]," * 60 + "[]]}"}}
+    item = {"type": "function_call", "call_id": "c", **call["function"]}
+    async with serve(limits=Limits(json_containers=100)) as served:
+        for calls, status in ((1, 200), (2, 400)):
+            said = {"role": "assistant", "tool_calls": [call] * calls}
+            body = {**CHAT, "messages": [*CHAT["messages"], said]}
+            chat = await served.post("/v1/chat/completions", body, status=status)
+            body = {"model": "tiny", "input": [{"role": "user", "content": "x"}, *[item] * calls]}
+            response = await served.post("/v1/responses", body, status=status)
+        for refused in (chat, response):
+            assert "the arguments of tool calls: the body has 12" in refused["error"]["message"]
 
 
 async def test_an_echo_of_ids_has_their_special_tokens(serve, text):
@@ -212,6 +235,73 @@ async def test_an_echo_of_ids_has_their_special_tokens(serve, text):
             body = {"model": "tiny", "prompt": prompt, "echo": True, "max_tokens": 5}
             answer = await served.post("/v1/completions", body)
             assert answer["choices"][0]["text"] == echoed + "it"
+
+
+def end_apart(engine):
+    """Have ``engine`` end with a chunk of its own, as one does whose tokens are read between two of its writes."""
+    generate = engine.generate
+
+    async def split(request):
+        async for chunk in generate(request):
+            if chunk.finish_reason is None:
+                yield chunk
+            else:
+                yield replace(chunk, finish_reason=None)
+                yield GenerationChunk(token_ids=(), log_probs=(), weight_versions=(), finish_reason=chunk.finish_reason)
+
+    engine.generate = split
+
+
+async def test_a_streamed_echo_is_the_whole_answer_in_parts(serve):
+    async with serve(lambda prompt: "it again, gl\u00e4dly") as served:
+        end_apart(served.engines[0])
+        for max_tokens in (0, 30):
+            body = {"model": "tiny", "prompt": "say it", "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+            (whole,) = (await served.post("/v1/completions", body))["choices"]
+            parts = payloads(await served.events("/v1/completions", {**body, "stream": True}))
+            parts = [choice for part in parts for choice in part["choices"]]
+            assert len(parts) > 1
+            assert "".join(part["text"] for part in parts) == whole["text"]
+            for name in ("tokens", "text_offset", "token_logprobs"):
+                assert [each for part in parts for each in part["logprobs"][name]] == whole["logprobs"][name]
+
+
+async def test_an_aborted_completion_has_no_log_probs_of_its_prompt(serve):
+    async with serve(lambda prompt: [80], token_s=0.05) as served:
+        body = {"model": "tiny", "prompt": [70, 71], "echo": True, "logprobs": 1}
+        running = asyncio.create_task(served.post("/v1/completions", body, headers={"X-Request-ID": "mine"}))
+        while not served.engines[0].statistics().running:
+            await asyncio.sleep(0)
+        assert await served.control("POST", "/abort", {"request_id": "mine"}) == {"aborted": 1}
+        (choice,) = (await running)["choices"]
+        assert choice["finish_reason"] == "abort"
+        assert choice["logprobs"]["token_logprobs"] == [None, None]
+
+
+async def test_top_log_probs_are_bounded_altogether(serve):
+    async with serve(lambda prompt: [80] * 11, limits=Limits(likeliest_tokens=100)) as served:
+        chat = {**CHAT, "logprobs": True, "top_logprobs": 5, "n": 2}
+        prompts = {"model": "tiny", "prompt": [[5] * 10, [6] * 10], "prompt_logprobs": 5}
+        for path, fits, more in (
+            ("/v1/chat/completions", {**chat, "max_tokens": 10}, {"max_tokens": 11}),
+            ("/v1/completions", prompts, {"n": 2}),
+        ):
+            await served.post(path, fits)
+            refused = await served.post(path, {**fits, **more}, status=400)
+            assert "top log-probs; at most 100 are returned" in refused["error"]["message"]
+        served.state.context_tokens = 100
+        await served.post("/v1/completions", {"model": "tiny", "prompt": [5] * 90, "logprobs": 10, "max_tokens": 2000})
+
+
+async def test_prompts_are_counted_before_they_are_read(serve, monkeypatch):
+    monkeypatch.setattr(openai, "_prompts", None)
+    async with serve(limits=Limits(prompts=2, concurrent_requests_per_key=3)) as served:
+        for prompts, said in (
+            (["x"] * 3, "at most 2 prompts"),
+            (["x"] * 2, "2 prompts of 2 choices are more than the 3 generations"),
+        ):
+            body = {"model": "tiny", "prompt": prompts, "n": 2}
+            assert said in (await served.post("/v1/completions", body, status=400))["error"]["message"]
 
 
 async def test_each_choice_has_its_own_seed(serve):
@@ -446,6 +536,37 @@ async def test_what_of_the_text_is_shown(serve, text):
             assert answer["choices"][0]["text"] == expected
 
 
+async def test_stop_tokens_are_text_where_they_are_asked_for(serve, text):
+    end, (first,), (stop,) = text.renderer.end_of_turn_id, text.encode("a"), text.encode("b")
+    both, special = {"include_stop_str_in_output": True}, {"skip_special_tokens": False}
+    async with serve(lambda prompt: [first, stop] if prompt[-1] == 5 else [first, end]) as served:
+        for last, fields, expected in (
+            (5, {"stop_token_ids": [stop]}, "a"),
+            (5, {"stop_token_ids": [stop], **both}, "ab"),
+            (6, {**both}, "a"),
+            (6, {**special}, "a"),
+            (6, {**both, **special}, f"a{text.spelling(end)}"),
+        ):
+            for path, body in (
+                ("/v1/completions", {"model": "tiny", "prompt": [last]}),
+                ("/v1/chat/completions/tokens", {**CHAT, "tokens": [last]}),
+            ):
+                (choice,) = (await served.post(path, {**body, **fields}))["choices"]
+                assert (choice.get("text") or choice["message"]["content"]) == expected
+            skip = {name: value for name, value in fields.items() if name not in both}
+            sampling = {**skip, "no_stop_trim": "include_stop_str_in_output" in fields}
+            answer = await served.post("/generate", {"input_ids": [last], "sampling_params": sampling})
+            assert answer["text"] == expected
+
+
+async def test_an_end_that_comes_after_its_token_is_no_text(serve):
+    async with serve(lambda prompt: "it<|user|> again<|end|>") as served:
+        end_apart(served.engines[0])
+        parts = payloads(await served.events("/v1/chat/completions", {**CHAT, "stream": True}))
+        said = [choice["delta"].get("content") or "" for part in parts for choice in part["choices"]]
+        assert "".join(said) == "it<|user|> again"
+
+
 async def test_a_prompt_that_is_too_long_has_the_code_that_clients_match(serve):
     async with serve() as served:
         served.state.context_tokens = 3
@@ -471,6 +592,15 @@ async def test_tokens_of_text_and_text_of_tokens(serve, text):
         assert back["prompt"] == text.renderer.decode(chat["tokens"])
         for wrong in ({}, {"prompt": "x", "messages": CHAT["messages"]}, {"prompt": "x", "other": 1}):
             await served.post("/tokenize", wrong, status=400)
+        for body, fields in (
+            ({"messages": CHAT["messages"]}, {"add_special_tokens": True}),
+            ({"prompt": "x"}, {"tools": TOOLS}),
+            ({"prompt": "x"}, {"chat_template_kwargs": {"a": 1}}),
+            ({"prompt": "x"}, {"add_generation_prompt": True}),
+            ({"prompt": "x"}, {"continue_final_message": True}),
+        ):
+            refused = await served.post("/tokenize", {**body, **fields}, status=400)
+            assert f"{next(iter(fields))} = " in refused["error"]["message"]
         await served.post("/tokenize", {"model": "other", "prompt": "x"}, status=404)
         await served.post("/detokenize", {"tokens": [10**6]}, status=400)
         assert (await served.get("/version"))["version"] == __version__
@@ -482,6 +612,11 @@ async def test_models(serve):
         assert [card["id"] for card in (await served.get("/v1/models"))["data"]] == ["tiny", "alias"]
         assert (await served.get("/v1/models/alias"))["id"] == "alias"
         await served.get("/v1/models/gpt-9", status=404)
+        served.state.names = ("org/tiny",)
+        for path in ("/v1/models/org/tiny", "/v1/models/org%2Ftiny", "/sessions/s/v1/models/org/tiny"):
+            assert (await served.get(path))["id"] == "org/tiny"
+        async with served.client.delete(f"{served.url}/v1/models/org/tiny") as answer:
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET")
 
 
 async def test_a_chat_after_a_prompt_of_tokens(serve, text):

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data import DataProto
+from asyncrl.serve.call import Call
 from asyncrl.serve.limits import Limits
 
 
@@ -75,6 +76,19 @@ async def test_branches_share_a_turn_that_is_trained_once(serve):
         assert [sum(branch["loss_mask"]) for branch in branches] == [2 * per_turn, per_turn, per_turn]
         status = await served.get("/sessions/s")
         assert status["tokens"] < sum(len(branch["input_ids"]) for branch in branches)
+
+
+async def test_branches_that_share_much_are_returned_within_a_bound(serve):
+    async with serve(lambda prompt: [prompt[-1] + 1], limits=Limits(session_tokens=20)) as served:
+        await served.post("/sessions/s/generate", {"prompt_token_ids": [5, 6]})
+        for last in (10, 20, 30, 40):
+            await served.post("/sessions/s/generate", {"prompt_token_ids": [5, 6, 7, last]})
+        branches = (await served.get("/sessions/s/trajectories"))["trajectories"]
+        assert [len(branch["input_ids"]) for branch in branches] == [5] * 4
+        await served.post("/sessions/s/generate", {"prompt_token_ids": [5, 6, 7, 50]})
+        refused = await served.get("/sessions/s/trajectories", status=409)
+        assert "have 25 tokens, at most 20 are returned" in refused["error"]["message"]
+        assert (await served.get("/sessions/s"))["tokens"] == 3 + 5 * 2
 
 
 async def test_groups_are_stored_together(serve):
@@ -166,6 +180,27 @@ async def test_a_reward_may_follow_the_last_event_immediately(serve):
                 if b"[DONE]" in line:
                     kept = await served.post("/sessions/s/reward", {"reward": 1.0})
         assert kept["kept"] == "00000001.asyncrl"
+
+
+async def test_a_session_does_not_end_between_the_last_token_and_its_turn(serve, monkeypatch):
+    async with serve(lambda prompt: "it<|end|>") as served:
+        url, body = "/sessions/s/v1/chat/completions", chat(user("say it"))
+        await served.post(url, body)
+        collect = Call.collect_all
+
+        async def then_reward(call, requests):
+            generated = await collect(call, requests)
+            refused = await served.post("/sessions/s/reward", {"reward": 1.0}, status=409)
+            assert "1 requests of session 's' are running" in refused["error"]["message"]
+            return generated
+
+        monkeypatch.setattr(Call, "collect_all", then_reward)
+        await served.post(url, {**body, "n": 2})
+        status = await served.get("/sessions/s")
+        assert (status["turns"], status["requests"]) == (3, 0)
+        refused = await served.post("/sessions/s/reward", {"reward": 1.0, "turn_rewards": [1.0, 0.0]}, status=400)
+        assert "2 turn_rewards for 3 turns" in refused["error"]["message"]
+        await served.post("/sessions/s/reward", {"reward": 1.0, "turn_rewards": [1.0, 0.0, 0.0]})
 
 
 async def test_sessions_have_bounds(serve):

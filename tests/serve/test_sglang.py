@@ -68,6 +68,17 @@ async def test_a_stream_ends_with_the_whole_answer(serve):
         assert [part["meta_info"]["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
 
 
+async def test_events_of_a_long_stream_are_further_apart(serve):
+    async with serve(lambda prompt: [9] * 1000) as served:
+        for interval, counts in ((None, [1, 2, 255, 257, 259]), (100, [1, 101, 201, 901, 1000])):
+            given = {"max_new_tokens": 1000, "stream_interval": interval}
+            body = {"input_ids": [5], "sampling_params": given, "return_logprob": True, "stream": True}
+            parts = [json.loads(line[6:]) for line in (await served.events("/generate", body))[:-1]]
+            sent = [len(part["output_ids"]) for part in parts]
+            assert set(counts) <= set(sent)
+            assert (sent[-1], len(sent) < 600) == (1000, True)
+
+
 async def test_a_turn_is_captured_after_the_one_that_it_continues(serve):
     async with serve(lambda prompt: [9, 10]) as served:
         first = await served.post("/sessions/s/generate", BODY)
@@ -114,6 +125,7 @@ async def test_sampling_params_reach_the_engine(serve):
         ({"input_ids": [1], "sampling_params": {"regex": "a", "ebnf": "b"}}, "regex and ebnf"),
         ({"input_ids": [1], "sampling_params": {"json_schema": "no"}}, "json_schema is no JSON"),
         ({"input_ids": []}, "input_ids"),
+        ({**BODY, "rid": "r" * 129}, "rid"),
     ],
 )
 async def test_mixtures_and_what_is_not_served_are_refused_by_name(serve, body, said):

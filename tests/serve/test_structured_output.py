@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from asyncrl.interfaces import Tool
-from asyncrl.serve.chat import calls_grammar, json_grammar
+from asyncrl.interfaces import SamplingParams, Tool
+from asyncrl.serve.chat import Form, calls_grammar, json_grammar
 from asyncrl.serve.limits import Limits
+from asyncrl.serve.text import Choice, ParsedTurn
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say it again please"}]}
 MESSAGE = {**CHAT, "max_tokens": 500}
@@ -101,6 +102,12 @@ async def test_an_answer_that_a_token_of_the_client_ends_is_no_failure_of_the_en
         assert "}" not in choice["message"]["content"]
 
 
+def test_json_deeper_than_python_follows_is_no_failure_of_the_engine(text):
+    choice = Choice(text.decode, SamplingParams(max_new_tokens=1), special_ids=frozenset())
+    choice.finish_reason = "stop"
+    Form(json=True).check(choice, ParsedTurn(message={"role": "assistant", "content": "[" * 200_000}))
+
+
 async def test_allowed_tools_are_all_that_is_declared(serve):
     async with serve(lambda _: [70]) as served:
         other = {"type": "function", "function": {"name": "other"}}
@@ -142,7 +149,11 @@ async def test_invalid_formats_and_tool_choices_are_refused(serve):
             {"structured_outputs": {"structural_tag": "x"}},
             {"guided_json": "5"},
             {"guided_grammar": "root ::= ("},
+            {"guided_json": '{"a": ' + "[" * 900 + "]" * 900 + "}"},
+            {"guided_json": "[" * 100_000},
             {"regex": "a", "tools": TOOLS},
+            {"regex": "a", "tools": TOOLS, "tool_choice": "required"},
+            {"guided_choice": ["a"], "tools": TOOLS, "tool_choice": NAMED},
             {"functions": [{"name": "f"}]},
         ):
             assert (await served.post("/v1/chat/completions", {**CHAT, **wrong}, status=400))["error"]["message"]
@@ -206,3 +217,4 @@ def test_bytes_of_tokens(text):
     assert "\ufffd" in {text.spelling(token) for token in ids}, "one of them is half a character"
     end = text.renderer.end_of_turn_id
     assert bytes(text.spelled_bytes(end)).decode() == text.spelling(end)
+    assert (text.spelled_bytes(text.vocabulary + 1), text.piece(text.vocabulary + 1)) == ([], "")

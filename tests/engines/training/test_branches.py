@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,21 @@ def test_branches_have_all_that_the_model_saw_and_fold_back() -> None:
     folded = unfolded.fold(seen).batch
     assert folded is not None
     assert values_of(folded["seen"]).tolist() == [1, 2, 3, *trajectory.token_ids, 4, 5]
+
+
+def test_no_row_is_copied_whole_for_each_of_its_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[DataProto] = []
+    select = DataProto.select_idxs
+
+    def watched(batch: DataProto, rows: Any) -> DataProto:
+        copied.append(select(batch, rows))
+        return copied[-1]
+
+    monkeypatch.setattr(DataProto, "select_idxs", watched)
+    unfold(trajectories_to_batch([tree()], group_id=0))
+    (others,) = copied
+    assert others.batch is not None
+    assert "input_ids" not in others.batch.keys()  # noqa: SIM118  a TensorDict iterates rows
 
 
 def test_lines_are_left_as_they_are() -> None:

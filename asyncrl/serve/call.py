@@ -415,6 +415,8 @@ class EventStream:
         self.stalled = False
 
     async def end(self) -> web.StreamResponse:
+        self.stalled = True
         async with asyncio.timeout(self._timeout_s):
             await self.response.write_eof()
+        self.stalled = False
         return self.response

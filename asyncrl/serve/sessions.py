@@ -355,7 +355,7 @@ class TrajectorySink(Protocol):
 class FolderSink:
     """Writes one file per group, ``{number:08d}.asyncrl``, read back with ``DataProto.load_from_disk``.
 
-    A file is complete or absent. Numbers continue those in the folder.
+    A file is complete or absent. Numbers continue those in the folder, which several servers may write to.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -371,14 +371,27 @@ class FolderSink:
         self._next = max(numbers, default=-1) + 1
 
     async def put(self, trajectories: Sequence[Trajectory]) -> str:
-        group_id, self._next = self._next, self._next + 1
-        file = self._folder / f"{group_id:08d}.asyncrl"
+        while True:
+            group_id, self._next = self._next, self._next + 1
+            file = self._folder / f"{group_id:08d}.asyncrl"
+            if await asyncio.to_thread(_save_new, trajectories, group_id, file):
+                return file.name
 
-        def write() -> None:
-            trajectories_to_batch(trajectories, group_id=group_id).save_to_disk(file)
 
-        await asyncio.to_thread(write)
-        return file.name
+def _save_new(trajectories: Sequence[Trajectory], group_id: int, file: Path) -> bool:
+    """Write a group; return False if another server has written, or writes, a file of that name. Blocks."""
+    claim = file.with_name(f".{file.stem}.claim")
+    try:
+        claim.mkdir()
+    except FileExistsError:
+        return False
+    try:
+        if file.exists():
+            return False
+        trajectories_to_batch(trajectories, group_id=group_id).save_to_disk(file)
+    finally:
+        claim.rmdir()
+    return True
 
 
 class BufferSink:

@@ -26,8 +26,11 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogProbCount: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Ignored: TypeAlias = Any
 """A field that does not change the answer; request types refuse every field that they do not have."""
+_TOKENS_BY_ID = 16_384
+"""Tokens with a bias, and those that are allowed: each choice carries them to its engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class Limits:
         top_log_probs: per position.
         likeliest_tokens: that one answer may have as top log-probs, of its prompts and of all choices.
         grammar_size_bytes: of a grammar, and so of the schemas it is made of.
+        info_size_bytes: ``info`` of a reward, as JSON.
         prompts: of one /v1/completions request.
         concurrent_requests, concurrent_requests_per_key: choices that are generated at a time.
         connections: open at a time; further ones are closed at once.
@@ -73,6 +77,7 @@ class Limits:
     top_log_probs: int = 20
     likeliest_tokens: int = 1 << 22
     grammar_size_bytes: int = 64 << 10
+    info_size_bytes: int = 64 << 10
     messages: int = 4096
     tools: int = 128
     prompts: int = 256
@@ -179,6 +184,8 @@ def _bracket_problem(body: bytes, limits: Limits) -> str:
     depth = 0
     for bracket in brackets:
         depth += 1 if bracket in b"[{" else -1
+        if depth < 0:
+            return ""  # no parser reads further
         if depth > limits.json_depth:
             return f"the body is nested deeper than {limits.json_depth} arrays and objects"
     return ""
@@ -194,8 +201,8 @@ class LogitFields(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=_TOKENS_BY_ID)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=_TOKENS_BY_ID)] | None = None
     bad_words: list[Text] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None

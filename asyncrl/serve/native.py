@@ -235,6 +235,8 @@ async def reward_session(call: Call) -> web.StreamResponse:
     except msgspec.ValidationError as error:
         raise APIError(400, f"info.{REWARD_PARTS} holds numbers by name: {error}") from error
     state, session = call.state, _session(call)
+    if len(msgspec.json.encode(body.info)) > state.limits.info_size_bytes:
+        raise APIError(413, f"info has more than {state.limits.info_size_bytes} bytes of JSON")
     if state.capture is None:
         raise APIError(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:

@@ -56,7 +56,9 @@ class Limits:
         idle_timeout_s: for the next request, its headers included, on a connection.
         write_timeout_s: for a client to take what was sent.
         request_timeout_s: for a generation from its beginning to its end.
-        session_tokens, captured_tokens: of one session with all of its branches, of all sessions.
+        sessions, sessions_per_key: held at a time.
+        session_tokens: of one session with all of its branches.
+        captured_tokens, captured_tokens_per_key: of all sessions.
         session_idle_s: until an unused session is dropped.
         conversations_per_key, conversation_bytes_per_key: kept for ``previous_response_id``, the last used ones.
     """
@@ -89,8 +91,10 @@ class Limits:
     write_timeout_s: float = 30.0
     request_timeout_s: float = 3600.0
     sessions: int = 65_536
+    sessions_per_key: int = 32_768
     session_tokens: int = 1 << 20
     captured_tokens: int = 1 << 26
+    captured_tokens_per_key: int = 1 << 25
     session_idle_s: float = 3600.0
     conversations_per_key: int = 65_536
     conversation_bytes_per_key: int = 256 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
@@ -65,6 +66,7 @@ class ServerState:
         ray_replicas: makes replicas on other machines; None refuses that.
         choices_by_request: number of choices of the running requests, by request id: 0 until they are sent to the pool.
         ready: whether requests would be served.
+        probing, probed: held by the running health check; when the last one began, and why it failed.
     """
 
     pool: TokenPool
@@ -87,6 +89,8 @@ class ServerState:
     metrics: ServerMetrics = field(init=False)
     choices_by_request: dict[str, int] = field(init=False, default_factory=dict)
     ready: bool = field(init=False, default=False)
+    probing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    probed: tuple[float, str] = field(init=False, default=(-math.inf, ""))
 
     def __post_init__(self) -> None:
         self.concurrency = ConcurrencyLimiter(self.limits)

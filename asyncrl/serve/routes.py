@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -212,7 +213,12 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
 
 async def openapi(call: Call) -> web.StreamResponse:
     """Return this document, made from the route table of its plane."""
-    return call.answer(document(routes_of(call.plane)))
+    return call.answer(_encoded_document(call.plane))
+
+
+@cache
+def _encoded_document(plane: Plane) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(document(routes_of(plane))))
 
 
 _SESSION = "/sessions/{session}"

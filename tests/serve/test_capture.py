@@ -128,7 +128,7 @@ async def test_a_folder_that_cannot_be_written_keeps_the_session(serve, tmp_path
         assert len(DataProto.load_from_disk(folder / kept["kept"])) == 1
 
 
-@pytestasync def test_two_servers_with_one_folder_overwrite_no_group_of_the_other(tmp_path):
+async def test_two_servers_with_one_folder_overwrite_no_group_of_the_other(tmp_path):
     first, second = FolderSink(tmp_path), FolderSink(tmp_path)
     puts = [sink.put([trajectory(number)]) for number in range(4) for sink in (first, second)]
     names = await asyncio.gather(*puts)
@@ -136,7 +136,7 @@ async def test_a_folder_that_cannot_be_written_keeps_the_session(serve, tmp_path
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names)
 
 
-.mark.parametrize("reward", [1e39, -1e300])
+@pytest.mark.parametrize("reward", [1e39, -1e300])
 async def test_a_reward_that_float32_cannot_hold_is_refused(serve, reward):
     async with serve(lambda prompt: [7, 8]) as served:
         await sample(served, "a")

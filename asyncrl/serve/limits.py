@@ -299,7 +299,7 @@ def check_grammar(limits: Limits, grammar: str) -> str:
 
 
 class ConcurrencyLimiter:
-    """Counts the choices that are ``running``. Beyond a bound a request fails at once; none waits here.
+    """Counts the choices that are ``running`` or about to. Beyond a bound a request fails at once; none waits here.
 
     A key at its bound gets 429, all keys at the server's bound get 503, both with ``Retry-After``.
     """

@@ -55,6 +55,7 @@ class Route:
         api: schema of its errors.
         tag: chapter of the document.
         timed: whether the limit of a generation's time applies.
+        generates: whether a request takes a place among the generations, before its body is read.
     """
 
     method: Method
@@ -72,6 +73,7 @@ class Route:
     api: API = "openai"
     tag: str = "tokens"
     timed: bool = True
+    generates: bool = False
 
     @property
     def summary(self) -> str:
@@ -123,6 +125,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/chat/completions",
             openai.chat_completions,
+            generates=True,
             tag="openai",
             request=openai.ChatCompletionRequest,
             answer=openai.ChatCompletion,
@@ -132,6 +135,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/chat/completions/tokens",
             openai.chat_tokens,
+            generates=True,
             tag="openai",
             request=openai.ChatTokensRequest,
             answer=openai.ChatCompletion,
@@ -141,6 +145,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/completions",
             openai.completions,
+            generates=True,
             tag="openai",
             request=openai.CompletionRequest,
             answer=openai.Completion,
@@ -150,6 +155,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/responses",
             responses.create,
+            generates=True,
             tag="openai",
             api="responses",
             request=responses.ResponsesRequest,
@@ -160,6 +166,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/messages",
             anthropic.messages,
+            generates=True,
             tag="anthropic",
             api="anthropic",
             request=anthropic.MessagesRequest,
@@ -195,6 +202,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/generate",
             sglang.generate,
+            generates=True,
             tag="tokens",
             request=sglang.GenerateBody,
             answer=(native.GenerateAnswer, sglang.SGLangAnswer, list[sglang.SGLangAnswer]),
@@ -204,6 +212,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/inference/v1/generate",
             vllm.generate,
+            generates=True,
             tag="tokens",
             request=vllm.TokensRequest,
             answer=vllm.TokensAnswer,

@@ -270,7 +270,7 @@ class Sessions:
         return len(self._sessions)
 
     def use(self, name: str, holder: str) -> Session:
-        """Return the session for one more request, created if need be; an API error if a bound is reached."""
+        """Return the session, created if need be, for a request until :meth:`leave`; an API error beyond a bound."""
         limits, session = self._limits, self.get(name, holder)
         count, tokens = self._count_by_holder[holder], self._tokens_by_holder[holder]
         if self.tokens >= limits.captured_tokens:
@@ -294,7 +294,14 @@ class Sessions:
             raise APIError(
                 409, f"session {name!r} holds {session.tokens} tokens; at most {limits.session_tokens}: reward it"
             )
+        session.requests += 1
         return session
+
+    def leave(self, session: Session) -> None:
+        """End a request of the session; drop the session if it has no other, and nothing was sampled in it."""
+        session.requests -= 1
+        if not session.requests and not session.turns:
+            self._remove(session)
 
     def get(self, name: str, holder: str) -> Session | None:
         self._drop_expired()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data import DataProto
-from asyncrl.serve.call import Call
 from asyncrl.interfaces import Generation
+from asyncrl.serve.call import Call
 from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
 from asyncrl.serve.sessions import Session, Sessions
@@ -233,12 +233,16 @@ def turn(sampled):
 def test_idle_sessions_are_dropped_whatever_is_used_before_them():
     now = 0.0
     sessions = Sessions(Limits(session_idle_s=10.0), lambda: now)
-    running, late = sessions.use("running", ""), sessions.use("late", "")
-    running.requests = 1
+
+    def end(session):
+        sessions.add(session, session.token_prompt((1, 2)), turn((3,)), {"role": "assistant", "content": ""})
+        sessions.leave(session)
+
+    _, late = sessions.use("running", ""), sessions.use("late", "")
     now = 5.0
-    sessions.use("idle", "")
+    end(sessions.use("idle", ""))
     now = 9.0
-    sessions.add(late, late.token_prompt((1, 2)), turn((3,)), {"role": "assistant", "content": ""})
+    end(late)
     now = 16.0
     assert sessions.get("idle", "") is None
     assert (len(sessions), sessions.tokens) == (2, 3)
@@ -257,8 +261,16 @@ def test_one_key_cannot_take_all_sessions():
     sessions.add(first, first.token_prompt((1, 2)), turn((3,)), {"role": "assistant", "content": ""})
     with pytest.raises(APIError, match="this key's sessions hold 3 tokens"):
         sessions.use("b", "alice")
+    sessions.leave(first)
     sessions.drop(first)
     sessions.use("c", "alice")
+
+
+async def test_a_refused_request_leaves_no_session(serve):
+    async with serve() as served:
+        served.state.context_tokens = 3
+        await served.post("/sessions/a/generate", {"prompt_token_ids": [5, 6, 7]}, status=400)
+        assert len(served.state.sessions) == 0
 
 
 async def test_sessions_have_bounds(serve):

@@ -280,9 +280,7 @@ class Middleware:
                         state.concurrency.acquire(holder)
                         has_place = True
                     body = await self._body(request, route, decoder) if decoder is not None else None
-                    call = Call(
-                        state, request, id=call_id, holder=holder, plane=plane, body=body, has_place=has_place
-                    )
+                    call = Call(state, request, id=call_id, holder=holder, plane=plane, body=body, has_place=has_place)
                     deadline = _Deadline(time_s) if time_s is not None else None
                     try:
                         response = await route.handler(call)

@@ -289,7 +289,7 @@ class ServerVersion(Struct, kw_only=True):
 
 
 class HealthReport(Struct, kw_only=True):
-    """``healthy`` if a token was really generated just now, else ``error`` has the reason; ``dtype`` is the weights'."""
+    """``healthy`` if a token was really generated just now, else ``error`` says why; ``dtype`` is the weights'."""
 
     healthy: bool
     model: str

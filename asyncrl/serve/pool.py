@@ -103,7 +103,7 @@ class WeightUpdater:
         return tuple(each for name, each in self._adapters.items() if name != adapter.name)
 
     async def admit(self, replica: str, *, adapters: bool) -> None:
-        """Note, before a replica is added, whether it takes ``adapters``; raise WeightError if it lacks those served."""
+        """Note, before a replica is added, whether it takes ``adapters``; a WeightError if it lacks those served."""
         if adapters:
             self._full_only.discard(replica)
             return

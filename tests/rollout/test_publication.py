@@ -149,7 +149,7 @@ def test_a_tentative_version_whose_last_replica_is_lost_is_withdrawn():
         fleet.left("a")
         assert lost(fleet, "b")[-1].committed == ()
         assert (fleet.version, fleet.phase) == (0, Phase.IDLE)
-    assert fleet.begin(1, tentative=True)[-1] == Ended(version=1, committed=(), fenced={}), "where none serves, it cures"
+    assert fleet.begin(1, tentative=True)[-1] == Ended(version=1, committed=(), fenced={}), "where none serves"
     assert fleet.version == 1
 
 

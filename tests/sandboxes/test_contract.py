@@ -206,13 +206,15 @@ async def test_only_a_body_that_cannot_be_used_is_refused_as_such(monkeypatch: p
 
 
 async def test_an_error_of_the_program_that_serves_is_no_other_port(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(OSError, match="of the program"):
+    async def fails() -> None:
         async with served(monkeypatch) as url:
             other = SandboxServer(NamespacesBackend(), LIMITS, keys=KeyRing({}), most=1, lease_s=1.0)
             with pytest.raises(ConfigError, match="address already in use"):
-                async with other.serving(port=int(url.rpartition(":")[2])):
-                    pass
+                await other.serving(port=int(url.rpartition(":")[2])).__aenter__()
             raise OSError("of the program")
+
+    with pytest.raises(OSError, match="of the program"):
+        await fails()
 
 
 @pytest.mark.parametrize("server_waits_s", [0.01, 60.0])

@@ -225,9 +225,7 @@ def test_a_prompt_of_ids_continues_the_longest_turn_that_it_begins_with():
 
 def turn(sampled):
     count = len(sampled)
-    return Generation(
-        token_ids=sampled, log_probs=(-0.5,) * count, weight_versions=(0,) * count, finish_reason="stop"
-    )
+    return Generation(token_ids=sampled, log_probs=(-0.5,) * count, weight_versions=(0,) * count, finish_reason="stop")
 
 
 def test_idle_sessions_are_dropped_whatever_is_used_before_them():

@@ -210,6 +210,7 @@ async def test_a_cancelled_pull_is_left_when_it_is_done(pool, transport, updater
                 left.set()
 
     transport.pull = watched
+    transport.release = lambda version: None  # it is withdrawn, and the pull still finds it
     await updater.prepare_folder(folder)
     transport.begun.clear()
     transport.go.clear()

@@ -7,10 +7,11 @@ import asyncio
 import os
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from asyncrl.cli.output import show
 from asyncrl.errors import ConfigError
-from asyncrl.plugins import make_part
+from asyncrl.plugins import make_part, offered_options
 
 SUMMARY = "serve sandboxes of this machine to training runs of others"
 _KEY = "ASYNCRL_SANDBOX_KEY"
@@ -37,7 +38,8 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     if namespace.most < 1:
         raise ConfigError(f"most is {namespace.most}", path="most", remedy="1 or more")
     key = os.environ.get(_KEY) or secrets.token_urlsafe(32)
-    options = {"image": namespace.image} if namespace.image else {}
+    options: dict[str, Any] = {"image": namespace.image} if namespace.image else {}
+    options |= offered_options("asyncrl.sandboxes", namespace.backend, {"lease_s": namespace.lease}, path="backend")
     backend = make_part("asyncrl.sandboxes", namespace.backend, options=options, path="backend")
     limits = SandboxLimits(deadline_s=namespace.deadline, memory_bytes=int(namespace.memory_gib * (1 << 30)))
 

@@ -223,8 +223,9 @@ class Dispatcher:
     def _accept(self, request: GenerationRequest, *, session: str | None, tenant: str) -> _HeldRequest:
         if request.request_id in self._held:
             raise InvalidDataError(f"request id {request.request_id!r} is in use; ids are unique")
-        ticket = Ticket(tenant, self._work(request, sampled=0))
-        self._admission.enter(ticket)
+        ticket = Ticket(tenant, self._work(request, sampled=0), granted=request.probe)
+        if not request.probe:  # it waits for no others, and takes no place of theirs
+            self._admission.enter(ticket)
         self.counters.accepted += 1
         prompt = len(request.prompt_token_ids) - request.continued_tokens
         held = _HeldRequest(
@@ -254,9 +255,11 @@ class Dispatcher:
             counters.aborted += 1
         else:
             counters.finished += 1
-            self._lengths.observe(held.request.continued_tokens + held.continuation.tokens)
-        for ticket in self._admission.leave(held.ticket):
-            self._queued.pop(ticket).admit()
+        if not held.request.probe:
+            if reason in ("stop", "length"):
+                self._lengths.observe(held.request.continued_tokens + held.continuation.tokens)
+            for ticket in self._admission.leave(held.ticket):
+                self._queued.pop(ticket).admit()
         if self.paused == "drain":
             self._changes.notify()
 

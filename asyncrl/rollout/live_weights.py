@@ -152,7 +152,7 @@ async def check_canary(engine: RolloutEngine, manifest: WeightManifest) -> float
     if canary is None or engine.statistics().paused:
         return 0.0
     request = GenerationRequest(
-        request_id=f"canary-{version}",
+        request_id=f"canary:{version}",
         prompt_token_ids=canary.token_ids,
         sampling=_GREEDY,
         probe=True,
@@ -160,7 +160,7 @@ async def check_canary(engine: RolloutEngine, manifest: WeightManifest) -> float
     )
     scored, cached = await asyncio.gather(
         _answer(engine, replace(request, sampling=replace(_GREEDY, prompt_log_probs=0))),
-        _answer(engine, replace(request, request_id=f"canary-{version}-cached")),
+        _answer(engine, replace(request, request_id=f"canary:{version}:cached")),
     )
     if {*scored.weight_versions, *cached.weight_versions} != {version}:
         raise _unproven(version, f"the canary was sampled under {(*scored.weight_versions, *cached.weight_versions)}")

@@ -339,7 +339,7 @@ class Publication:
             self._awaited = {one.name for one in prepared if one.serves}
             serving = [one for one in self._replicas.values() if one.serves and not one.pinned]
             failed = [one for one in serving if one.name not in self._awaited]
-            if failed and not self._awaited:
+            if self._tentative and self._lost and not self._awaited:
                 self._target = None  # withdrawn
             else:
                 self.version = publishing

@@ -174,11 +174,13 @@ class ReplicaPool:
 
         Raises:
             WeightVersionError: the version is not newer than the one served.
-            WeightError: every replica that served failed to take it, or another publication is running.
+            WeightError: every replica that served failed to take it; none served, and those that come back have to take
+                it; or another publication is running.
         """
         ended = await self._set.publish(manifest, tentative=True)
-        if ended.fenced and not ended.committed:
+        if not ended.committed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
+            reasons = reasons or "none serves now; those that come back have to take it"
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
         return ended
 

@@ -33,7 +33,7 @@ from asyncrl.serve.text import ModelText
 MODEL_NAME = "policy"
 """What the model is called; agents may call it as they like."""
 
-_FORBIDDEN = ("logit_bias", "allowed_token_ids", "bad_words", "ignore_eos")
+_FORBIDDEN = ("logit_bias", "allowed_token_ids", "bad_words", "ignore_eos", "min_tokens")
 """Fields of a request that would change what the policy says."""
 
 _CONNECTIONS = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
@@ -65,6 +66,7 @@ class ServerState:
         ray_replicas: makes replicas on other machines; None refuses that.
         choices_by_request: number of choices of the running requests, by request id: 0 until they are sent to the pool.
         ready: whether requests would be served.
+        probing, probed: held by the running health check; when the last one began, and why it failed.
     """
 
     pool: TokenPool
@@ -87,6 +89,8 @@ class ServerState:
     metrics: ServerMetrics = field(init=False)
     choices_by_request: dict[str, int] = field(init=False, default_factory=dict)
     ready: bool = field(init=False, default=False)
+    probing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    probed: tuple[float, str] = field(init=False, default=(-math.inf, ""))
 
     def __post_init__(self) -> None:
         self.concurrency = ConcurrencyLimiter(self.limits)
@@ -158,6 +162,7 @@ class Call:
         holder: of the key; empty where no key is needed.
         kept_bytes: of what the server has kept and the request refers to.
         body: of the route's request type; None if the route has none. Any: it differs by route.
+        has_place: whether it holds the place of its first generation, which has not begun.
         adapter: that the request is for; an empty name for the model itself.
         open_events: the answer, if it is a stream.
     """
@@ -166,6 +171,7 @@ class Call:
         "_session",
         "adapter",
         "body",
+        "has_place",
         "holder",
         "id",
         "kept_bytes",
@@ -184,6 +190,7 @@ class Call:
         holder: str,
         plane: Plane,
         body: Any,
+        has_place: bool = False,
     ) -> None:
         self.state = state
         self.request = request
@@ -191,6 +198,7 @@ class Call:
         self.holder = holder
         self.plane: Plane = plane
         self.body = body
+        self.has_place = has_place
         self.adapter = ""
         self.kept_bytes = 0
         self.open_events: EventStream | None = None
@@ -230,7 +238,6 @@ class Call:
             return self.state.sessions.get(name, self.holder)
         if self._session is None and name:
             self._session = self.state.sessions.use(name, self.holder)
-            self._session.requests += 1
         return self._session
 
     def leave_session(self) -> None:
@@ -239,7 +246,7 @@ class Call:
         A stream leaves before its last event: a client that has read it may reward the session at once.
         """
         if self._session is not None:
-            self._session.requests -= 1
+            self.state.sessions.leave(self._session)
             self._session = None
 
     def record(self, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
@@ -284,7 +291,9 @@ class Call:
         state, session = self.state, self._session
         if session is not None:
             session.check_open()
-        state.concurrency.acquire(self.holder)
+        if not self.has_place:
+            state.concurrency.acquire(self.holder)
+        self.has_place = False
         state.metrics.prompt_tokens += len(request.prompt_token_ids)
         name = session.name if session is not None else None
         chunks = state.pool.generate(request, session=name, tenant=self.holder)
@@ -415,6 +424,8 @@ class EventStream:
         self.stalled = False
 
     async def end(self) -> web.StreamResponse:
+        self.stalled = True
         async with asyncio.timeout(self._timeout_s):
             await self.response.write_eof()
+        self.stalled = False
         return self.response

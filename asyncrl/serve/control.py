@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
@@ -194,6 +193,8 @@ async def add_replica(call: Call) -> web.StreamResponse:
         raise APIError(501, "this server cannot make replicas")
     if any(replica.name == body.name for replica in state.replica_pool.replicas()):
         raise APIError(409, f"there is a replica {body.name!r} already")
+    if state.weights is not None:
+        await state.weights.admit(body.name, adapters=not body.resource)
     await state.replica_pool.add(body.name, factory)
     return _replicas(call, status=201)
 
@@ -272,7 +273,7 @@ def _manifest(text: Any) -> WeightManifest:
         raise APIError(400, "the manifest is base64 in a string")
     try:
         return WeightManifest.decode(base64.b64decode(text, validate=True))
-    except (binascii.Error, WeightMismatchError) as error:
+    except (ValueError, WeightMismatchError) as error:
         raise APIError(400, f"not a manifest: {error}") from error
 
 

@@ -26,8 +26,11 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogProbCount: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Ignored: TypeAlias = Any
 """A field that does not change the answer; request types refuse every field that they do not have."""
+_TOKENS_BY_ID = 16_384
+"""Tokens with a bias, and those that are allowed: each choice carries them to its engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +49,16 @@ class Limits:
         top_log_probs: per position.
         likeliest_tokens: that one answer may have as top log-probs, of its prompts and of all choices.
         grammar_size_bytes: of a grammar, and so of the schemas it is made of.
+        info_size_bytes: ``info`` of a reward, as JSON.
         prompts: of one /v1/completions request.
         concurrent_requests, concurrent_requests_per_key: choices that are generated at a time.
         connections: open at a time; further ones are closed at once.
         idle_timeout_s: for the next request, its headers included, on a connection.
         write_timeout_s: for a client to take what was sent.
         request_timeout_s: for a generation from its beginning to its end.
-        session_tokens, captured_tokens: of one session with all of its branches, of all sessions.
+        sessions, sessions_per_key: held at a time.
+        session_tokens: of one session with all of its branches.
+        captured_tokens, captured_tokens_per_key: of all sessions.
         session_idle_s: until an unused session is dropped.
         conversations_per_key, conversation_bytes_per_key: kept for ``previous_response_id``, the last used ones.
     """
@@ -73,6 +79,7 @@ class Limits:
     top_log_probs: int = 20
     likeliest_tokens: int = 1 << 22
     grammar_size_bytes: int = 64 << 10
+    info_size_bytes: int = 64 << 10
     messages: int = 4096
     tools: int = 128
     prompts: int = 256
@@ -84,8 +91,10 @@ class Limits:
     write_timeout_s: float = 30.0
     request_timeout_s: float = 3600.0
     sessions: int = 65_536
+    sessions_per_key: int = 32_768
     session_tokens: int = 1 << 20
     captured_tokens: int = 1 << 26
+    captured_tokens_per_key: int = 1 << 25
     session_idle_s: float = 3600.0
     conversations_per_key: int = 65_536
     conversation_bytes_per_key: int = 256 << 20
@@ -179,6 +188,8 @@ def _bracket_problem(body: bytes, limits: Limits) -> str:
     depth = 0
     for bracket in brackets:
         depth += 1 if bracket in b"[{" else -1
+        if depth < 0:
+            return ""  # no parser reads further
         if depth > limits.json_depth:
             return f"the body is nested deeper than {limits.json_depth} arrays and objects"
     return ""
@@ -194,8 +205,8 @@ class LogitFields(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=_TOKENS_BY_ID)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=_TOKENS_BY_ID)] | None = None
     bad_words: list[Text] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
@@ -288,7 +299,7 @@ def check_grammar(limits: Limits, grammar: str) -> str:
 
 
 class ConcurrencyLimiter:
-    """Counts the choices that are ``running``. Beyond a bound a request fails at once; none waits here.
+    """Counts the choices that are ``running`` or about to. Beyond a bound a request fails at once; none waits here.
 
     A key at its bound gets 429, all keys at the server's bound get 503, both with ``Retry-After``.
     """

@@ -255,7 +255,7 @@ class Middleware:
         self._good_hosts: set[str] = set()  # Host headers that were found allowed, with their ports
 
     def handler(self, route: Route) -> Handler:
-        """Return the handler of ``route``: check the caller, then the id, then the body; call; answer errors."""
+        """Return the handler of ``route``: check the caller, the id, the load, then the body; call; answer errors."""
         decoder: msgspec.json.Decoder[object] | None = None
         if route.request is not None:
             decoder = msgspec.json.Decoder(route.request)
@@ -268,6 +268,7 @@ class Middleware:
             call: Call | None = None
             deadline: _Deadline | None = None
             call_id, claimed = self._new_id(), False
+            holder, has_place = "", False
             status = 499
             try:
                 try:
@@ -275,8 +276,11 @@ class Middleware:
                     call_id = self._request_id(request) or call_id
                     state.choices_by_request[call_id] = 0
                     claimed = True
+                    if route.generates:
+                        state.concurrency.acquire(holder)
+                        has_place = True
                     body = await self._body(request, route, decoder) if decoder is not None else None
-                    call = Call(state, request, id=call_id, holder=holder, plane=plane, body=body)
+                    call = Call(state, request, id=call_id, holder=holder, plane=plane, body=body, has_place=has_place)
                     deadline = _Deadline(time_s) if time_s is not None else None
                     try:
                         response = await route.handler(call)
@@ -298,6 +302,8 @@ class Middleware:
             finally:
                 if claimed:
                     del state.choices_by_request[call_id]
+                if has_place and (call is None or call.has_place):
+                    state.concurrency.release(holder)
                 state.metrics.add_request(label, status, state.clock() - begin)
 
         return handle

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 from aiohttp import web
@@ -235,6 +235,8 @@ async def reward_session(call: Call) -> web.StreamResponse:
     except msgspec.ValidationError as error:
         raise APIError(400, f"info.{REWARD_PARTS} holds numbers by name: {error}") from error
     state, session = call.state, _session(call)
+    if len(msgspec.json.encode(body.info)) > state.limits.info_size_bytes:
+        raise APIError(413, f"info has more than {state.limits.info_size_bytes} bytes of JSON")
     if state.capture is None:
         raise APIError(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:
@@ -287,7 +289,7 @@ class ServerVersion(Struct, kw_only=True):
 
 
 class HealthReport(Struct, kw_only=True):
-    """``healthy`` if a token was really generated just now; ``dtype`` is the weights'."""
+    """``healthy`` if a token was really generated just now, else ``error`` says why; ``dtype`` is the weights'."""
 
     healthy: bool
     model: str
@@ -318,19 +320,19 @@ async def readyz(call: Call) -> web.StreamResponse:
     return call.answer(Done())
 
 
+_PROBE_S = 30.0
+
+
 async def health(call: Call) -> web.StreamResponse:
-    """Generate one real token, as any request does: 200 if that succeeds, else 503."""
+    """Generate one real token, before all that waits: 200 if that succeeds within 30 s, else 503."""
     state = call.state
     begin = state.clock()
-    error = ""
-    if state.replica_pool.statistics().paused:
+    if state.concurrency.draining:
+        error = "draining"
+    elif state.replica_pool.statistics().paused:
         error = "paused"
     else:
-        sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
-        try:
-            await call.collect(GenerationRequest(request_id=f"{call.id}-0", prompt_token_ids=(0,), sampling=sampling))
-        except (AsyncRLError, APIError) as failure:
-            error = type(failure).__name__
+        error = await _probe(state)
     replicas = state.replica_pool.replicas()
     report = HealthReport(
         healthy=not error,
@@ -344,6 +346,33 @@ async def health(call: Call) -> web.StreamResponse:
         rendering=state.text.report if state.text is not None else None,
     )
     return call.answer(report, status=503 if error else 200)
+
+
+async def _probe(state: ServerState) -> str:
+    """Return why no token can be generated, empty if one was. Calls at the same time share a probe."""
+    asked_s = state.clock()
+    try:
+        async with asyncio.timeout(_PROBE_S), state.probing:
+            begun_s, error = state.probed
+            if begun_s < asked_s:
+                begun_s = state.clock()
+                error = await _generate_token(state, f"health:{begun_s}")
+                state.probed = begun_s, error
+            return error
+    except TimeoutError:
+        return f"no token within {_PROBE_S:g} s"
+
+
+async def _generate_token(state: ServerState, request_id: str) -> str:
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
+    request = GenerationRequest(request_id=request_id, prompt_token_ids=(0,), sampling=sampling, probe=True)
+    try:
+        async with aclosing(cast(Any, state.replica_pool.generate(request))) as chunks:  # Any: an iterator to be closed
+            async for _ in chunks:
+                pass
+    except AsyncRLError as failure:
+        return type(failure).__name__
+    return ""
 
 
 async def metrics(call: Call) -> web.StreamResponse:

@@ -44,6 +44,8 @@ class WeightUpdater:
         self._adapters: dict[str, WeightManifest] = {}
         self._replaced: int | None = None
         """The last version that replaced the weights themselves."""
+        self._full_only: set[str] = set()
+        """Replicas that take no adapters, some of which may have left."""
         self._last = 0
         self._taken = b""
         """The digest of what was read last from another transport."""
@@ -74,26 +76,41 @@ class WeightUpdater:
             raise WeightVersionError(
                 f"version {manifest.version} is not newer than {self._pool.weight_version}, which is served"
             )
-        self._prepared = self._checked(manifest)
+        beside = self._beside(manifest.adapter, manifest.version)
+        self._prepared = msgspec.structs.replace(manifest, beside=beside)
 
-    def _checked(self, manifest: WeightManifest) -> WeightManifest:
-        """Return the manifest beside the adapters that are served; raise WeightError if it cannot serve beside them."""
-        if manifest.adapter is None and self._adapters:
+    def _beside(self, adapter: Adapter | None, version: int) -> tuple[WeightManifest, ...]:
+        """Return the adapters that a version would be served beside; raise WeightError if it cannot be served."""
+        if adapter is None and self._adapters:
             raise WeightError(
                 f"adapters ({', '.join(map(repr, self._adapters))}) are served beside the present weights, which are "
                 "therefore not replaced: an adapter is for the weights that it was trained beside"
             )
-        if manifest.adapter is not None and self._replaced is not None:
+        if adapter is None:
+            return ()
+        if self._replaced is not None:
             raise WeightError(
-                f"version {manifest.version} is an adapter, and version {self._replaced} has replaced the weights that "
+                f"version {version} is an adapter, and version {self._replaced} has replaced the weights that "
                 "the server was started with: adapters are served beside those"
             )
-        if manifest.adapter is not None:
-            if manifest.adapter.name in self._reserved:
-                raise WeightError(f"{manifest.adapter.name!r} is the model itself: give the adapter another name")
-            others = (each for name, each in self._adapters.items() if name != manifest.adapter.name)
-            return msgspec.structs.replace(manifest, beside=tuple(others))
-        return manifest
+        if adapter.name in self._reserved:
+            raise WeightError(f"{adapter.name!r} is the model itself: give the adapter another name")
+        if there := self._full_only & {replica.name for replica in self._pool.replicas()}:
+            raise WeightError(
+                f"version {version} is an adapter, and {', '.join(sorted(there))} on other machines take full versions "
+                "alone: drain them"
+            )
+        return tuple(each for name, each in self._adapters.items() if name != adapter.name)
+
+    async def admit(self, replica: str, *, adapters: bool) -> None:
+        """Note, before a replica is added, whether it takes ``adapters``; a WeightError if it lacks those served."""
+        if adapters:
+            self._full_only.discard(replica)
+            return
+        async with self._busy:
+            if self._adapters or (self._prepared is not None and self._prepared.adapter is not None):
+                raise WeightError("adapters are served, and replicas on other machines take full versions alone")
+            self._full_only.add(replica)
 
     async def prepare_folder(
         self, folder: Path | str, *, version: int | None = None, adapter: str | None = None
@@ -131,7 +148,7 @@ class WeightUpdater:
 
     async def _prepare_held(self, manifest: WeightManifest, source: WeightTransport) -> None:
         self._check_newer(manifest.version)
-        self._checked(manifest)
+        self._beside(manifest.adapter, manifest.version)
         with ExitStack() as stack:
             pulled = await in_abandonable_thread(lambda: stack.enter_context(source.pull(manifest)))
 
@@ -159,7 +176,9 @@ class WeightUpdater:
         def publish(version: int) -> WeightManifest:
             return msgspec.structs.replace(self._transport.publish(_tensors(files), version=version), adapter=adapter)
 
-        return await self._prepare_published(self._latest + 1 if version is None else version, publish)
+        version = self._latest + 1 if version is None else version
+        self._beside(adapter, version)  # before the bytes are copied
+        return await self._prepare_published(version, publish)
 
     @property
     def _latest(self) -> int:
@@ -177,10 +196,10 @@ class WeightUpdater:
         await self._release()
         try:
             manifest = await shield_until_done(self._publish(version, publish))
-        except asyncio.CancelledError:
+            self.prepare(manifest)
+        except (asyncio.CancelledError, WeightError):
             await self._release()
             raise
-        self.prepare(manifest)
         return manifest
 
     async def _publish(self, version: int, publish: Callable[[int], WeightManifest]) -> WeightManifest:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -54,6 +55,7 @@ class Route:
         api: schema of its errors.
         tag: chapter of the document.
         timed: whether the limit of a generation's time applies.
+        generates: whether a request takes a place among the generations, before its body is read.
     """
 
     method: Method
@@ -71,6 +73,7 @@ class Route:
     api: API = "openai"
     tag: str = "tokens"
     timed: bool = True
+    generates: bool = False
 
     @property
     def summary(self) -> str:
@@ -122,6 +125,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/chat/completions",
             openai.chat_completions,
+            generates=True,
             tag="openai",
             request=openai.ChatCompletionRequest,
             answer=openai.ChatCompletion,
@@ -131,6 +135,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/chat/completions/tokens",
             openai.chat_tokens,
+            generates=True,
             tag="openai",
             request=openai.ChatTokensRequest,
             answer=openai.ChatCompletion,
@@ -140,6 +145,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/completions",
             openai.completions,
+            generates=True,
             tag="openai",
             request=openai.CompletionRequest,
             answer=openai.Completion,
@@ -149,6 +155,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/responses",
             responses.create,
+            generates=True,
             tag="openai",
             api="responses",
             request=responses.ResponsesRequest,
@@ -159,6 +166,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/v1/messages",
             anthropic.messages,
+            generates=True,
             tag="anthropic",
             api="anthropic",
             request=anthropic.MessagesRequest,
@@ -194,6 +202,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/generate",
             sglang.generate,
+            generates=True,
             tag="tokens",
             request=sglang.GenerateBody,
             answer=(native.GenerateAnswer, sglang.SGLangAnswer, list[sglang.SGLangAnswer]),
@@ -203,6 +212,7 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
             "POST",
             f"{prefix}/inference/v1/generate",
             vllm.generate,
+            generates=True,
             tag="tokens",
             request=vllm.TokensRequest,
             answer=vllm.TokensAnswer,
@@ -212,7 +222,12 @@ def _models_and_generation(prefix: str) -> tuple[Route, ...]:
 
 async def openapi(call: Call) -> web.StreamResponse:
     """Return this document, made from the route table of its plane."""
-    return call.answer(document(routes_of(call.plane)))
+    return call.answer(_encoded_document(call.plane))
+
+
+@cache
+def _encoded_document(plane: Plane) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(document(routes_of(plane))))
 
 
 _SESSION = "/sessions/{session}"

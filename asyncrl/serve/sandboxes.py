@@ -68,11 +68,11 @@ class SandboxServer:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port)
-            await site.start()
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as error:
+                raise ConfigError(f"{host}:{port}: {error.strerror}", path="port", remedy="another one") from error
             yield f"http://{host}:{runner.addresses[0][1]}"
-        except OSError as error:
-            raise ConfigError(f"{host}:{port}: {error.strerror}", path="port", remedy="another one") from error
         finally:
             await runner.cleanup()
             leases = [lease for _, lease in self._leases.values()]
@@ -97,7 +97,8 @@ class SandboxServer:
     async def _create(self, request: web.Request) -> web.Response:
         body = await request.read()
         with _reading_body():
-            given = SandboxLimits(**msgspec.json.decode(body, type=dict[str, Any])["limits"])
+            limits = SandboxLimits(**msgspec.json.decode(body, type=dict[str, Any])["limits"])
+            given = msgspec.convert(asdict(limits), SandboxLimits)
         for each in fields(SandboxLimits):
             if getattr(given, each.name) > getattr(self._limits, each.name):
                 most = getattr(self._limits, each.name)
@@ -134,8 +135,10 @@ class SandboxServer:
         with _reading_body():
             asked = msgspec.json.decode(body, type=_Exec)
             stdin = base64.b64decode(asked.stdin, validate=True)
-        if asked.deadline_s > self._limits.deadline_s or asked.output_bytes > 2 * self._limits.file_bytes:
+        if asked.deadline_s > self._limits.deadline_s:
             raise ConfigError(f"a command may take {self._limits.deadline_s:g} s here", path="deadline_s")
+        if asked.output_bytes > (most := 2 * self._limits.file_bytes):
+            raise ConfigError(f"a command may write {most} bytes here", path="output_bytes")
         end = await sandbox.exec(
             asked.command,
             stdin=stdin,

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import re
 import resource
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -230,6 +232,9 @@ class Server:
         if unix:
             self._listeners.append(await loop.create_unix_server(protocol, sock=listening, backlog=64))
             return
+        if sys.platform == "linux":  # connections inherit it; else a client that reads nothing of an answer would stay
+            longest_ms = math.ceil(min(1000 * limits.write_timeout_s, 2**31 - 1))
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest_ms)
         try:
             self._listeners.append(await loop.create_server(protocol, sock=listening, backlog=_BACKLOG))
         except OSError as error:  # another server was bound to it as well, and has begun to listen first

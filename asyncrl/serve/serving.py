@@ -306,8 +306,9 @@ class ServedModel:
         text = self.state.chat_text()
         sampling = sampling or SamplingParams(max_new_tokens=self.state.limits.default_new_tokens)
         self._numbers += 1
+        number = self._numbers
         request = GenerationRequest(
-            request_id=f"chat-{self._numbers}",
+            request_id=f"chat:{number}",  # no client can send a colon
             prompt_token_ids=tuple(text.renderer.prompt(messages)),
             sampling=sampling.ending_at(text.renderer.end_of_turn_id),
         )
@@ -315,7 +316,7 @@ class ServedModel:
         async with aclosing(cast(Any, self.pool.generate(request))) as chunks:  # Any: an iterator that can be closed
             async for chunk in chunks:
                 choice.feed(chunk)
-        return choice.parse(text.renderer, call_prefix=request.request_id).message
+        return choice.parse(text.renderer, call_prefix=f"chat-{number}").message
 
     async def swap(self, folder: Path | str, *, adapter: str | None = None) -> int:
         """Serve the safetensors of ``folder``; return their version. Running requests go on under the new weights.

@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +122,7 @@ class Session:
         self.tokens = 0
         self._by_digest: dict[bytes, list[_Node]] = {}
         self._nodes: list[_Node] = []
+        self._following: defaultdict[int, list[_Node]] = defaultdict(list)  # by number of the turn before; -1: none
         self._leaves: dict[_Node, None] = {}  # a set that remembers its order
 
     def check_open(self) -> None:
@@ -150,7 +151,7 @@ class Session:
     @property
     def roots(self) -> int:
         """Number of turns that continue no other: conversations that could not be joined to one before."""
-        return sum(node.parent is None for node in self._nodes)
+        return len(self._following[-1])
 
     def chat_prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], text: ModelText, *, generation_prompt: bool = True
@@ -176,21 +177,23 @@ class Session:
         given = array("i", token_ids)
         best: _Node | None = None
         length = 0
-        for leaf in self._leaves:
-            at = 0
-            for node in leaf.path():
-                ids = node.appended + node.sampled
-                if at + len(ids) >= len(given) or given[at : at + len(ids)] != ids:
-                    break
-                at += len(ids)
-                # of equal answers one that nothing follows yet
-                if at > length or (at == length and best is not None and node.children < best.children):
-                    best, length = node, at
+        left = [(node, 0) for node in self._following[-1]]
+        while left:
+            node, begin = left.pop()
+            answer = begin + len(node.appended)
+            end = answer + len(node.sampled)
+            if end >= len(given) or given[begin:answer] != node.appended or given[answer:end] != node.sampled:
+                continue
+            # of equal answers one that nothing follows yet
+            if best is None or (-end, node.children, node.number) < (-length, best.children, best.number):
+                best, length = node, end
+            left += [(each, end) for each in self._following.get(node.number, ())]
         return TurnPrompt(token_ids=token_ids, parent=best, appended=token_ids[length:], digest=b"")
 
     def add(self, prompt: TurnPrompt, generation: Generation, message: Message) -> int:
         node = _Node(prompt.parent, prompt.appended, generation, message, number=len(self._nodes))
         self._nodes.append(node)
+        self._following[-1 if prompt.parent is None else prompt.parent.number].append(node)
         if prompt.parent is not None:
             prompt.parent.children += 1
             self._leaves.pop(prompt.parent, None)
@@ -259,33 +262,46 @@ class Sessions:
         self._limits = limits
         self._clock = clock
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._count_by_holder: Counter[str] = Counter()
+        self._tokens_by_holder: Counter[str] = Counter()
         self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def use(self, name: str, holder: str) -> Session:
-        """Return the session for one more request, created if need be; an API error if a bound is reached."""
-        session = self.get(name, holder)
-        key = (holder, name)
-        if session is None:
-            if len(self._sessions) >= self._limits.sessions:
-                raise APIError(
-                    503, f"{len(self._sessions)} sessions are held, no more fit: reward or drop some", retry_after_s=30
-                )
-            session = self._sessions[key] = Session(name, holder)
-        self._sessions.move_to_end(key)
-        session.used_at_s = self._clock()
-        session.check_open()
-        if session.tokens >= self._limits.session_tokens:
-            raise APIError(
-                409, f"session {name!r} holds {session.tokens} tokens; at most {self._limits.session_tokens}: reward it"
-            )
-        if self.tokens >= self._limits.captured_tokens:
+        """Return the session, created if need be, for a request until :meth:`leave`; an API error beyond a bound."""
+        limits, session = self._limits, self.get(name, holder)
+        count, tokens = self._count_by_holder[holder], self._tokens_by_holder[holder]
+        if self.tokens >= limits.captured_tokens:
             raise APIError(
                 503, f"all sessions together hold {self.tokens} tokens: reward or drop some", retry_after_s=30
             )
+        if tokens >= limits.captured_tokens_per_key:
+            raise APIError(429, f"this key's sessions hold {tokens} tokens: reward or drop some", retry_after_s=30)
+        if session is None:
+            if len(self) >= limits.sessions:
+                raise APIError(
+                    503, f"{len(self)} sessions are held, no more fit: reward or drop some", retry_after_s=30
+                )
+            if count >= limits.sessions_per_key:
+                raise APIError(429, f"this key has {count} sessions: reward or drop some", retry_after_s=30)
+            session = self._sessions[holder, name] = Session(name, holder)
+            self._count_by_holder[holder] = count + 1
+        self._touch(session)
+        session.check_open()
+        if session.tokens >= limits.session_tokens:
+            raise APIError(
+                409, f"session {name!r} holds {session.tokens} tokens; at most {limits.session_tokens}: reward it"
+            )
+        session.requests += 1
         return session
+
+    def leave(self, session: Session) -> None:
+        """End a request of the session; drop the session if it has no other, and nothing was sampled in it."""
+        session.requests -= 1
+        if not session.requests and not session.turns:
+            self._remove(session)
 
     def get(self, name: str, holder: str) -> Session | None:
         self._drop_expired()
@@ -301,8 +317,14 @@ class Sessions:
     def add(self, session: Session, prompt: TurnPrompt, generation: Generation, message: Message) -> None:
         """Add a finished turn, unless the session has ended in the meantime."""
         if self._sessions.get((session.holder, session.name)) is session:
-            self.tokens += session.add(prompt, generation, message)
-            session.used_at_s = self._clock()
+            tokens = session.add(prompt, generation, message)
+            self.tokens += tokens
+            self._tokens_by_holder[session.holder] += tokens
+            self._touch(session)
+
+    def _touch(self, session: Session) -> None:
+        self._sessions.move_to_end((session.holder, session.name))
+        session.used_at_s = self._clock()
 
     @contextlib.contextmanager
     def ending(self, session: Session) -> Iterator[None]:
@@ -327,6 +349,10 @@ class Sessions:
     def _remove(self, session: Session) -> None:
         del self._sessions[session.holder, session.name]
         self.tokens -= session.tokens
+        for counts, less in ((self._count_by_holder, 1), (self._tokens_by_holder, session.tokens)):
+            counts[session.holder] -= less
+            if not counts[session.holder]:
+                del counts[session.holder]
 
     @staticmethod
     def _check_idle(session: Session) -> None:
@@ -338,9 +364,12 @@ class Sessions:
         now = self._clock()
         while self._sessions:
             session = next(iter(self._sessions.values()))
-            if session.requests or session.ending or now - session.used_at_s <= self._limits.session_idle_s:
+            if now - session.used_at_s <= self._limits.session_idle_s:
                 return
-            self.drop(session)
+            if session.requests or session.ending:
+                self._touch(session)
+            else:
+                self.drop(session)
 
 
 # --------------------------------------------------------------------------------------- where trajectories are kept
@@ -355,7 +384,7 @@ class TrajectorySink(Protocol):
 class FolderSink:
     """Writes one file per group, ``{number:08d}.asyncrl``, read back with ``DataProto.load_from_disk``.
 
-    A file is complete or absent. Numbers continue those in the folder.
+    A file is complete or absent. Numbers continue those in the folder, which several servers may write to.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -371,14 +400,27 @@ class FolderSink:
         self._next = max(numbers, default=-1) + 1
 
     async def put(self, trajectories: Sequence[Trajectory]) -> str:
-        group_id, self._next = self._next, self._next + 1
-        file = self._folder / f"{group_id:08d}.asyncrl"
+        while True:
+            group_id, self._next = self._next, self._next + 1
+            file = self._folder / f"{group_id:08d}.asyncrl"
+            if await asyncio.to_thread(_save_new, trajectories, group_id, file):
+                return file.name
 
-        def write() -> None:
-            trajectories_to_batch(trajectories, group_id=group_id).save_to_disk(file)
 
-        await asyncio.to_thread(write)
-        return file.name
+def _save_new(trajectories: Sequence[Trajectory], group_id: int, file: Path) -> bool:
+    """Write a group; return False if another server has written, or writes, a file of that name. Blocks."""
+    claim = file.with_name(f".{file.stem}.claim")
+    try:
+        claim.mkdir()
+    except FileExistsError:
+        return False
+    try:
+        if file.exists():
+            return False
+        trajectories_to_batch(trajectories, group_id=group_id).save_to_disk(file)
+    finally:
+        claim.rmdir()
+    return True
 
 
 class BufferSink:

@@ -235,3 +235,16 @@ def test_a_foreign_error_of_one_engine_at_new_weights_costs_that_engine_only(fau
             assert [status.state for status in pool.replicas()] == ["healthy", "healthy"]
 
     virtually(story())
+
+
+def test_a_probe_passes_those_that_wait(faulty_fleet: Any):
+    async def story() -> None:
+        fleet = faulty_fleet()
+        async with ReplicaPool({"a": fleet.factory("a")}, options=replace(OPTIONS, max_running=1)) as pool:
+            others = [asyncio.ensure_future(collect(pool, request(name, 100))) for name in "xy"]
+            await asyncio.sleep(0.1)
+            assert len(await collect(pool, replace(request("probe", 1), probe=True))) == 1
+            assert [each.done() for each in others] == [False, False]
+            assert [len(numbers(await each)) for each in others] == [100, 100]
+
+    virtually(story())

@@ -141,6 +141,18 @@ def test_a_tentative_version_that_none_can_prepare_is_withdrawn():
     assert set(commands(fleet.begin(1))) == {"a", "b"}, "its number is free"
 
 
+def test_a_tentative_version_whose_last_replica_is_lost_is_withdrawn():
+    for lost in (Publication.left, lambda fleet, name: fleet.fence(name, "probe")):
+        fleet = fleet_of("a", "b")
+        prepare = commands(fleet.begin(1, tentative=True))
+        fleet.failed(prepare["a"], "no such tensor")
+        fleet.left("a")
+        assert lost(fleet, "b")[-1].committed == ()
+        assert (fleet.version, fleet.phase) == (0, Phase.IDLE)
+    assert fleet.begin(1, tentative=True)[-1] == Ended(version=1, committed=(), fenced={}), "where none serves"
+    assert fleet.version == 1
+
+
 def test_one_that_cannot_prepare_a_tentative_version_is_fenced_when_another_commits_it():
     fleet = fleet_of("a", "b")
     prepare = commands(fleet.begin(1, tentative=True))

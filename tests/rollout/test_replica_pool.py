@@ -169,6 +169,25 @@ def test_a_version_that_no_replica_takes_is_an_error_and_changes_nothing(faulty_
     virtually(story())
 
 
+def test_a_version_that_kills_the_only_replica_is_withdrawn(faulty_fleet: Any):
+    async def story() -> None:
+        fleet = faulty_fleet()
+        async with ReplicaPool({"a": fleet.factory("a")}, options=options()) as pool:
+
+            async def die(_: WeightManifest) -> None:
+                fleet["a"].die()
+                await asyncio.Event().wait()
+
+            fleet["a"].fetch_weights = die
+            with pytest.raises(WeightError, match="no replica could take weight version 1: a: left"):
+                await pool.publish(manifest(1))
+            with pytest.raises(WeightError, match="weight version 2: none serves now"):
+                await pool.publish(manifest(2))
+            assert (await collect(pool, request("r", 3))).token_ids == (2, 2, 2)
+
+    virtually(story())
+
+
 def test_a_commit_that_is_over_too_late_costs_no_restart(faulty_fleet: Any):
     async def story() -> None:
         fleet = faulty_fleet()

@@ -187,10 +187,14 @@ async def test_a_server_refuses_before_any_work(monkeypatch: pytest.MonkeyPatch,
 async def test_only_a_body_that_cannot_be_used_is_refused_as_such(monkeypatch: pytest.MonkeyPatch):
     async with served(monkeypatch) as url:
         backend = RemoteBackend(url=url)
-        for body in ({}, {"limits": []}, {"limits": {"disk": 1}}):
+        limits = ([], {"disk": 1}, {"files": "9"}, {"network": "x"})
+        for body in ({}, *({"limits": each} for each in limits)):
             with pytest.raises(ConfigError, match="the body cannot be used"):
                 await backend.ask("POST", "/sandboxes", body, deadline_s=10.0)
         sandbox = await backend.create(LIMITS)
+        much = {"command": ["true"], "stdin": "", "env": {}, "deadline_s": 1.0, "output_bytes": 1 << 30}
+        with pytest.raises(ConfigError, match="may write 33554432 bytes"):
+            await backend.ask("POST", f"{sandbox._path}/exec", much, deadline_s=10.0)
 
         async def broken(*given: object, **more: object) -> None:
             raise ValueError("of the server's own")
@@ -199,6 +203,18 @@ async def test_only_a_body_that_cannot_be_used_is_refused_as_such(monkeypatch: p
         with pytest.raises(SandboxError, match="gave no answer"):
             await sandbox.exec(["true"])
         await backend.close()
+
+
+async def test_an_error_of_the_program_that_serves_is_no_other_port(monkeypatch: pytest.MonkeyPatch):
+    async def fails() -> None:
+        async with served(monkeypatch) as url:
+            other = SandboxServer(NamespacesBackend(), LIMITS, keys=KeyRing({}), most=1, lease_s=1.0)
+            with pytest.raises(ConfigError, match="address already in use"):
+                await other.serving(port=int(url.rpartition(":")[2])).__aenter__()
+            raise OSError("of the program")
+
+    with pytest.raises(OSError, match="of the program"):
+        await fails()
 
 
 @pytest.mark.parametrize("server_waits_s", [0.01, 60.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import statistics
 import time
 
@@ -127,6 +128,8 @@ async def test_a_well_behaved_client_beside_two_thousand_slow_ones(serve):
         b'{"input_ids": [5], "sampling_params": {"ebnf": "' + rb"\n" * 60_000 + b'"}}',
         b'{"input_ids": [5], "sampling_params": {"ebnf": "root ::= r0' + CHAIN + rb'\nr4000 ::= [a]"}}',
         b'{"input_ids": [5], "sampling_params": {"json_schema": "' + b"[" * 60_000 + b'"}}',
+        b"[]" * 40 + b"]" * 8_000_000,
+        b'{"prompt_token_ids": [5], "allowed_token_ids": [' + b"7," * 1_000_000 + b"7]}",
     ],
 )
 async def test_excessive_requests_cost_little(serve, body):
@@ -149,3 +152,18 @@ async def test_a_body_of_600_megabytes_is_refused_by_its_header(serve):
         assert b" 413 " in answer
         assert time.process_time() - begin < 0.2
         writer.close()
+
+
+async def test_a_client_that_does_not_read_its_answer_is_disconnected(serve):
+    async with serve(lambda prompt: [7] * 2000, limits=Limits(write_timeout_s=0.2)) as served, asyncio.timeout(20):
+        loop, connected = asyncio.get_running_loop(), served.server._runners[-1].server._connections
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", int(served.url.rpartition(":")[2])))
+            body = json.dumps({"prompt_token_ids": [5, 6], "max_new_tokens": 2000}).encode()
+            await loop.sock_sendall(client, request(body))
+            while not served.state.metrics.sampled_tokens:
+                await asyncio.sleep(0.01)
+            while connected:
+                await asyncio.sleep(0.01)

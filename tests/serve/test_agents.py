@@ -50,9 +50,10 @@ async def test_the_run_decides_how_an_agent_is_answered(policy: Callable[..., Ep
         asked = {"temperature": 0.0, "top_p": 0.1, "max_tokens": 99_999, "seed": 1, "stop": "again"}
         await post(session, ASK | asked)
         await post(session, ASK | {"max_tokens": 3})
-        status, refused = await post(session, ASK | {"logit_bias": {"71": 5}})
+        for name, value in (("logit_bias", {"71": 5}), ("min_tokens", 9)):
+            status, refused = await post(session, ASK | {name: value})
+            assert (status, name in refused["error"]["message"]) == (400, True)
         await post(session, ASK)
-    assert (status, "logit_bias" in refused["error"]["message"]) == (400, True)
     first, second, _ = (request.sampling for request in engine.requests)
     assert (first.temperature, first.top_p, first.min_tokens) == (0.7, 0.9, 2)
     assert (first.max_new_tokens, second.max_new_tokens) == (64, 3)

@@ -10,6 +10,7 @@ from asyncrl.data import DataProto
 from asyncrl.errors import DeadlineError, InvalidDataError
 from asyncrl.rollout.trajectory import Trajectory, Turn
 from asyncrl.serve.errors import APIError
+from asyncrl.serve.limits import Limits
 from asyncrl.serve.sessions import BufferSink, FolderSink, GroupedSink
 from buffers.replay import AsyncReplayBuffer
 
@@ -125,6 +126,14 @@ async def test_a_folder_that_cannot_be_written_keeps_the_session(serve, tmp_path
         folder.mkdir()
         kept = await served.post("/sessions/a/reward", {"reward": 1.0})
         assert len(DataProto.load_from_disk(folder / kept["kept"])) == 1
+
+
+async def test_two_servers_with_one_folder_overwrite_no_group_of_the_other(tmp_path):
+    first, second = FolderSink(tmp_path), FolderSink(tmp_path)
+    puts = [sink.put([trajectory(number)]) for number in range(4) for sink in (first, second)]
+    names = await asyncio.gather(*puts)
+    assert len({*names}) == 8
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names)
 
 
 @pytest.mark.parametrize("reward", [1e39, -1e300])
@@ -249,6 +258,13 @@ async def test_parts_of_a_reward_are_numbers(serve, parts):
         assert "reward_parts" in error["error"]["message"]
         body["info"] = {"reward_parts": {"a": 1, "b": 0.5}}
         assert (await served.post("/sessions/a/reward", body))["kept"] == "group g: 1 of 2"
+
+
+async def test_what_is_kept_with_a_reward_has_a_limit(serve):
+    async with serve(lambda prompt: [7, 8], limits=Limits(info_size_bytes=20)) as served:
+        await sample(served, "a")
+        for info, status in (({"task": "x" * 20}, 413), ({"task": "x" * 9}, 200)):
+            await served.post("/sessions/a/reward", {"reward": 1.0, "info": info}, status=status)
 
 
 async def test_a_group_without_samples_is_not_admitted():

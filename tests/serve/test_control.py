@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.rollout.replica_pool import ReplicaPool
+from asyncrl.serve.limits import Limits
 from asyncrl.serve.pool import WeightUpdater
 from asyncrl.weights import WeightManifest
 from engines.weights.shared_memory import SharedMemoryTransport
@@ -107,7 +108,8 @@ async def test_vllms_calls_update_the_weights(serve, transport):
         await served.control("POST", "/finish_weight_update")
         await served.control("POST", "/resume")
         assert (await served.post("/generate", GENERATE))["weight_versions"] == [{"version": 3, "start": 0, "end": 3}]
-        await served.control("POST", "/update_weights", {"update_info": {"manifest": "!"}}, status=400)
+        for wrong in ("!", "\u00e9"):
+            await served.control("POST", "/update_weights", {"update_info": {"manifest": wrong}}, status=400)
         assert WeightManifest.decode(base64.b64decode(packed)).version == 3
 
 
@@ -168,8 +170,21 @@ async def test_probes_and_metrics(serve):
         async with served.client.get(f"{served.url}/metrics") as answer:
             text = await answer.text()
         assert 'asyncrl_requests_total{route="POST /generate",status="200"} 1.0' in text
-        assert "asyncrl_sampled_tokens_total 4.0" in text
+        assert "asyncrl_sampled_tokens_total 3.0" in text
         assert 'asyncrl_replica_weight_version{replica="r0"} 0.0' in text
+
+
+async def test_a_full_server_is_healthy_and_calls_share_a_probe(serve):
+    limits = Limits(concurrent_requests_per_key=1, concurrent_requests=1)
+    async with serve(lambda prompt: [7] * 10_000, token_s=0.05, limits=limits) as served:
+        running = asyncio.create_task(served.post("/generate", GENERATE))
+        while not served.engines[0].requests:
+            await asyncio.sleep(0)
+        reports = await asyncio.gather(*(served.get("/health") for _ in range(20)))
+        assert all(report["healthy"] for report in reports)
+        assert len(served.engines[0].requests) < 10
+        assert all(request.probe for request in served.engines[0].requests[1:])
+        running.cancel()
 
 
 async def test_drain_finishes_running_requests_and_takes_no_more(serve):

@@ -316,6 +316,20 @@ async def test_a_full_server_answers_with_retry_after(serve):
         assert not served.engines[0].statistics().running
 
 
+async def test_a_request_has_its_place_before_its_body_is_read(serve):
+    async with serve(limits=Limits(concurrent_requests_per_key=1)) as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        writer.write(post(b"{").replace(b"Content-Length: 1", b"Content-Length: 9"))
+        while not served.state.concurrency.running:
+            await asyncio.sleep(0)
+        await served.post("/generate", GENERATE, status=429)
+        writer.close()
+        await asyncio.wait_for(served.state.concurrency.wait_idle(), 5)
+        for body, status in (({}, 400), ({"prompt_token_ids": []}, 400), (GENERATE, 200)):
+            await served.post("/generate", body, status=status)
+        assert served.state.concurrency.running == 0
+
+
 async def test_a_failed_engine_is_reported_without_its_traceback(serve, caplog):
     def broken(prompt):
         raise RuntimeError("secret of the engine")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data import DataProto
+from asyncrl.interfaces import Generation
 from asyncrl.serve.call import Call
+from asyncrl.serve.errors import APIError
 from asyncrl.serve.limits import Limits
+from asyncrl.serve.sessions import Session, Sessions
 
 
 def chat(*messages):
@@ -201,6 +206,69 @@ async def test_a_session_does_not_end_between_the_last_token_and_its_turn(serve,
         refused = await served.post("/sessions/s/reward", {"reward": 1.0, "turn_rewards": [1.0, 0.0]}, status=400)
         assert "2 turn_rewards for 3 turns" in refused["error"]["message"]
         await served.post("/sessions/s/reward", {"reward": 1.0, "turn_rewards": [1.0, 0.0, 0.0]})
+
+
+def test_a_prompt_of_ids_continues_the_longest_turn_that_it_begins_with():
+    dice, session, longest = random.Random(0), Session("s", ""), 0
+    for _ in range(300):
+        before = dice.choice(session._nodes).token_ids() if session._nodes else ()
+        prompt = (*before, *dice.choices((1, 2), k=dice.randrange(1, 4)))
+        place = session.token_prompt(prompt)
+        ends = [tuple(node.token_ids()) for node in session._nodes]
+        begun = max((len(ids) for ids in ends if len(ids) < len(prompt) and prompt[: len(ids)] == ids), default=0)
+        assert len(prompt) - len(place.appended) == begun
+        sampled = tuple(dice.choices((1, 2), k=dice.randrange(1, 3)))
+        session.add(place, turn(sampled), {"role": "assistant", "content": ""})
+        longest = max(longest, begun)
+    assert longest > 20
+
+
+def turn(sampled):
+    count = len(sampled)
+    return Generation(token_ids=sampled, log_probs=(-0.5,) * count, weight_versions=(0,) * count, finish_reason="stop")
+
+
+def test_idle_sessions_are_dropped_whatever_is_used_before_them():
+    now = 0.0
+    sessions = Sessions(Limits(session_idle_s=10.0), lambda: now)
+
+    def end(session):
+        sessions.add(session, session.token_prompt((1, 2)), turn((3,)), {"role": "assistant", "content": ""})
+        sessions.leave(session)
+
+    _, late = sessions.use("running", ""), sessions.use("late", "")
+    now = 5.0
+    end(sessions.use("idle", ""))
+    now = 9.0
+    end(late)
+    now = 16.0
+    assert sessions.get("idle", "") is None
+    assert (len(sessions), sessions.tokens) == (2, 3)
+    now = 30.0
+    assert sessions.get("late", "") is None
+    assert (len(sessions), sessions.tokens) == (1, 0)
+
+
+def test_one_key_cannot_take_all_sessions():
+    sessions = Sessions(Limits(sessions_per_key=2, captured_tokens_per_key=3), lambda: 0.0)
+    first, _ = (sessions.use(name, "alice") for name in "ab")
+    for _ in range(2):
+        with pytest.raises(APIError, match="this key has 2 sessions"):
+            sessions.use("c", "alice")
+        sessions.use("c", "bob")
+    sessions.add(first, first.token_prompt((1, 2)), turn((3,)), {"role": "assistant", "content": ""})
+    with pytest.raises(APIError, match="this key's sessions hold 3 tokens"):
+        sessions.use("b", "alice")
+    sessions.leave(first)
+    sessions.drop(first)
+    sessions.use("c", "alice")
+
+
+async def test_a_refused_request_leaves_no_session(serve):
+    async with serve() as served:
+        served.state.context_tokens = 3
+        await served.post("/sessions/a/generate", {"prompt_token_ids": [5, 6, 7]}, status=400)
+        assert len(served.state.sessions) == 0
 
 
 async def test_sessions_have_bounds(serve):

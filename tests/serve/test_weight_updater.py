@@ -210,6 +210,7 @@ async def test_a_cancelled_pull_is_left_when_it_is_done(pool, transport, updater
                 left.set()
 
     transport.pull = watched
+    transport.release = lambda version: None  # it is withdrawn, and the pull still finds it
     await updater.prepare_folder(folder)
     transport.begun.clear()
     transport.go.clear()
@@ -240,6 +241,26 @@ async def test_a_cancelled_commit_is_finished_before_the_next(updater, pool, fol
     assert (pool.weight_version, transport.versions) == (2, (2,))
     await second
     assert (pool.weight_version, transport.versions) == (3, (3,))
+
+
+async def test_what_the_rules_refuse_is_not_published(pool, folder, transport):
+    updater = WeightUpdater(pool, transport, reserved=("tiny",))
+    await updater.prepare_folder(folder)
+    (folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    with pytest.raises(WeightError, match="'tiny' is the model itself"):
+        await updater.swap(folder, adapter="tiny")
+    assert (updater.prepared, transport.versions) == (1, (1,))
+
+
+async def test_replicas_on_other_machines_and_adapters_exclude_each_other(updater, folder):
+    (folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    await updater.admit("r0", adapters=False)
+    with pytest.raises(WeightError, match="r0 on other machines take full versions alone"):
+        await updater.prepare_folder(folder, adapter="red")
+    await updater.admit("r0", adapters=True)
+    await updater.prepare_folder(folder, adapter="red")
+    with pytest.raises(WeightError, match="adapters are served"):
+        await updater.admit("r1", adapters=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- following

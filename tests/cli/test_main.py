@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from asyncrl import errors
+from asyncrl.cli import commands
 from asyncrl.cli.main import main
 from asyncrl.runtime import Terminated
 from asyncrl.telemetry import RunDirectory
@@ -77,6 +79,14 @@ def test_a_resumed_run_uses_its_own_configuration(file, pipeline):
     assert run("train", "--resume", file.parent, "--steps", 20) == 0
     [(_, config, arguments)] = pipeline.calls
     assert (config.name, config.steps, arguments) == ("first", 20, {"resume": file.parent})
+
+
+def test_the_page_beside_a_run_shows_the_folder_that_it_is_in(file, pipeline, monkeypatch):
+    shown = []
+    monkeypatch.setattr(commands, "page_beside", lambda folder: nullcontext(shown.append(folder)))
+    assert run("train", file, "--page") == 0
+    assert run("train", "--page", "--resume", file.parent) == 0
+    assert shown == [Path("runs"), file.parent.parent]
 
 
 def test_sft_and_eval(file, pipeline, capsys):

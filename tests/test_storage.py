@@ -151,7 +151,10 @@ def no_bucket() -> FileNotFoundError:
         (OSError(errno.ENOSPC, "No space left on device"), r"a disk cannot be written .*; free space on it"),
         (ConnectionError("refused"), r"it cannot be used \(ConnectionError: refused\); check the connection"),
         (RuntimeError("what a library raises"), r"it cannot be used \(RuntimeError: what a library raises\)"),
-        (OSError("403, url='https://h/a?X-Amz-Signature=abc'"), r"it cannot be used \(OSError: 403, url='https://h/a\?\.\.\.'\)"),
+        (
+            OSError("403, url='https://h/a?X-Amz-Signature=abc'"),
+            r"it cannot be used \(OSError: 403, url='https://h/a\?\.\.\.'\)",
+        ),
     ],
 )
 def test_what_a_store_answers_has_a_name_and_the_url(error: Exception, text: str, tmp_path: Path):

@@ -266,7 +266,7 @@ class _Shown(logging.Handler):
         if record.levelno >= logging.WARNING and record.name.partition(".")[0] in OWN:
             try:
                 self._show(record.getMessage().partition("\n")[0])
-            except Exception:  # as every handler: an error would end the thread that writes the log
+            except Exception:  # noqa: BLE001  as every handler does: an error would end the thread of the log
                 self.handleError(record)
 
 

@@ -244,7 +244,7 @@ class TrackioTracker:
 
 
 class _Aside:
-    """Standard output, but what the thread that made this writes is on standard error. It may stay: a thread may hang."""
+    """Standard output, but what the thread that made this writes goes to standard error, also if it hangs."""
 
     def __init__(self) -> None:
         self._thread, self._stream = threading.get_ident(), sys.stdout

@@ -187,7 +187,13 @@ def test_a_known_failure_is_named_on_one_screen(file, pipeline, capsys, monkeypa
     assert run("train", file) == 1
     err = capsys.readouterr().err
     assert "error: WorkerError: update failed" in err
-    for part in ("group: trainer", "rank: 1", "frame 499", "caused by ValueError: bad shape of https://host/a?...", "--traceback"):
+    for part in (
+        "group: trainer",
+        "rank: 1",
+        "frame 499",
+        "caused by ValueError: bad shape of https://host/a?...",
+        "--traceback",
+    ):
         assert part in err
     assert "Traceback" not in err
     assert len(err.splitlines()) < 24

@@ -40,6 +40,7 @@ _SIGNATURE = re.compile(
 )
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _ORIGIN = ".url"
+_WEB = ("http://", "https://")
 
 _T = TypeVar("_T")
 
@@ -140,24 +141,29 @@ def local_copy(url: str, *, key: str = "", weights: bool = True) -> Path:
         StorageError: it cannot be read, or changes meanwhile.
     """
     files, root = _opened(url.rstrip("/"), key=key)
+    place = _without_query(root)
 
     def find() -> dict[str, Mapping[str, Any]]:
-        if has_magic(root):
+        if has_magic(place):
             return files.glob(root, detail=True)  # type: ignore[no-any-return]
         info = files.info(root)
         return {root: info} if info["type"] == "file" else files.find(root, detail=True)
 
     def listed() -> dict[str, Mapping[str, Any]]:
         with suppress(FileNotFoundError):
-            there = {path: info for path, info in _ask(url, find).items() if info["type"] == "file"}
-            return {path: info for path, info in there.items() if weights or not path.endswith(_WEIGHTS)}
+            return {
+                # A web server may redirect to a URL that is signed anew each time: it says nothing of the file.
+                path: {name: value for name, value in info.items() if name != "url"}
+                for path, info in _ask(url, find).items()
+                if info["type"] == "file" and (weights or not _without_query(path).endswith(_WEIGHTS))
+            }
         return {}
 
     found = listed()
     if not found:
         raise ConfigError(f"{key or 'URL'} = {url!r}: there is nothing", path=key, remedy="check the URL")
-    parts = root.split("/")
-    pattern = next((place for place, part in enumerate(parts) if has_magic(part)), None)
+    parts = place.split("/")
+    pattern = next((number for number, part in enumerate(parts) if has_magic(part)), None)
     base = "/".join(parts[:pattern])
     name = parts[-1] if pattern is None else ""
     state = sorted((path, sorted(map(str, info.items()))) for path, info in found.items())
@@ -169,7 +175,8 @@ def local_copy(url: str, *, key: str = "", weights: bool = True) -> Path:
             with DurableFiles().replacing(folder, sealed=False) as fetched:
                 (fetched / _ORIGIN).write_text(url)
                 for path, info in found.items():
-                    copy = path_below(fetched, f"{name}/{path.removeprefix(base).lstrip('/')}".strip("/"))
+                    below = _without_query(path).removeprefix(base).lstrip("/")
+                    copy = path_below(fetched, f"{name}/{below}".strip("/"))
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     size_bytes = info.get("size")
                     with suppress(FileNotFoundError):
@@ -178,7 +185,7 @@ def local_copy(url: str, *, key: str = "", weights: bool = True) -> Path:
                         raise StorageError(f"{url}: {path} changed while it was read; try again")
                 if listed() != found:
                     raise StorageError(f"{url}: its files changed while they were read; try again")
-    return folder / (name or root.removeprefix(base).lstrip("/"))
+    return folder / (name or place.removeprefix(base).lstrip("/"))
 
 
 def origin(path: str) -> str:
@@ -250,7 +257,14 @@ def _opened(url: str, *, key: str) -> tuple[Any, str]:
     import fsspec
 
     # Listings are never cached: other processes write as well.
-    options = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {"use_listings_cache": False}
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if url.startswith(("file:", "local:")):
+        options = {"auto_mkdir": True}
+    elif url.startswith(_WEB):
+        from aiohttp import ClientTimeout
+
+        # Its own limit would be five minutes for a file of any size.
+        options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=_timeout_s())}
     what, remedy = "holds a user, a password or a signature", "leave them to the environment of the process"
     if not holds_secret(url):
         try:
@@ -286,7 +300,7 @@ def _ask(url: str, call: Callable[[], _T], *, size_bytes: int = 0, writes: bool 
         except BaseException as error:  # noqa: BLE001  whatever it is, it is raised where the answer is awaited
             answer.set_exception(error)
 
-    timeout_s = float(os.environ.get("ASYNCRL_STORE_TIMEOUT_S", "300")) + size_bytes / 1e6
+    timeout_s = _timeout_s() + size_bytes / 1e6
     threading.Thread(target=run, name="a call of a store", daemon=True).start()
     try:
         if not wait([answer], timeout_s).done:
@@ -304,8 +318,17 @@ def _ask(url: str, call: Callable[[], _T], *, size_bytes: int = 0, writes: bool 
             what, remedy = "access is refused", f"check the credentials{known} and what they allow"
         else:
             what, remedy = "it cannot be used", f"check the connection and the credentials{known}"
-        reason = (str(error).splitlines() or [""])[0]
+        reason = without_secrets((str(error).splitlines() or [""])[0])
         raise StorageError(f"{without_secrets(url)}: {what} ({type(error).__name__}: {reason}); {remedy}") from error
+
+
+def _timeout_s() -> float:
+    return float(os.environ.get("ASYNCRL_STORE_TIMEOUT_S", "300"))
+
+
+def _without_query(path: str) -> str:
+    """Return the address of a web server without what follows a '?', which elsewhere stands for any letter."""
+    return path.partition("?")[0] if path.startswith(_WEB) else path
 
 
 def _is_missing_bucket(error: BaseException | None) -> bool:

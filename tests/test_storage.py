@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import errno
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from aiohttp import ClientTimeout
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from asyncrl.config import Config
@@ -148,6 +151,10 @@ def no_bucket() -> FileNotFoundError:
         (OSError(errno.ENOSPC, "No space left on device"), r"a disk cannot be written .*; free space on it"),
         (ConnectionError("refused"), r"it cannot be used \(ConnectionError: refused\); check the connection"),
         (RuntimeError("what a library raises"), r"it cannot be used \(RuntimeError: what a library raises\)"),
+        (
+            OSError("403, url='https://h/a?X-Amz-Signature=abc'"),
+            r"it cannot be used \(OSError: 403, url='https://h/a\?\.\.\.'\)",
+        ),
     ],
 )
 def test_what_a_store_answers_has_a_name_and_the_url(error: Exception, text: str, tmp_path: Path):
@@ -276,15 +283,32 @@ def test_a_model_that_changes_while_it_is_fetched_is_not_kept(
 
 def test_a_file_of_a_web_server_is_fetched(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    handler = partial(QuietFiles, directory=str(tmp_path))
+    with serving(partial(QuietFiles, directory=str(tmp_path))) as address:
+        (source,) = open_sources(f"{address}/rows.jsonl")
+        assert source[0] == {"prompt": "a"}
+        with pytest.raises(ConfigError, match="there is nothing"):
+            open_sources(f"{address}/absent.jsonl")
+
+
+def test_a_file_of_a_web_server_is_that_of_its_address_wherever_it_lies_and_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", ClientTimeout(total=1e-6))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    with serving(partial(SignedFiles, directory=str(tmp_path))) as address:
+        url = f"{address}/rows.jsonl?path=a/b"
+        copy = local_copy(url)
+        assert (copy.name, copy.read_text()) == ("rows.jsonl", '{"prompt": "a"}\n')
+        assert local_copy(url) == copy
+
+
+@contextmanager
+def serving(handler: Any) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            (source,) = open_sources(f"http://127.0.0.1:{server.server_port}/rows.jsonl")
-            assert source[0] == {"prompt": "a"}
-            with pytest.raises(ConfigError, match="there is nothing"):
-                open_sources(f"http://127.0.0.1:{server.server_port}/absent.jsonl")
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
@@ -292,6 +316,21 @@ def test_a_file_of_a_web_server_is_fetched(tmp_path: Path):
 
 class QuietFiles(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
+
+
+class SignedFiles(QuietFiles):
+    """Redirects each request to another URL, which it signs."""
+
+    numbers = itertools.count()
+
+    def send_head(self) -> Any:
+        if "Signature" in self.path:
+            return super().send_head()
+        self.send_response(302)
+        self.send_header("Location", f"/rows.jsonl?X-Amz-Signature={next(self.numbers)}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        return None
 
 
 def test_a_fetch_that_is_cut_off_leaves_nothing_behind(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch):

@@ -80,7 +80,8 @@ def train_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int
 
     with contextlib.ExitStack() as stack:
         if namespace.page:
-            show_status(f"page: {stack.enter_context(page_beside(Path(config.runs)))}")
+            folder = resume.resolve().parent if resume is not None else Path(config.runs)
+            show_status(f"page: {stack.enter_context(page_beside(folder))}")
         summary = train(config, resume=resume)
     if namespace.json:
         show_json(summary)
@@ -197,9 +198,11 @@ def add_why_options(parser: argparse.ArgumentParser) -> None:
 
 def why_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
     """Print what a live run waits for, from the status in its folder."""
+    from asyncrl.telemetry.run_directory import is_locked
     from asyncrl.trainer.report import read_advice, read_status
 
     run: Path = namespace.run
+    summary, locked = run / "summary.json", is_locked(run)
     try:
         status = read_status(run / "status.json")
     except FileNotFoundError:
@@ -209,22 +212,19 @@ def why_command(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
         ) from None
     if namespace.json:
         show_json(status)
+    elif summary.exists() and not locked:
+        show("\n".join([f"the run has ended; {summary} has its results", *read_advice(summary)]))
     else:
-        try:
-            advice = read_advice(run / "summary.json")
-            lines = [f"the run has ended; {run / 'summary.json'} has its results", *advice]
-        except FileNotFoundError:
-            lines = [*_liveness(status), *status.sentences()]
-        show("\n".join(lines))
+        show("\n".join([*_liveness(status, locked=locked), *status.sentences()]))
     return 0
 
 
-def _liveness(status: RunStatus) -> list[str]:
+def _liveness(status: RunStatus, *, locked: bool) -> list[str]:
     """Return what to say first if the run has failed, or its driver has ended or does not respond."""
     silent_s = time.time() - status.at
     if status.failed:
         return [f"the run failed: {status.failed}", f"its last status, {silent_s:.0f} s ago:"]
-    if not _is_alive(status.pid):
+    if not locked and not _is_alive(status.pid):  # the process may be of another machine, or of a container
         ended = f"the driver (process {status.pid}) has ended and left no summary.json: it was stopped or killed"
         return [f"{ended}; its last status, {silent_s:.0f} s ago:"]
     if silent_s > SILENT_S:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.storage import without_secrets
 
 BROKEN_PIPE = 141
 """Exit code: 128 + SIGPIPE."""
@@ -138,7 +139,8 @@ def _lines(error: BaseException) -> list[str]:
         lines += [f"    {_cut(line)}" for line in others[-REMOTE_LINES:]]
     cause, depth = error.__cause__, 0
     while cause is not None and depth < MOST_CAUSES and not isinstance(cause, BaseExceptionGroup):
-        lines.append(f"  caused by {type(cause).__name__}: {_cut(str(cause).split(chr(10))[0])}")
+        reason = without_secrets(str(cause).split(chr(10))[0])
+        lines.append(f"  caused by {type(cause).__name__}: {_cut(reason)}")
         cause, depth = cause.__cause__, depth + 1
     return lines
 

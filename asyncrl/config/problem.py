@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from asyncrl.config.reference import keys_named
+from asyncrl.config.sections import PART_PATTERN
 from asyncrl.config.toml import key_to_toml, value_to_toml
 from asyncrl.errors import ConfigError
 from asyncrl.storage import without_secrets
@@ -217,7 +218,7 @@ _PATTERNS = {
     r"^[^\x00]+$": "without NUL",
     r"^[A-Za-z][A-Za-z0-9+.\-]*://[^\x00]+$": "that is a URL, as in s3://bucket/folder",
     r"^[A-Za-z0-9][A-Za-z0-9._\-]*$": "of letters, digits, '.', '_' and '-'",
-    r"^[A-Za-z_][\w.\-]*(:[A-Za-z_][\w.]*)?$": "that is an installed name or package.module:Name",
+    PART_PATTERN: "that is an installed name or package.module:Name",
 }
 
 

@@ -94,12 +94,13 @@ Files: TypeAlias = Annotated[
 ]
 Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(list_to_tuple)]
 Table: TypeAlias = Annotated[dict[str, Any], PlainSerializer(_named)]
+PART_PATTERN = r"^[A-Za-z_][\w.\-]*(:[A-Za-z_<][\w.<>]*)?$"
 if TYPE_CHECKING:
     Part: TypeAlias = _Part
 else:
     Part = Annotated[
         str,
-        Field(min_length=1, max_length=200, pattern=r"^[A-Za-z_][\w.\-]*(:[A-Za-z_<][\w.<>]*)?$"),
+        Field(min_length=1, max_length=200, pattern=PART_PATTERN),
         WrapValidator(lambda value, check: value if callable(value) else check(value)),
         PlainSerializer(part_text),
     ]
@@ -113,7 +114,8 @@ Optimizer: TypeAlias = Literal["adamw", "adamw_8bit", "muon", "adafactor", "sgd"
 
 
 def _colocated_roles(value: Any) -> Any:
-    return ("trainer", "critic", "reference", "rollout") if value == "all" else list_to_tuple(value)
+    all_of_them = value in ("all", ["all"])  # the command line makes a list of a word
+    return ("trainer", "critic", "reference", "rollout") if all_of_them else list_to_tuple(value)
 
 
 class ClusterConfig(Section):

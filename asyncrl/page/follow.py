@@ -21,15 +21,17 @@ MOST_LINE_BYTES = 1 << 24
 class LineFollower(Generic[_Record]):
     """Reads the whole lines of a file that another process appends to.
 
-    A file that was replaced or has become shorter, as after a resume, is read again from its beginning:
-    :attr:`generation` grows then. ``read`` makes a record of a line, or returns None for a damaged one, which is
-    counted in :attr:`damaged` and left out. Not safe to use from several threads at once.
+    A file that was replaced or has become shorter, as after a resume, is read again from its beginning: ``again`` is
+    called before. ``read`` makes a record of a line, or returns None for a damaged one, which is counted in
+    :attr:`damaged` and left out. Not safe to use from several threads at once.
     """
 
-    def __init__(self, path: Path, read: Callable[[bytes], _Record | None]) -> None:
+    def __init__(
+        self, path: Path, read: Callable[[bytes], _Record | None], *, again: Callable[[], None] = lambda: None
+    ) -> None:
         self.path = path
         self._read = read
-        self.generation = 0
+        self._again = again
         self._identity: tuple[int, int] | None = None
         self._forget()
 
@@ -41,8 +43,7 @@ class LineFollower(Generic[_Record]):
     def new_records(self) -> Iterator[tuple[int, int, _Record]]:
         """Yield what was appended since the last call: the offset and the bytes of each line, and its record.
 
-        An absent file has no lines. Look at :attr:`generation` before the first record: if it has grown, the records
-        begin again.
+        An absent file has no lines.
         """
         try:
             file = self.path.open("rb")
@@ -52,7 +53,8 @@ class LineFollower(Generic[_Record]):
             found = os.fstat(file.fileno())
             identity = (found.st_dev, found.st_ino)
             if identity != self._identity or found.st_size < self._offset:
-                self.generation += self._identity is not None
+                if self._identity is not None:
+                    self._again()
                 self._identity = identity
                 self._forget()
             file.seek(self._offset)

@@ -30,6 +30,8 @@ MOST_LISTED = 200
 SEARCH_S = 0.08
 """Time after which a search for a text answers with what it has found, and where to go on."""
 _LOG_BYTES = 1 << 16
+_LISTED = ("step", "reward_mean", "time_s", "eval/success")
+"""Metrics that a list of runs shows."""
 _WATCHED = ("metrics.jsonl", "trajectories.jsonl", "status.json", "summary.json", "timeline.json", "logs/driver.log")
 
 
@@ -99,13 +101,17 @@ class _Summary(msgspec.Struct):
 
 
 class _Columns:
-    """Numbers of lines by name, of one length; None where a line lacks one."""
+    """Numbers of lines by name, of one length; None where a line lacks one. If not ``whole``, the newest of a few."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool) -> None:
+        self.whole = whole
         self.length = 0
         self.by_name: dict[str, list[float | None]] = {}
 
     def append(self, record: Mapping[str, Any]) -> None:
+        if not self.whole:
+            self.by_name |= {name: [float(record[name])] for name in _LISTED if _is_number(record.get(name))}
+            return
         for name, value in record.items():
             if _is_number(value):
                 column = self.by_name.get(name)
@@ -149,15 +155,15 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._lines = LineFollower(path / "metrics.jsonl", sound_record)
-        self._trajectories = LineFollower(path / "trajectories.jsonl", _heading)
-        self._forget_metrics()
-        self._rollouts = _Rollouts()
+        self._whole = False
+        self._follow_metrics()
+        self._trajectories = LineFollower(path / "trajectories.jsonl", _heading, again=self._forget_rollouts)
+        self._forget_rollouts()
         self._timeline: tuple[int, BinnedTimeline] | None = None
 
     def stamps(self) -> dict[str, int]:
-        """Return for each file that is there a number which changes when it does."""
-        found: dict[str, int] = {}
+        """Return for each file that is there a number which changes when it does; ``run.lock``: whether it is held."""
+        found = {"run.lock": int(is_locked(self.path))}
         for name in _WATCHED:
             try:
                 status = (self.path / name).stat()
@@ -189,6 +195,9 @@ class RunFolder:
     def overview(self) -> dict[str, Any]:
         """Return curves by step, what the run waits for, its advice, its results, and what of its files is damaged."""
         with self._lock:
+            if not self._whole:
+                self._whole = True
+                self._follow_metrics()
             self._read_metrics()
             step = int(self._steps.last("step") or 0)
             columns = (self._steps, self._scores, self._warm_start)
@@ -276,6 +285,7 @@ class RunFolder:
                 "rollouts": [self._rollout_line(number) for number in found],
                 "before": rest[0] + 1 if rest else None,
                 "all": len(known.offsets),
+                "damaged": {"trajectories.jsonl": self._trajectories.damaged} if self._trajectories.damaged else {},
             }
 
     def _rollout_line(self, number: int) -> dict[str, Any]:
@@ -289,7 +299,7 @@ class RunFolder:
         }
 
     def rollout(self, number: int) -> dict[str, Any] | None:
-        """Return one line of ``trajectories.jsonl``; None if there is none of this number."""
+        """Return one line of ``trajectories.jsonl``; None if there is none of this number, or it is damaged."""
         with self._lock:
             self._read_rollouts()
             if not 0 <= number < len(self._rollouts.offsets):
@@ -321,15 +331,15 @@ class RunFolder:
         status = status or read_form(self.path / "status.json", _Status)
         return status.steps if status is not None else None
 
+    def _follow_metrics(self) -> None:
+        self._lines = LineFollower(self.path / "metrics.jsonl", sound_record, again=self._forget_metrics)
+        self._forget_metrics()
+
     def _forget_metrics(self) -> None:
-        self._steps, self._scores, self._warm_start = _Columns(), _Columns(), _Columns()
+        self._steps, self._scores, self._warm_start = (_Columns(whole=self._whole) for _ in range(3))
 
     def _read_metrics(self) -> None:
-        generation = self._lines.generation
         for _offset, _size, record in self._lines.new_records():
-            if generation != self._lines.generation:
-                generation = self._lines.generation
-                self._forget_metrics()
             if isinstance(record.get("step"), int) and record.get("reward_mean") is not None:
                 masked, trained = record.get("masked_tokens"), record.get("train/tokens_trained")
                 if _is_number(masked) and _is_number(trained) and masked + trained > 0:
@@ -340,12 +350,11 @@ class RunFolder:
             elif "sft/loss" in record:
                 self._warm_start.append({"line": self._warm_start.length + 1, "sft/loss": record["sft/loss"]})
 
+    def _forget_rollouts(self) -> None:
+        self._rollouts = _Rollouts()
+
     def _read_rollouts(self) -> None:
-        generation = self._trajectories.generation
         for offset, size, heading in self._trajectories.new_records():
-            if generation != self._trajectories.generation:
-                generation = self._trajectories.generation
-                self._rollouts = _Rollouts()
             self._rollouts.append(offset, size, heading)
 
 

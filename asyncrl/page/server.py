@@ -3,7 +3,7 @@
     GET /?token=TOKEN              keeps the token in a cookie of the browser, and shows the page
     GET /api/runs                  a line for each run
     GET /api/runs/NAME/overview    and /failures, /timeline, /rollouts, /rollouts/NUMBER: what a view shows
-    GET /api/runs/NAME/events      server-sent events: the names of the files that have changed
+    GET /api/runs/NAME/events      server-sent events: the names of all files, then of those that have changed
 
 Answers are made in threads. A browser may load scripts and styles from this address alone, and may not frame it.
 """
@@ -192,14 +192,14 @@ class PageServer:
         self._streams += 1
         try:
             await response.prepare(request)
-            known = await asyncio.to_thread(run.stamps)
+            known: dict[str, int] = {}
             while not self._ending.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ending.wait(), _LOOK_S)
                 now = await asyncio.to_thread(run.stamps)
                 changed = sorted(name for name in known.keys() | now.keys() if known.get(name) != now.get(name))
                 known = now
                 await response.write(f"data: {json.dumps(changed)}\n\n".encode() if changed else b": on\n\n")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), _LOOK_S)
         except ConnectionError:
             pass
         finally:
@@ -230,7 +230,7 @@ def _rollouts(run: RunFolder, request: web.Request) -> Any:
 def _rollout(run: RunFolder, request: web.Request) -> Any:
     found = run.rollout(int(request.match_info["number"]))
     if found is None:
-        raise web.HTTPNotFound(text="there is no rollout of this number")
+        raise web.HTTPNotFound(text="there is no rollout of this number, or its line is damaged")
     return found
 
 

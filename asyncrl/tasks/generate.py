@@ -224,6 +224,7 @@ def answer_record(
     not sampled, and its log-prob is 0.
     """
     task = trajectory.task
+    parts = trajectory.info.get(REWARD_PARTS)
     first = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)
     return {
         "task_number": number,
@@ -233,7 +234,7 @@ def answer_record(
         "text": renderer.decode(trajectory.token_ids),
         "response": str(trajectory.turns[-1].message.get("content") or "") if trajectory.turns else "",
         "reward": reward,
-        REWARD_PARTS: dict(trajectory.info.get(REWARD_PARTS, {})),
+        REWARD_PARTS: dict(parts) if isinstance(parts, Mapping) else {},
         "finish": trajectory.finish_reason,
         "truncated": any(turn.finish_reason == "length" for turn in trajectory.turns),
         "turns": len(trajectory.turns),

@@ -35,8 +35,8 @@ LEAST_STEPS = 4
 _NOT_LOST = {"update", "pause", "not recorded", "rollouts"}
 _WASTED = {
     "zero_variance": "filters",
-    "masked": "staleness bound",
-    "stale": "staleness bound",
+    "masked": "stale tokens",
+    "stale": "stale tokens",
     "replica_lost": "replicas",
     "rollouts_lost": "replicas",
     "environment_failed": "environment failures",
@@ -162,6 +162,10 @@ def _remedy(cause: str, config: Mapping[str, Any]) -> tuple[str, str, str, str]:
         "staleness bound": (
             f"the staleness bound: {waits}, and the bound keeps groups from being sampled meanwhile",
             *("max_staleness", "up", ""),
+        ),
+        "stale tokens": (
+            "the staleness bound, past which {figure} of the tokens are not trained on",
+            *("max_staleness", "up", ", or set staleness.policy to 'wait'"),
         ),
         "long tail": (f"a long tail of rollouts: {waits}, most of it for few long rollouts", *_tail(config)),
         "environment": (

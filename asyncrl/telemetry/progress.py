@@ -1,6 +1,6 @@
 """The progress of a run: a live display on a terminal, plain lines elsewhere.
 
-Both show the same, on standard error, so that standard output has results only.
+Both show the same, on standard error, so that standard output has results only. One that cannot be written ends no run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, cast
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,6 +93,31 @@ class SilentProgress:
     def close(self) -> None: ...
 
 
+class _Lasting:
+    """A stream that shows nothing more once it cannot be written: a terminal or a pipe that is gone ends no run."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if not self._gone:
+            try:
+                call()
+            except (OSError, ValueError):  # ValueError: it is closed
+                self._gone = True
+
+    def __getattr__(self, name: str) -> Any:  # what else rich asks of a stream
+        return getattr(self._file, name)
+
+
 class PlainProgress:
     """A line at most every ``interval_s``, and one at the end of each stage: fit for a log file."""
 
@@ -104,7 +129,7 @@ class PlainProgress:
         interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file = file
+        self._file = _Lasting(file)
         self._waits = waits
         self._interval_s = interval_s
         self._clock = clock
@@ -163,7 +188,7 @@ class RichProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        console = Console(file=file)
+        console = Console(file=cast("IO[str]", _Lasting(file)))
         self._waits = waits
         self._values: dict[str, Any] = {}
         self._bars = Bars(

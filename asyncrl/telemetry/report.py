@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ def trajectory_text(record: Mapping[str, Any]) -> str:
     step 3, group_id 7: reward 1, done
     2+2=4
     """
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in (record.get("reward_parts") or {}).items())
+    given = record.get("reward_parts")  # of an environment: it may be anything
+    items = given.items() if isinstance(given, Mapping) else ()
+    parts = ", ".join(f"{name} {value:.4g}" if isinstance(value, Real) else f"{name} {value}" for name, value in items)
     versions = record.get("weight_versions") or []
     about = [
         f"reward {record['reward']:.4g}" + (f" ({parts})" if parts else "") if record.get("reward") is not None else "",

@@ -264,7 +264,10 @@ class _Shown(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING and record.name.partition(".")[0] in OWN:
-            self._show(record.getMessage().partition("\n")[0])
+            try:
+                self._show(record.getMessage().partition("\n")[0])
+            except Exception:  # noqa: BLE001  as every handler does: an error would end the thread of the log
+                self.handleError(record)
 
 
 _OWN_KEYS = ("step", "time_s", "version", "not_finite")
@@ -353,9 +356,14 @@ class RunDirectory:
         return self._clock() - self._zero_s
 
     def write_config(self, text: str, *, step: int | None = None) -> None:
-        """Write the configuration; after a ``step``, keep another one that was there as ``config-STEP.toml``."""
+        """Write the configuration; after a ``step``, keep another one that was there as ``config-STEP.toml``.
+
+        The first one of a step stays: it is what trained up to it; later ones trained nothing that is kept.
+        """
         if step is not None and (before := self.config_path.read_text(encoding="utf-8")) != text:
-            replace_text(self.path / f"config-{step}.toml", before)
+            kept = self.path / f"config-{step}.toml"
+            if not kept.exists():
+                replace_text(kept, before)
         replace_text(self.config_path, text)
 
     def log_metrics(self, metrics: Mapping[str, Any], *, step: int, version: int) -> None:

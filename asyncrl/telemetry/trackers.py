@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from asyncrl.interfaces import TextTracker, Tracker
 from asyncrl.plugins import check_part
@@ -226,7 +226,7 @@ class TrackioTracker:
     package = "trackio"
 
     def __init__(self, folder: Path, *, name: str, config: Mapping[str, Any]) -> None:
-        with redirect_stdout(sys.stderr):  # it greets on standard output, where only results belong
+        with redirect_stdout(_Aside()):  # it greets on standard output, where only results belong
             self._trackio: Any = importlib.import_module("trackio")
             self._run: Any = self._trackio.init(
                 project=name, name=folder.name, config=dict(config), resume="allow", embed=False
@@ -239,8 +239,27 @@ class TrackioTracker:
         self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=step)
 
     def close(self) -> None:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(_Aside()):
             self._run.finish()
+
+
+class _Aside:
+    """Standard output, but what the thread that made this writes goes to standard error, also if it hangs."""
+
+    def __init__(self) -> None:
+        self._thread, self._stream = threading.get_ident(), sys.stdout
+
+    def write(self, text: str) -> int:
+        return self._now().write(text)
+
+    def flush(self) -> None:
+        self._now().flush()
+
+    def __getattr__(self, name: str) -> Any:  # what else is asked of a stream
+        return getattr(self._now(), name)
+
+    def _now(self) -> TextIO:
+        return sys.stderr if threading.get_ident() == self._thread else self._stream
 
 
 _STEP = "trainer/step"

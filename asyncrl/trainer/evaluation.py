@@ -139,7 +139,8 @@ def summarise_answers(answers: Sequence[Mapping[str, Any]], *, success_reward: f
     parts: dict[str, list[float]] = {}
     for answer in answers:
         for name, value in (answer.get(REWARD_PARTS) or {}).items():
-            parts.setdefault(name, []).append(float(value))
+            if value is not None:  # what a file has of a number that is not finite
+                parts.setdefault(name, []).append(float(value))
     return {
         "tasks": len(tasks),
         "samples": len(answers) / len(tasks),

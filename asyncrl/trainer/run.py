@@ -515,6 +515,7 @@ class TrainingRun:
             self._progress.note(f"{how} after step {step} with {change}")
             _log.info("%s after step %d with %s", how, step, change)
         self._run.write_config(self._config.to_toml(), step=step)
+        self._run.summary_path.unlink(missing_ok=True)  # of its earlier end
 
     def _watch(self, driver: Driver | None = None) -> Watch:
         def causes() -> list[str]:

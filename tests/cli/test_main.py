@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from asyncrl import errors
+from asyncrl.cli import commands
 from asyncrl.cli.main import main
 from asyncrl.runtime import Terminated
 from asyncrl.telemetry import RunDirectory
@@ -77,6 +79,14 @@ def test_a_resumed_run_uses_its_own_configuration(file, pipeline):
     assert run("train", "--resume", file.parent, "--steps", 20) == 0
     [(_, config, arguments)] = pipeline.calls
     assert (config.name, config.steps, arguments) == ("first", 20, {"resume": file.parent})
+
+
+def test_the_page_beside_a_run_shows_the_folder_that_it_is_in(file, pipeline, monkeypatch):
+    shown = []
+    monkeypatch.setattr(commands, "page_beside", lambda folder: nullcontext(shown.append(folder)))
+    assert run("train", file, "--page") == 0
+    assert run("train", "--page", "--resume", file.parent) == 0
+    assert shown == [Path("runs"), file.parent.parent]
 
 
 def test_sft_and_eval(file, pipeline, capsys):
@@ -172,12 +182,18 @@ def fail_with(pipeline, error):
 def test_a_known_failure_is_named_on_one_screen(file, pipeline, capsys, monkeypatch):
     remote = "\n".join(f"frame {number}" for number in range(500))
     error = errors.WorkerError("update failed", group="trainer", rank=1, method="update", remote_traceback=remote)
-    error.__cause__ = ValueError("bad shape")
+    error.__cause__ = ValueError("bad shape of https://host/a?sig=abc")
     fail_with(pipeline, error)
     assert run("train", file) == 1
     err = capsys.readouterr().err
     assert "error: WorkerError: update failed" in err
-    for part in ("group: trainer", "rank: 1", "frame 499", "caused by ValueError: bad shape", "--traceback"):
+    for part in (
+        "group: trainer",
+        "rank: 1",
+        "frame 499",
+        "caused by ValueError: bad shape of https://host/a?...",
+        "--traceback",
+    ):
         assert part in err
     assert "Traceback" not in err
     assert len(err.splitlines()) < 24

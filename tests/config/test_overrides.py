@@ -75,6 +75,7 @@ def test_none_removes_what_is_set_by_default_also_in_a_file(load, table, key):
 def test_one_word_is_a_list_of_one(load):
     assert load("--telemetry.trackers", "wandb").telemetry.trackers == ("wandb",)
     assert load("--rollout.stop", '["a", "b"]').rollout.stop == ("a", "b")
+    assert load("--cluster.colocate", "all").cluster.colocate == ("trainer", "critic", "reference", "rollout")
 
 
 def test_the_file_is_not_changed_by_overrides():

@@ -3,6 +3,7 @@
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.config.problem import _paths, allowed, field_at
 from asyncrl.errors import ConfigError
 
 SMALLEST = {"name": "first", "steps": 10, "model": {"source": "scratch"}, "env": {"name": "calculator"}}
@@ -32,10 +33,16 @@ def message(**tables):
         ({"runs": ""}, 'runs = "": must be a path'),
         ({"runs": "a\0b"}, 'runs = "a\\u0000b": must be a path'),
         ({"env": {}}, "env.name: is missing; give text"),
+        ({"env": {"name": "a b"}}, "and that is an installed name or package.module:Name"),
     ],
 )
 def test_the_rule_the_value_and_what_is_allowed(tables, text):
     assert text in message(**tables)
+
+
+def test_every_pattern_is_said_in_words():
+    fields = {path: field_at(Config, path.split(".")) for path in _paths(Config)}
+    assert [path for path, field in fields.items() if field is None or "that matches" in allowed(field)] == []
 
 
 @pytest.mark.parametrize(

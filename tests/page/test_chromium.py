@@ -307,6 +307,31 @@ def test_a_live_run_is_followed(browser, address, folder):
         assert page.wrong == []
 
 
+def test_what_changes_while_something_has_the_focus_is_drawn_after_it(browser, tmp_path):
+    with served(tmp_path) as url, watched(browser, url, {"width": 1440, "height": 900}, "light") as page:
+        with RunDirectory.create(tmp_path, "run") as run:
+            record(run, ended=False)
+            live_status(run, STEPS)
+            go(page, view_of(run.path.name, "overview"))
+            page.locator("main .scroll").first.focus()
+            assert page.inner_text("main h1").endswith("training")
+        page.wait_for_timeout(2500)
+        assert page.inner_text("main h1").endswith("training")
+        page.evaluate("document.activeElement.blur()")
+        until(page, "document.querySelector('main h1').innerText.endsWith('ended')")
+        assert page.wrong == []
+
+
+def test_a_window_of_the_timeline_in_which_nothing_was_recorded_can_be_left(browser, address):
+    with watched(browser, address, {"width": 1440, "height": 900}, "light") as page:
+        page.evaluate("window_ = { name: 'done', start: 1000, end: 1001 }")
+        go(page, view_of("done", "timeline"))
+        assert "Nothing was recorded" in page.inner_text("main")
+        page.get_by_text("All", exact=True).click()
+        until(page, "document.querySelector('main').innerText.includes('In figures')")
+        check(page, "the whole timeline")
+
+
 def test_fifty_runs_and_no_run(browser, tmp_path):
     with served(tmp_path) as url, watched(browser, url, {"width": 390, "height": 844}, "light") as page:
         check(page, "no run")

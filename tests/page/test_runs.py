@@ -49,6 +49,45 @@ def test_metrics_that_come_and_go_stay_beside_their_steps(tmp_path: Path):
     assert folder.line()["reward"] == 0.75
 
 
+def test_what_a_resume_removes_is_gone_at_once(tmp_path: Path):
+    with RunDirectory.create(tmp_path, "run") as run:
+        run.write_config("")
+        run.log_metrics({"reward_mean": 0.5}, step=1, version=1)
+        run.log_trajectory({"step": 1, "text": "one"})
+    shown, listed = RunFolder(run.path), RunFolder(run.path)
+    assert (shown.overview()["step"], shown.rollouts()["all"], listed.line()["step"]) == (1, 1, 1)
+    with RunDirectory.open(run.path) as again:
+        again.rewind(0)
+        assert (shown.overview()["curves"], shown.rollouts()["all"], listed.line()["reward"]) == ({}, 0, None)
+        again.log_metrics({"reward_mean": 0.25}, step=1, version=1)
+    assert shown.overview()["curves"]["reward_mean"] == [0.25]
+
+
+def test_a_list_of_runs_keeps_the_newest_numbers_alone(tmp_path: Path):
+    with RunDirectory.create(tmp_path, "run") as run:
+        run.write_config("")
+        for step in range(1, 4):
+            run.log_metrics({"reward_mean": step / 4, "train/kl": 0.5}, step=step, version=step)
+    folder = RunFolder(run.path)
+    line = folder.line()
+    assert (line["step"], line["reward"], line["success"]) == (3, 0.75, None)
+    assert folder._steps.by_name.keys() == {"step", "reward_mean", "time_s"}
+    assert all(len(column) == 1 for column in folder._steps.by_name.values())
+    assert folder.overview()["curves"]["train/kl"] == [0.5, 0.5, 0.5]
+    assert folder.line() == line
+
+
+def test_damaged_rollouts_are_named(tmp_path: Path):
+    path = made(tmp_path)
+    lines = (path / "trajectories.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = [lines[0], b"[" + lines[1], lines[2].replace(b"Plain", b"Plane")]
+    (path / "trajectories.jsonl").write_bytes(b"".join(damaged))
+    folder = RunFolder(path)
+    found = folder.rollouts()
+    assert (found["all"], found["damaged"]) == (2, {"trajectories.jsonl": 1})
+    assert (folder.rollout(1), folder.rollouts(text="Plane")["rollouts"]) == (None, [])
+
+
 def test_a_search_answers_in_time_and_says_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = RunFolder(made(tmp_path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -119,18 +120,28 @@ async def test_a_name_is_never_a_path(page, name: str):
     assert (await answer(page, f"/api/runs/{name}/overview"))[0] == 404
 
 
-async def test_changes_are_told(page, tmp_path: Path):
+async def test_changes_are_told(page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asyncrl.page.server._LOOK_S", 0.05)
     server, session = page
     (path,) = tmp_path.iterdir()
     token = {"Authorization": f"Bearer {server.token}"}
     async with session.get(f"{base(server)}/api/runs/{path.name}/events", headers=token) as found:
-        await asyncio.sleep(0.3)
+
+        async def told() -> list[str]:
+            async with asyncio.timeout(5):
+                while not (line := await found.content.readline()).startswith(b"data:"):
+                    pass
+            names: list[str] = json.loads(line.partition(b":")[2])
+            return names
+
+        assert set(await told()) >= {"metrics.jsonl", "run.lock"}
         with (path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 5, "reward_mean": 0.9}\n')
-        async with asyncio.timeout(5):
-            while not (line := await found.content.readline()).startswith(b"data:"):
-                pass
-    assert json.loads(line.partition(b":")[2]) == ["metrics.jsonl"]
+        assert await told() == ["metrics.jsonl"]
+        with (path / "run.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # as the run does
+            assert await told() == ["run.lock"]
+        assert await told() == ["run.lock"]
     assert (await answer(page, f"/api/runs/{path.name}/overview"))[1]["step"] == 5
 
 

@@ -116,6 +116,16 @@ def test_the_sentence_has_the_value_of_now():
     )
 
 
+def test_tokens_past_the_bound_are_told_from_waiting_for_it():
+    found = summary({"update": 90.0}, tokens={"trained": 40, "dropped": {"masked": 40, "stale": 20}})
+    advice = advise(found, CONFIG)
+    assert advice is not None
+    assert advice.sentence == (
+        "the bottleneck is the staleness bound, past which 60 % of the tokens are not trained on; raise max_staleness "
+        "(now 1), or set staleness.policy to 'wait'"
+    )
+
+
 @pytest.mark.parametrize(
     "found",
     [

@@ -51,3 +51,16 @@ def test_the_first_lines_of_own_warnings_are_shown_too(tmp_path):
         logging.getLogger("asyncrl.x").info("a step")
         logging.getLogger("ray").warning("a stranger's")
     assert shown == ["an environment failed: KeyError in my.py:3 step"]
+
+
+def test_what_cannot_be_shown_is_in_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # which only print what is wrong with a handler
+
+    def show(text):
+        raise BrokenPipeError(text)
+
+    with open_log(tmp_path / "a.log", show=show):
+        logging.getLogger("asyncrl.x").warning("first")
+        logging.getLogger("asyncrl.x").warning("second")
+    assert "first" in (text := (tmp_path / "a.log").read_text())
+    assert "second" in text

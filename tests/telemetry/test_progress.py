@@ -90,3 +90,34 @@ def test_which_display():
 )
 def test_values_are_read_by_their_units(name, value, text):
     assert format_value(name, value) == text
+
+
+class Lost:
+    """A terminal, or a pipe, of which nobody reads any more."""
+
+    def __init__(self, error):
+        self.error = error
+        self.tried = 0
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.tried += 1
+        raise self.error
+
+    def flush(self):
+        self.write("")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error"), ValueError("closed")])
+@pytest.mark.parametrize("kind", [PlainProgress, RichProgress])
+def test_a_display_that_is_gone_ends_nothing_and_is_silent(kind, error):
+    file = Lost(error)
+    progress = kind(file)
+    progress.stage("train", 2)
+    progress.advance()
+    progress.note("held-out success 0.5")
+    progress.advance()
+    progress.close()
+    assert file.tried == 1

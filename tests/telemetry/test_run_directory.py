@@ -136,6 +136,8 @@ def test_a_changed_configuration_is_kept(tmp_path):
         run.write_config("a = 2\n", step=5)
         assert (run.path / "config-5.toml").read_text() == "a = 1\n"
         assert run.config_path.read_text() == "a = 2\n"
+        run.write_config("a = 3\n", step=5)  # resumed once more before the next checkpoint
+        assert (run.path / "config-5.toml").read_text() == "a = 1\n"
 
 
 def test_a_resumed_run_goes_on_where_it_was(tmp_path):

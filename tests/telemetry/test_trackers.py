@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,6 +159,30 @@ def test_a_missing_package_is_told_with_its_fix(tmp_path, monkeypatch):
 def test_an_unknown_tracker(tmp_path):
     with pytest.raises(ConfigError, match="no tracker named 'wanbd'"):
         open_trackers(["wanbd"], tmp_path, name="x", config={})
+
+
+def test_what_trackio_prints_is_no_result_and_one_that_hangs_takes_none(tmp_path, monkeypatch, capsys):
+    hangs, ends = threading.Event(), threading.Event()
+
+    class Run:
+        def finish(self):
+            print("* finishes")
+            hangs.set()
+            ends.wait()
+
+    def init(**_):
+        print("* greets")
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    tracker = trackers_module.TrackioTracker(tmp_path, name="mine", config={})
+    closing = threading.Thread(target=tracker.close)
+    closing.start()
+    assert hangs.wait(10)
+    print("the result")
+    ends.set()
+    closing.join()
+    assert capsys.readouterr() == ("the result\n", "* greets\n* finishes\n")
 
 
 CONFIG = {"name": "mine", "trainer": {"lr": 0.1}}

@@ -32,6 +32,21 @@ def test_a_line_about_it_and_the_conversation_as_it_went():
     assert trajectory_text({"text": "x", "weight_versions": [2]}) == "weight version 2\nx"
 
 
+@pytest.mark.parametrize(
+    ("parts", "shown"),
+    [
+        ([1.0], ""),
+        ("math", ""),
+        ({"x": "0.5"}, " (x 0.5)"),
+        ({"x": float("nan")}, " (x nan)"),
+        ({"x": None}, " (x None)"),
+        ({"x": True, 3: 1 / 3}, " (x 1, 3 0.3333)"),
+    ],
+)
+def test_parts_of_a_reward_that_are_no_numbers_by_name(parts: object, shown: str):
+    assert trajectory_text({"reward": 1.0, "reward_parts": parts, "text": "x"}) == f"reward 1{shown}\nx"
+
+
 def test_the_command_prints_those_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     records = [{**RECORD, "step": step, "text": f"text of {step}"} for step in (1, 2, 2)]
     (tmp_path / "trajectories.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -27,6 +27,7 @@ from asyncrl.telemetry.timeline import Timeline
 from asyncrl.trainer import report
 from asyncrl.trainer.assembly import Assembly, make_environments
 from asyncrl.trainer.checkpoint import DriverState
+from asyncrl.trainer.driver import Driver
 from asyncrl.trainer.journal import TokenBalance
 from asyncrl.trainer.recovery import starting_point
 from asyncrl.trainer.run import TrainingRun
@@ -229,7 +230,9 @@ def test_a_balance_with_a_negative_count_is_no_balance():
         TokenBalance(generated=5, trained=7, dropped={"environment_failed": -2}, in_flight=0).check()
 
 
-def test_a_refused_resume_leaves_the_configuration_and_an_accepted_one_names_what_it_changes(small_config: MakeConfig):
+def test_a_refused_resume_leaves_the_files_and_an_accepted_one_names_what_it_changes(
+    small_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+):
     config = small_config(steps=1, checkpoint={"every": 1})
     train(config)
     run = only_run(config)
@@ -239,12 +242,22 @@ def test_a_refused_resume_leaves_the_configuration_and_an_accepted_one_names_wha
         with pytest.raises(ConfigError, match="no_such_environment"):
             train(refused, resume=run)
         assert (run / "config.toml").read_text() == text
+        assert (run / "summary.json").is_file()
     of_another_kind = small_config(steps=2, trainer={"optimizer": "sgd"}, checkpoint={"every": 1})
     with pytest.raises(ConfigError, match=r"trainer.optimizer = sgd: the checkpoints .* written with adamw"):
         train(of_another_kind, resume=run)
     for meter in (run / "meters").glob("*.tokens"):
         meter.write_bytes(b"")
+    summaries: list[bool] = []
+    update = Driver._update
+
+    async def looked(self: Driver, *step: Any) -> Any:
+        summaries.append((run / "summary.json").exists())
+        return await update(self, *step)
+
+    monkeypatch.setattr(Driver, "_update", looked)
     train(config.model_copy(update={"steps": 2, "seed": 7}), resume=run)
+    assert summaries == [False]
     assert (run / "config-1.toml").read_text() == text
     assert load_config(run / "config.toml").seed == 7
     log = (run / "logs" / "driver.log").read_text()

@@ -88,7 +88,7 @@ def answer(task: int, sample: int, reward: float, **more: Any) -> dict[str, Any]
 def test_answers_are_summed_up_by_task_and_source():
     answers = [
         answer(0, 0, 1.0, data_source="a", reward_parts={"format": 1.0}),
-        answer(0, 1, 0.0, data_source="a", reward_parts={"format": 0.0}),
+        answer(0, 1, 0.0, data_source="a", reward_parts={"format": 0.0, "nan": None}),
         answer(1, 0, 1.0, data_source="b", truncated=True),
         answer(1, 1, 1.0, data_source="b"),
     ]

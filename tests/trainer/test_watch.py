@@ -17,6 +17,7 @@ from asyncrl.cli.main import main
 from asyncrl.cli.output import print_failure
 from asyncrl.errors import ConfigError, DeadlineError, EnvironmentFailure, WorkerDiedError
 from asyncrl.simulation import run_virtually
+from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.timeline import Timeline
 from asyncrl.trainer.report import Watch, read_status
 
@@ -197,6 +198,18 @@ def test_the_error_that_ended_a_run_is_in_its_last_status(tmp_path: Path, capsys
     assert main(["why", str(tmp_path)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "the run failed: EnvironmentFailure: the environment's step failed"
+
+
+def test_why_believes_the_lock_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with RunDirectory.create(tmp_path, "run") as run:
+        test_the_status_tells_waits_work_and_causes(run.path)
+        record = json.loads(run.status_path.read_text())
+        run.status_path.write_text(json.dumps({**record, "pid": 2**22 + 1}))  # of another machine
+        run.write_summary({"advice": None})  # of its earlier end
+        assert main(["why", str(run.path)]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith("is done")
+    assert main(["why", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"the run has ended; {run.summary_path} has its results\n"
 
 
 def test_why_tells_a_run_that_is_over_or_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,13 +5,14 @@ const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const said = document.getElementById("said");
 let stream = null;
+let missed = null; // what is to be drawn when nothing in main has the focus any more
 let turn = 0;
 
 const VIEWS = {
-  overview: { title: "Overview", files: ["metrics.jsonl", "status.json", "summary.json"], draw: overview },
+  overview: { title: "Overview", files: ["metrics.jsonl", "status.json", "summary.json", "run.lock"], draw: overview },
   timeline: { title: "Timeline", files: ["timeline.json", "status.json"], draw: timeline },
-  staleness: { title: "Staleness", files: ["metrics.jsonl"], draw: staleness },
-  weights: { title: "Weights and replicas", files: ["metrics.jsonl", "status.json"], draw: weights },
+  staleness: { title: "Staleness", files: ["metrics.jsonl", "summary.json"], draw: staleness },
+  weights: { title: "Weights and replicas", files: ["metrics.jsonl", "status.json", "summary.json", "run.lock"], draw: weights },
   rollouts: { title: "Rollouts", files: ["trajectories.jsonl"], draw: rollouts },
   failures: { title: "Failures", files: ["summary.json", "logs/driver.log"], draw: failures },
 };
@@ -24,23 +25,39 @@ async function get(path) {
 const runPath = (name, rest) => `/api/runs/${encodeURIComponent(name)}/${rest}`;
 const runLink = (name, view = "overview") => `#/run/${encodeURIComponent(name)}/${view}`;
 
-async function show() {
+function show() {
   const mine = ++turn;
   if (stream) stream.close();
-  stream = null;
+  stream = missed = null;
   const [place, ...names] = location.hash.replace(/^#\//, "").split("/").map((part) => {
     try { return decodeURIComponent(part); } catch { return part; }
   });
-  await drawView(mine, place, names, true);
-  if (mine !== turn || place !== "run") return;
+  let first = true;
+  const draw = () => {
+    if (mine === turn) drawView(mine, place, names, first);
+    first = false;
+  };
+  if (place !== "run") {
+    draw();
+    return;
+  }
   const view = VIEWS[names[1]] || VIEWS.overview;
   stream = new EventSource(runPath(names[0], "events"));
-  stream.onmessage = (event) => {
-    const changed = JSON.parse(event.data);
-    const busy = main.contains(document.activeElement) && document.activeElement !== main;
-    if (mine === turn && !busy && changed.some((file) => view.files.includes(file))) drawView(mine, place, names, false);
+  stream.onmessage = (event) => { // the first one of a connection names all files: no change before it is lost
+    if (first) draw();
+    else if (!JSON.parse(event.data).some((file) => view.files.includes(file))) return;
+    else if (busy()) missed = draw;
+    else draw();
   };
+  stream.onerror = () => first && draw(); // which shows what is wrong
 }
+
+const busy = () => main.contains(document.activeElement) && document.activeElement !== main;
+main.addEventListener("focusout", () => setTimeout(() => { // then it is known what has the focus next
+  if (!missed || busy()) return;
+  missed();
+  missed = null;
+}));
 
 async function drawView(mine, place, names, first) {
   try {
@@ -175,7 +192,7 @@ async function timeline(name) {
   const query = `start=${window_.start}&bins=${bins}${window_.end ? `&end=${window_.end}` : ""}`;
   const [found, run] = await Promise.all([get(runPath(name, `timeline?${query}`)), get(runPath(name, "overview"))]);
   const parts = [heading(name, "timeline")];
-  if (found.rows.length) {
+  if (found.whole_s > 0) {
     const move = (start, end) => () => {
       const span = Math.max(end - start, 1e-3);
       const from = Math.max(0, Math.min(start, found.whole_s - span));
@@ -188,6 +205,7 @@ async function timeline(name) {
       button("Closer", move(from + span / 4, to - span / 4)), button("Wider", move(from - span / 2, to + span / 2)),
       button("Earlier", move(from - span / 2, to - span / 2)), button("Later", move(from + span / 2, to + span / 2)),
       button("All", move(0, found.whole_s))));
+    if (!found.rows.length) return [...parts, make("p", {}, "Nothing was recorded in this time."), ...idleOf(run.idle)];
     const stages = [...new Set(found.rows.map((row) => row.stage))];
     parts.push(make("p", {}, [...new Set(found.rows.map((row) => row.name))].slice(0, 24).map(keyOf), make("span", { class: "soft" }, "pale: waits for it")));
     for (const each of stages) {
@@ -276,7 +294,7 @@ async function rollouts(name) {
   const next = found.before && make("button", { type: "button", onclick: () => { filters.before = found.before; show(); } }, "Older ones");
   return [
     heading(name, "rollouts"),
-    make("p", { class: "soft" }, `${short(found.all)} were written to read (telemetry.trajectories_per_step).`),
+    make("p", { class: "soft" }, `${short(found.all)} were written to read (telemetry.trajectories_per_step).`), damageOf(found.damaged),
     make("form", { onsubmit: choose }, field("step", "step"), field("reward from", "least"), field("to", "most"), field("tokens from", "longer"),
       field("with the text", "text", "search"), make("button", {}, "Show")),
     rows.length ? table(["rollout", "step", "reward", "tokens", "end"], rows, [1, 2, 3]) : make("p", {}, "None."), next || null,

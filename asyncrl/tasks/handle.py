@@ -447,7 +447,8 @@ class Run(Generic[_Result]):
         number = 0
         while True:
             ended = self.ended
-            steps = await asyncio.to_thread(self._steps)
+            reading = asyncio.to_thread(self._steps)
+            steps = await (reading if self._program is None else self._program.cancelled_with_caller(reading))
             for step in steps[number:]:
                 yield step
             number = max(number, len(steps))

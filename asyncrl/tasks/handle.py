@@ -142,7 +142,7 @@ def evaluate(
     return run.evaluate(
         made,
         checkpoint=path_or_url(checkpoint) if checkpoint is not None else None,
-        tasks=tasks if tasks is not None or (data is None and made.eval.tasks) else _ALL,
+        tasks=_ALL if tasks is None and data is not None else tasks,
         samples=samples,
         temperature=temperature,
         out=Path(out) if out is not None else None,

@@ -40,7 +40,6 @@ The columns of a trajectory batch, from rollout to loss:
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -95,7 +94,7 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted from the logit of a token that was sampled before, once and for
             each time; -2..2.
         repetition_penalty: divides the logit of a token of the prompt or sampled before where it is positive, and
-            multiplies it where it is negative; above 0, 1 for off.
+            multiplies it where it is negative; 0.01..100, 1 for off.
         logit_bias: token ids, and what is added to their logits; -100..100.
         allowed_token_ids: only these are sampled; all if there are none.
         bad_words: texts that are not sampled, at the beginning of a word or within one, as the tokenizer spells them:
@@ -158,8 +157,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name} must lie in -2..2, got {getattr(self, name)}")
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}")
+        if not 0.01 <= self.repetition_penalty <= 100.0:  # beyond, logits overflow
+            raise ValueError(f"repetition_penalty must lie in 0.01..100 (1 is off), got {self.repetition_penalty}")
         for token, bias in self.logit_bias:
             if not -100.0 <= bias <= 100.0:
                 raise ValueError(f"logit_bias must lie in -100..100, got {bias} for token {token}")

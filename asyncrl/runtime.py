@@ -34,6 +34,7 @@ from asyncrl.errors import AsyncRLError
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # ------------------------------------------------------------------------------------------------ the controller's loop
 
@@ -473,6 +474,7 @@ class BackgroundProgram(Generic[_T]):
     def __init__(self, main: Coroutine[Any, Any, _T]) -> None:
         self._program = _Program(main)
         self._ended: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        self._joined: asyncio.Future[_T] | None = None
         self._thread = threading.Thread(target=self._run, name="asyncrl-run", daemon=True)
         self._may_run = threading.Event()
 
@@ -511,16 +513,34 @@ class BackgroundProgram(Generic[_T]):
     async def join(self, timeout_s: float | None = None) -> _T:
         """As :meth:`wait`, on an event loop. If the caller is cancelled, so is ``main``, and its cleanup is awaited."""
         with self._signals() as interrupted:
-            ended = asyncio.wrap_future(self._ended)
-            await asyncio.wait([ended], timeout=timeout_s if timeout_s is not None else 0.0)
-            if timeout_s is not None and not ended.done() and not interrupted():
-                raise TimeoutError
+            ended = self._ended_here()
+            if timeout_s is not None:
+                await self.cancelled_with_caller(asyncio.wait([ended], timeout=timeout_s))
+                if not ended.done() and not interrupted():
+                    raise TimeoutError
             try:
                 return await shield_until_done(ended, on_cancel=self.cancel)
             except asyncio.CancelledError:
                 if interrupted():
                     raise KeyboardInterrupt from None
                 raise
+
+    async def cancelled_with_caller(self, waiting: Awaitable[_R]) -> _R:
+        """Await ``waiting``. If the caller is cancelled meanwhile, so is ``main``, and its cleanup is awaited."""
+        try:
+            return await waiting
+        except asyncio.CancelledError as cancellation:
+            self.cancel()
+            ended = self._ended_here()
+            await shield_until_done(asyncio.wait([ended]))
+            raise cancellation from ended.exception()
+
+    def _ended_here(self) -> asyncio.Future[_T]:
+        """Return a future of the end on the running loop: one for all waits, since each would stay until the end."""
+        ended = self._joined
+        if ended is None or ended.get_loop() is not asyncio.get_running_loop():
+            ended = self._joined = asyncio.wrap_future(self._ended)
+        return ended
 
     def _start(self) -> None:
         _wait_at_exit(self)

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.errors import EngineError
 from asyncrl.runtime import (
+    BackgroundProgram,
     Terminated,
     failure_of_program,
     first_cause,
@@ -232,6 +233,33 @@ def test_interrupting_a_notebook_cell_cancels_what_it_started():
     finally:
         loop.close()
     assert work.cleaned_up
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+async def test_a_program_is_cancelled_with_what_joins_it(timeout_s: float | None):
+    begun, cleaned_up = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned_up.set()
+
+    program = BackgroundProgram(main()).start()
+    try:
+        await asyncio.to_thread(begun.wait)
+        with pytest.raises(TimeoutError):
+            await program.join(0.0)
+        joining = asyncio.ensure_future(program.join(timeout_s))
+        await cancelled_twice(joining)
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        assert program.ended
+        assert cleaned_up.is_set()
+    finally:
+        program.cancel()
 
 
 def test_of_several_errors_asyncrls_own_is_raised():

@@ -102,7 +102,7 @@ class JSONService:
             raise RewardError(f"{self.url} answered more than the limit of {_LARGEST_REPLY_BYTES} bytes", how="value")
         try:
             return (json.loads(content),), ""
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also of an integer of too many digits
             raise RewardError(f"{self.url} must answer JSON, got: {shown}", how="value") from error
 
 

@@ -204,7 +204,7 @@ class LogitFields(Struct, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=_TOKENS_BY_ID)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=_TOKENS_BY_ID)] | None = None
     bad_words: list[Text] | None = None

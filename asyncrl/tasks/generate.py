@@ -69,10 +69,11 @@ class AnswersFile:
         for answer in answers:
             self._lines.append(answer)
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Sort the answers, write the final file and return them. Blocks."""
+    def finish(self, tasks: int) -> list[dict[str, Any]]:
+        """Sort the answers to the first ``tasks``, write the final file and return them. Blocks."""
         self._lines.close()
-        answers = sorted(read_json_lines(self._journal), key=lambda each: (each["task_number"], each["sample"]))
+        wanted = [each for each in read_json_lines(self._journal) if each["task_number"] < tasks]
+        answers = sorted(wanted, key=lambda each: (each["task_number"], each["sample"]))
         draft = self.path.with_name(f".{self.path.name}.part")
         if self.path.suffix == ".parquet":
             _write_parquet(answers, draft)

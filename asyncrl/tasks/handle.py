@@ -142,7 +142,7 @@ def evaluate(
     return run.evaluate(
         made,
         checkpoint=path_or_url(checkpoint) if checkpoint is not None else None,
-        tasks=tasks if tasks is not None or (data is None and made.eval.tasks) else _ALL,
+        tasks=_ALL if tasks is None and data is not None else tasks,
         samples=samples,
         temperature=temperature,
         out=Path(out) if out is not None else None,
@@ -447,7 +447,8 @@ class Run(Generic[_Result]):
         number = 0
         while True:
             ended = self.ended
-            steps = await asyncio.to_thread(self._steps)
+            reading = asyncio.to_thread(self._steps)
+            steps = await (reading if self._program is None else self._program.cancelled_with_caller(reading))
             for step in steps[number:]:
                 yield step
             number = max(number, len(steps))

@@ -275,10 +275,13 @@ def _answer(
 
     Their rewards are the environment's, or with ``rewarded`` those of ``reward.source``.
     """
+    names = ["max_new_tokens", "max_seq_len", "stop"]
+    if sampling.get("temperature"):
+        names += ["top_p", "top_k"]
     settings = {
         "model": config.model.model_dump(mode="json"),
         "env": config.env.model_dump(mode="json"),
-        "rollout": {name: getattr(config.rollout, name) for name in ("max_new_tokens", "max_seq_len", "stop")},
+        "rollout": {name: getattr(config.rollout, name) for name in names},
         "sampling": dict(sampling),
         "samples": samples,
         "seed": config.seed,
@@ -290,7 +293,7 @@ def _answer(
     failed: list[FailedTask] = []
     answers: list[dict[str, Any]] = []
 
-    async def main() -> int:
+    async def main() -> tuple[int, int]:
         async with _serving(config, checkpoint, made_with=made_with, rewarded=rewarded) as serving:
             assembly, renderer, score = serving
             environments = assembly.environments
@@ -324,10 +327,10 @@ def _answer(
                         progress.advance()
             finally:
                 progress.close()
-            return assembly.pool.weight_version
+            return wanted, assembly.pool.weight_version
 
     try:
-        version = run_with_signals(main())
+        wanted, version = run_with_signals(main())
         if failed:
             first = min(failed, key=lambda each: each.number)
             kept = f"; the others are in {out}: the same command tries only these again" if out is not None else ""
@@ -335,7 +338,7 @@ def _answer(
                 f"{len(failed)} tasks could not be answered, first task {first.number}: {first.failure}{kept}"
             ) from first.failure
         if file is not None:
-            answers = file.finish()
+            answers = file.finish(wanted)
     finally:
         if file is not None:
             file.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def run(namespace: argparse.Namespace, settings: Sequence[str]) -> int:
         pip_options.append(f"--index-url={namespace.index_url}")
     status = venv.install(
         recipe,
-        python=namespace.python or Path(sys.executable),
+        python=namespace.python,
         pip_options=pip_options,
         recreate=namespace.recreate,
         log_step=show_status,

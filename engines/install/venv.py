@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,7 +169,7 @@ def failure_of(output: str, *, what: str, log: str) -> InfrastructureError | Con
         )
     if (missing := _MISSING.search(output)) is not None:
         reason = (
-            "for this version of Python; give another with --python"
+            "for this version of Python; give another with --python, and --recreate"
             if _WRONG_PYTHON.search(output)
             else "for this machine and Python; a mirror may lack it: give another with --extra-index-url"
         )
@@ -182,6 +183,7 @@ def failure_of(output: str, *, what: str, log: str) -> InfrastructureError | Con
 _STATE_FILE = "asyncrl-engine.json"
 _LOG_FILE = "asyncrl-engine.log"
 _LOCK_FILE = "asyncrl-engine.lock"
+_DELETED = ".deleted"
 _OURS = ("asyncrl", "engines")
 _ROOT = Path(asyncrl.__file__).parents[1]
 _PROBE_S = 300.0
@@ -294,24 +296,32 @@ class EngineVenv:
         self,
         recipe: EngineRecipe,
         *,
-        python: Path,
+        python: Path | None,
         pip_options: Sequence[str],
         recreate: bool,
         log_step: Callable[[str], None],
     ) -> VenvStatus:
         """Install the recipe, or continue an incomplete installation, or check a complete one. Blocks for minutes.
 
-        ``pip_options`` are further options of ``pip install``, such as ``--index-url``; ``recreate`` deletes an
-        existing environment first; ``log_step`` receives a line for each step.
+        ``python`` makes a new environment, by default this process's; ``pip_options`` are further options of ``pip
+        install``, such as ``--index-url``; ``recreate`` deletes an existing environment first; ``log_step`` receives a
+        line for each step.
 
         Raises:
-            ConfigError: the folder holds something else, or the version of Python does not fit.
+            ConfigError: the folder holds something else, or an environment of another Python than the given one; or the
+                version of Python does not fit.
             ResourceError: the disk is full.
             InfrastructureError: pip or the probe failed.
         """
-        _check_python(python, recipe)
+        version = _check_python(python or Path(sys.executable), recipe)
         self._check_folder(recipe, recreate=recreate)
+        made = [each.name for each in (self.folder / "lib").glob("python3.*")]
+        if python is not None and not recreate and made and f"python{version}" not in made:
+            raise ConfigError(
+                f"{self.folder} has {made[0]}, and {python} is {version}", path="--python", remedy="add --recreate"
+            )
         with self._locked():
+            shutil.rmtree(self.folder / _DELETED, ignore_errors=True)  # of a --recreate that was interrupted
             if recreate:
                 self._clear()
             status = self.examine(recipe)
@@ -324,7 +334,7 @@ class EngineVenv:
             else:
                 log_step(f"continuing with {self.folder}: {status.problems[0]}")
             self._write_state(recipe, complete=False)
-            self._create_venv(python, log_step)
+            self._create_venv(python or Path(sys.executable), log_step)
             for number, step in enumerate(recipe.steps, 1):
                 log_step(f"{number}/{len(recipe.steps)} {step.label}")
                 self._install_step(step, pip_options)
@@ -379,13 +389,13 @@ class EngineVenv:
             yield
 
     def _clear(self) -> None:
-        for path in self.folder.iterdir():
-            if path.name == _LOCK_FILE:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        """Delete the environment, its state last: interrupted, it is one that lacks whole folders."""
+        (self.folder / _DELETED).mkdir()
+        for path in list(self.folder.iterdir()):
+            if path.name not in (_LOCK_FILE, _STATE_FILE, _DELETED):
+                path.rename(self.folder / _DELETED / path.name)
+        shutil.rmtree(self.folder / _DELETED)
+        (self.folder / _STATE_FILE).unlink()
 
     def _write_state(self, recipe: EngineRecipe, *, complete: bool) -> None:
         state = VenvState(engine=recipe.engine, device=recipe.device, digest=recipe.digest, complete=complete)
@@ -426,7 +436,7 @@ class EngineVenv:
     def _run(self, command: Sequence[str]) -> tuple[str, int]:
         """Run a command with its output appended to the log; return that output and the exit status."""
         with self.log.open("a+", encoding="utf-8", errors="replace") as log:
-            log.write(f"$ {' '.join(command)}\n")
+            log.write(re.sub(r"://[^/\s]*@", "://****@", f"$ {' '.join(command)}\n"))  # as pip writes a URL with a key
             log.flush()
             begin = log.tell()
             try:
@@ -449,7 +459,8 @@ class EngineVenv:
             link.symlink_to(_ROOT / name, target_is_directory=True)
 
 
-def _check_python(python: Path, recipe: EngineRecipe) -> None:
+def _check_python(python: Path, recipe: EngineRecipe) -> str:
+    """Return the minor version, as in ``3.12``; raise ConfigError unless the recipe can use it."""
     program = "import json, sys; print(json.dumps([*sys.version_info[:2], sys.platform]))"
     try:
         done = subprocess.run(  # noqa: S603 - the interpreter that the user named
@@ -469,6 +480,7 @@ def _check_python(python: Path, recipe: EngineRecipe) -> None:
             path="--python",
             remedy="name another interpreter with --python",
         )
+    return f"{major}.{minor}"
 
 
 def _normal(name: str) -> str:

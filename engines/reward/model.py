@@ -11,6 +11,7 @@ import torch
 from asyncrl.data import DataProto
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.model_folder import check_model
+from asyncrl.runtime import shield_until_done
 from asyncrl.storage import local_model
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class ModelReward:
             engine = self._engine
             if engine is None:
                 raise RewardError(f"score() of the reward model {self._path} was called after close()")
-            scored = await asyncio.to_thread(engine.scores, batch)
+            scored = await shield_until_done(asyncio.to_thread(engine.scores, batch))
         assert scored.batch is not None
         rewards: torch.Tensor = scored.batch["scores"] * self._scale + self._shift
         bad = (~rewards.isfinite()).nonzero().flatten().tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from asyncrl.data import DataProto
 from asyncrl.errors import EnvironmentDeadlineError, RewardError
 from asyncrl.rewards.scoring import check_count
+from asyncrl.rewards.scoring_program import as_number
 from asyncrl.rewards.service import JSONService
 from asyncrl.runtime import run_all
 from asyncrl.telemetry.run_directory import to_json
@@ -89,6 +89,7 @@ class RemoteReward:
         if not isinstance(rewards, list) or len(rewards) != len(rows):
             raise RewardError(f'{url} must answer {{"rewards": [...]}} of {len(rows)} numbers: {shown}', how="value")
         for row, reward in enumerate(rewards):
-            if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise RewardError(f"{url} gave row {row} the reward {reward!r}, not a finite number", how="value")
+            if isinstance(reward, bool) or "value" not in as_number(reward):
+                shown = repr(reward)[:_SHOWN_CHARACTERS]
+                raise RewardError(f"{url} gave row {row} the reward {shown}, not a finite float32", how="value")
         return [float(reward) for reward in rewards]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,13 +103,16 @@ class ModelTokens:
         sampling, prompt = request.sampling, request.prompt_token_ids
         prompt_length = len(prompt) - request.continued_tokens
         stop_text, logits = None, None
+        spellings = self._spellings(sampling.bad_words)
+        if len(spellings) < len(sampling.bad_words):  # vLLM spells them itself, and fails at a word without tokens
+            sampling = replace(sampling, bad_words=tuple(spellings))
         if sampling.stop:
             stop_text = StopText(
                 sampling.stop, decode=self.decode, prompt=prompt[:prompt_length], passed=sampling.min_tokens
             )
         if logit_parameters(sampling):
             ends = sorted(self._in_vocabulary(self.stop_token_ids.union(sampling.stop_token_ids)))
-            rules = LogitRules(sampling, prompt_length, ends, self._spellings(sampling.bad_words))
+            rules = LogitRules(sampling, prompt_length, ends, [each for known in spellings.values() for each in known])
             logits = RowLogits(rules)
         return Row(
             request_id=request.request_id,
@@ -128,20 +131,21 @@ class ModelTokens:
             session=request.session,
         )
 
-    def _spellings(self, words: Sequence[str]) -> list[list[int]]:
+    def _spellings(self, words: Sequence[str]) -> dict[str, list[list[int]]]:
         """Return the tokens of each word at the beginning of a text, and after a space where these are others.
 
-        As in vLLM, a spelling after a space counts only if it is as long.
+        As in vLLM, a spelling after a space counts only if it is as long. Words that the model cannot sample are left
+        out: the tokenizer has no tokens for them, or ones outside the vocabulary.
         """
         if not words:
-            return []
+            return {}
         bare = [word.lstrip() for word in words]
         written = self.tokenizer([*bare, *(f" {word}" for word in bare)], add_special_tokens=False)["input_ids"]
-        spellings: list[list[int]] = []
-        for first, spaced in zip(written[: len(bare)], written[len(bare) :], strict=True):
-            spellings.append(list(first))
-            if len(spaced) == len(first) and spaced[0] != first[0]:
-                spellings.append(list(spaced))
+        spellings: dict[str, list[list[int]]] = {}
+        for word, first, spaced in zip(words, written[: len(bare)], written[len(bare) :], strict=True):
+            found = [first, spaced] if first and len(spaced) == len(first) and spaced[0] != first[0] else [first]
+            if known := [list(each) for each in found if each and max(each) < self.vocabulary]:
+                spellings[word] = known
         return spellings
 
     def decode(self, tokens: Sequence[int]) -> str:

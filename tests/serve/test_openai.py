@@ -405,7 +405,7 @@ WRONG_LOGITS = (
     ({"min_p": 1.5}, "<= 1.0 - at `$.min_p`"),
     ({"presence_penalty": -2.5}, ">= -2.0 - at `$.presence_penalty`"),
     ({"frequency_penalty": 3}, "<= 2.0 - at `$.frequency_penalty`"),
-    ({"repetition_penalty": 0}, "> 0.0 - at `$.repetition_penalty`"),
+    ({"repetition_penalty": 1e-38}, ">= 0.01 - at `$.repetition_penalty`"),
     ({"logit_bias": {"5": 101}}, "<= 100.0 - at `$.logit_bias"),
     ({"logit_bias": {"five": 1}}, "`$.logit_bias`"),
     ({"allowed_token_ids": []}, "at `$.allowed_token_ids`"),

@@ -19,6 +19,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import CheckpointError, ConfigError, EnvironmentFailure, TokenBalanceError, WeightVersionError
 from asyncrl.rollout.worker import TokenAccount, TokenMeter
 from asyncrl.staleness import POLICIES
+from asyncrl.tasks import handle
 from asyncrl.tasks.run import evaluate, generate, sft, train
 from asyncrl.telemetry import report_text
 from asyncrl.telemetry.progress import make_progress
@@ -286,9 +287,28 @@ def test_a_run_without_steps_needs_no_falling_rate(small_config: MakeConfig):
     assert train(config)["weight_version"] == 0
 
 
+def test_sampled_answers_of_another_truncation_are_not_continued(
+    small_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found: list[Any] = []
+
+    def opened(path: Path, *, settings: Any, samples: int) -> None:
+        found.append(settings["rollout"].keys())
+        raise ConfigError("opened")
+
+    monkeypatch.setattr("asyncrl.tasks.run.AnswersFile", opened)
+    for temperature in (None, 1.0):
+        with pytest.raises(ConfigError, match="opened"):
+            generate(small_config(), temperature=temperature, out=tmp_path / "answers.jsonl")
+    greedy, sampled = found
+    assert sampled - greedy == {"top_p", "top_k"}
+
+
 def test_what_cannot_be_done_is_told_before_anything_starts(small_config: MakeConfig, tmp_path: Path):
     with pytest.raises(ConfigError, match="no task to score"):
         evaluate(small_config(eval={"tasks": 0}))
+    with pytest.raises(ConfigError, match="no task to score"):
+        handle.evaluate(small_config(eval={"tasks": 0}))
     with pytest.raises(ConfigError, match="folder does not exist"):
         generate(small_config(), out=tmp_path / "absent" / "shown.jsonl")
     assert not (tmp_path / "runs").exists()

@@ -182,7 +182,7 @@ class RemoteEngine:
             if not isinstance(answer, Welcome) or answer.protocol != PROTOCOL:
                 raise EngineError(f"{self._name} does not speak protocol {PROTOCOL}")
         except BaseException:
-            await frames.close()
+            frames.abort()
             await _end(process, within_s=0.0)
             raise
         self._update(answer.statistics)
@@ -222,7 +222,7 @@ class RemoteEngine:
             if connection is None or reading is None:
                 self._ended.set()
                 return
-            await connection.frames.close()
+            connection.frames.abort()  # a process that reads no more would never take what is queued
             await _end(connection.process, within_s=self._close_s)
             await reading
 

@@ -183,8 +183,13 @@ class Frames:
             return  # receive() returns None then
 
     async def close(self) -> None:
+        """Hang up when the other end has taken what is queued."""
         self._writer.close()
         try:
             await self._writer.wait_closed()
         except ConnectionError:
             return
+
+    def abort(self) -> None:
+        """Hang up at once, without what is queued."""
+        self._writer.transport.abort()

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import count
@@ -265,7 +267,8 @@ class SGLangEngine:
         """SGLang's names of adapters that are not needed any more."""
         self._prepared: tuple[int, list[tuple[WeightManifest, dict[str, torch.Tensor]]]] | None = None
         self._held: dict[str, SGLangRequest] = {}
-        self._begun: set[SGLangRequest] = set()
+        self._begun: Counter[SGLangRequest] = Counter()  # twice while one that begins again is not yet out of SGLang
+        self._seeds = random.Random(seed)  # noqa: S311 - sampling, not secrets
         self._numbers = count()
         self._paused = False
         self._asleep = False
@@ -361,7 +364,8 @@ class SGLangEngine:
         if request.adapter and request.adapter not in self.adapters:
             raise InvalidDataError(f"request {request.request_id!r} is for adapter {request.adapter!r}: none is served")
         await tokens.guide(request, held=self._held)  # within limits, which SGLang does not set
-        row = tokens.row(request, seed=request.sampling.seed or 0)
+        seed = self._seeds.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
+        row = tokens.row(request, seed=seed)
         held = self._held[row.request_id] = SGLangRequest(row, vocabulary=tokens.vocabulary)
         self._prompt_tokens += row.prompt_length + row.continued
         self._count_busy()
@@ -402,10 +406,12 @@ class SGLangEngine:
 
     async def _read(self, held: SGLangRequest) -> None:
         row = held.row
+        begun = Counter[SGLangRequest]()
         try:
             await self._wait_until_admitted(held)
             if not row.probe:
-                self._begun.add(held)
+                begun[held] = 1
+                self._begun += begun
             version = self.adapters.get(row.adapter)  # kept until the request begins again under another
             adapter = None if version is None else _sglang_name(row.adapter, version)
             if self._adapters is not None and version is None:
@@ -426,7 +432,7 @@ class SGLangEngine:
         except Exception as error:  # noqa: BLE001 - raised by the reader
             held.fail(EngineError(f"{type(error).__name__}: {error}"))
         finally:
-            self._begun.discard(held)
+            self._begun -= begun
             self._count_busy()
             self._notify()
 

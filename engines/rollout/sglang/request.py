@@ -128,7 +128,8 @@ class SGLangRequest:
         They are of ``version``, or of those that SGLang stamped.
 
         Raises:
-            EngineError: the piece leaves tokens out, has no versions, or SGLang failed.
+            EngineError: the piece leaves tokens out, has no versions or log-probs that are not finite, or SGLang
+                failed.
             InvalidDataError: SGLang does not take the request, or its parameters forbid every token.
         """
         row, info = self.row, piece["meta_info"]
@@ -160,7 +161,10 @@ class SGLangRequest:
             if count := row.sampling.top_log_probs:
                 tops = [_top(top, count) for top in info["output_top_logprobs"][-new:]]
             for token, log_prob, stamped, top in zip(tokens, log_probs, versions, tops, strict=False):
-                row.append(token, log_prob, stamped if version is None else version, top)
+                sampled_under = stamped if version is None else version
+                if not math.isfinite(log_prob):
+                    raise EngineError(f"the model's log-probs are not finite under weight version {sampled_under}")
+                row.append(token, log_prob, sampled_under, top)
                 if row.ended:
                     break
         if info["finish_reason"] is not None and not row.ended:

@@ -99,6 +99,12 @@ class Adapters:
             self._modules[module].register_forward_hook(self._hook(module))
         return frozenset(changed)
 
+    def move(self, device: torch.device) -> None:
+        """Move those that serve, and those that are prepared, to where the weights are now."""
+        for adapter in (*self.serving.values(), *self._shadow.values()):
+            for tensor in adapter.tensors.values():
+                tensor.data = tensor.data.to(device)
+
     @contextmanager
     def of_pass(self, names: Sequence[str]) -> Iterator[None]:
         """Apply adapters to the tokens of the pass inside the block: ``names`` has that of each token."""
@@ -132,9 +138,10 @@ class Adapters:
                 if pair is None:
                     continue
                 a, b = pair
-                states = inputs[0] if places is None else inputs[0].index_select(1, places)  # [1, T, inputs]
+                dim = inputs[0].dim() - 2  # [1, T, inputs], or [T, inputs] of a model that flattens its batch
+                states = inputs[0] if places is None else inputs[0].index_select(dim, places)
                 change = (states @ a.T @ b.T).mul_(adapter.scale)
-                output = output + change if places is None else output.index_add(1, places, change)
+                output = output + change if places is None else output.index_add(dim, places, change)
             return output
 
         return add

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
 from asyncrl.interfaces import SamplingParams
+from asyncrl.model_folder import rotary_change
 from engines.rollout.request import ModelTokens, Row, load_tokenizer
 from engines.rollout.transformers.adapters import Adapters
 from engines.rollout.transformers.kv_cache import (
@@ -22,13 +24,15 @@ from engines.rollout.transformers.schedule import Chunk, Step
 from engines.training.model import model_loading_lock
 
 _PROBE_TOKENS = 2 * BLOCK_TOKENS + 4
+_log = logging.getLogger(__name__)
 
 
 class Decoder:
     """A transformers causal language model with full attention in every layer, served row by row.
 
     ``model`` is in eval mode. Its layers call ``past_key_values.update`` and transformers' attention interface, and
-    obey ``position_ids``; :meth:`check` proves it by comparison. ``max_model_tokens`` is the model's own where None.
+    obey ``position_ids``; :meth:`check` proves it by comparison. ``max_model_tokens`` is the model's own where None, or
+    what its rotary positions leave: all rows of a pass share them (:class:`~asyncrl.model_folder.RotaryChange`).
     ``kv_cache_bytes`` is 4 GiB where None, or what one row of that length needs if that is more; of it, no more is used
     than ``max_running_requests`` rows can fill.
 
@@ -48,7 +52,7 @@ class Decoder:
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
-        self.max_model_tokens = _context_length(config, max_model_tokens)
+        self.max_model_tokens = _context_length(model.config, max_model_tokens)
         _refuse_other_layers(model, config, self.max_model_tokens)
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
@@ -180,19 +184,25 @@ def _probe_row(tokens: list[int], *, length: int) -> Row:
     )
 
 
-def _context_length(config: Any, wanted: int | None) -> int:
-    own = getattr(config, "max_position_embeddings", None)
+def _context_length(settings: Any, wanted: int | None) -> int:
+    own = getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)
+    most, what = own, "the model's context"
+    if (change := rotary_change(settings)) is not None:
+        most = change.tokens
+        what = f"beyond which the model's rotary positions ({change.kind}) are others, for all rows of a pass"
     if wanted is None:
-        if own is None:
+        if most is None:
             raise ConfigError(
                 "the model's config has no max_position_embeddings: give max_model_tokens", path="max_model_tokens"
             )
-        return int(own)
-    if wanted < 2 or (own is not None and wanted > own):
+        if most != own:
+            _log.warning("serving at most %d tokens, %s", most, what)
+        return int(most)
+    if wanted < 2 or (most is not None and wanted > most):
         raise ConfigError(
-            f"max_model_tokens must lie in 2..{own}, the model's context, got {wanted}",
+            f"max_model_tokens must lie in 2..{most}, {what}, got {wanted}",
             path="max_model_tokens",
-            remedy=f"2..{own}",
+            remedy=f"2..{most}",
         )
     return wanted
 

@@ -86,6 +86,7 @@ class Generation:
         self.schedule.sleep()
         self.decoder.cache.free_memory()
         self.weights.sleep()
+        self.decoder.adapters.move(torch.device("cpu"))
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise torch keeps the freed memory for this process
 
@@ -93,6 +94,7 @@ class Generation:
         if self.schedule.asleep:
             self.decoder.cache.allocate()
         self.weights.wake()
+        self.decoder.adapters.move(self.decoder.device)
         self.schedule.wake()
 
     def commit(self, version: int, *, kv_cache: KVCachePolicy) -> None:

@@ -89,8 +89,8 @@ class VLLMRequest:
         """Append the tokens of an output to the row, and return them; None if there are none. Any: a RequestOutput.
 
         Raises:
-            EngineError: the request failed inside vLLM.
-            InvalidDataError: its parameters forbid every token.
+            EngineError: the request failed inside vLLM, or its log-probs are not finite.
+            InvalidDataError: its parameters forbid every token, or can, and its log-probs are not finite.
         """
         (completion,) = output.outputs
         row = self.row
@@ -102,8 +102,11 @@ class VLLMRequest:
         versions = self._versions(completion, start, start + len(completion.token_ids))
         for token, version, log_probs in zip(completion.token_ids, versions, completion.logprobs or (), strict=True):
             log_prob = float(log_probs[token].logprob)
-            if row.logits is not None and not math.isfinite(log_prob):
-                raise row.no_token_error()
+            if not math.isfinite(log_prob):
+                sampling = row.sampling
+                if sampling.allowed_token_ids or sampling.bad_words or row.sampled < sampling.min_tokens:
+                    raise row.no_token_error()  # vLLM's log-probs of no token left are those of a broken model: NaN
+                raise EngineError(f"the model's log-probs are not finite under weight version {version}")
             top = _top(log_probs, row.sampling.top_log_probs) if row.sampling.top_log_probs else None
             row.append(int(token), log_prob, version, top)
             if row.ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +80,42 @@ def test_a_full_disk_is_refused_first(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, size_bytes=1 << 60)
     with pytest.raises(ResourceError, match="needs 1073741824 GiB, and"):
         install(EngineVenv(tmp_path / "made"), recipe)
+
+
+def test_an_environment_of_another_python_is_not_continued(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.99" / "site-packages"
+    packages.mkdir(parents=True)
+    state = {"engine": "shimmed", "device": "cpu", "digest": "0", "complete": False}
+    (tmp_path / "asyncrl-engine.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"has python3\.99, and .* is 3\.\d+"):
+        install(EngineVenv(tmp_path))
+    assert packages.exists()
+
+
+def test_a_recreation_that_was_interrupted_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib" / "python3.99").mkdir(parents=True)
+    state = {"engine": "shimmed", "device": "cpu", "digest": "0", "complete": True}
+    (tmp_path / "asyncrl-engine.json").write_text(json.dumps(state))
+    delete = shutil.rmtree
+
+    def interrupted(path: Path, *, ignore_errors: bool = False) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        install(EngineVenv(tmp_path), recreate=True)
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    monkeypatch.setattr(module.EngineVenv, "_run", lambda self, command: ("ensurepip is not available", 1))
+    with pytest.raises(InfrastructureError, match="python3-venv"):
+        install(EngineVenv(tmp_path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["asyncrl-engine.json", "asyncrl-engine.lock"]
+
+
+def test_the_log_has_no_credentials(tmp_path: Path) -> None:
+    venv = EngineVenv(tmp_path)
+    venv._run(["true", "--index-url=https://me:secret@host/simple", "--extra-index-url=https://host/simple"])
+    assert venv.log.read_text() == "$ true --index-url=https://****@host/simple --extra-index-url=https://host/simple\n"
 
 
 def test_two_installations_exclude_each_other(tmp_path: Path) -> None:

@@ -121,7 +121,10 @@ async def test_a_server_that_hangs_raises_at_the_deadline() -> None:
         (lambda: web.json_response([1.0, 2.0]), "of 2 numbers"),
         (lambda: web.json_response({"rewards": [1.0, "2"]}), "gave row 1 the reward '2'"),
         (lambda: web.json_response({"rewards": [True, 1.0]}), "gave row 0 the reward True"),
-        (lambda: web.Response(text='{"rewards": [1.0, NaN]}'), "not a finite number"),
+        (lambda: web.Response(text='{"rewards": [1.0, NaN]}'), "not a finite float32"),
+        (lambda: web.Response(text='{"rewards": [1.0, 1e39]}'), r"the reward 1e\+39, not a finite float32"),
+        (lambda: web.Response(text=f'{{"rewards": [1.0, {10**400}]}}'), "not a finite float32"),
+        (lambda: web.Response(text='{"rewards": [1.0, ' + "1" * 5000 + "]}"), "must answer JSON"),
         (lambda: web.Response(status=404, text="where?"), "refused a request with status 404: where"),
     ],
 )

@@ -19,7 +19,7 @@ from asyncrl.rollout.replica import fetch_into
 from asyncrl.weights import Adapter, Canary, WeightManifest, entries_of
 from engines.rollout.model_tensors import AdapterVersions, ModelTensors
 from engines.rollout.sglang.weights import completed
-from engines.rollout.transformers.adapters import Adapters
+from engines.rollout.transformers.adapters import Adapters, ServedAdapter
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.weights.shared_memory import SharedMemoryTransport
 
@@ -114,6 +114,40 @@ async def test_rows_of_several_adapters_in_one_batch_are_those_of_merged_models(
         assert set(answer.weight_versions) == {{"": 0, "one": 1, "two": 2}[request.adapter]}
     with pytest.raises(InvalidDataError, match="is for adapter 'three': none is served"):
         await collect(engine, a_request("x", "three"))
+
+
+def test_modules_that_get_their_tokens_in_one_batch_or_in_none(base: Any) -> None:
+    adapters, module = Adapters(base), base.get_submodule(MODULES[1])
+    draw = torch.Generator().manual_seed(1)
+    a, b, states = (torch.randn(shape, generator=draw) for shape in ((RANK, 48), (32, RANK), (1, 5, 48)))
+    adapters._shadow = {"one": ServedAdapter(1, 2.0, {MODULES[1]: (a, b)}, {"a": a, "b": b})}
+    adapters.prepared = 1
+    adapters.swap(1)
+    expected = module(states)
+    expected[:, 1:3] += 2.0 * states[:, 1:3] @ a.T @ b.T
+    with adapters.of_pass(["", "one", "one", "", ""]):
+        assert torch.allclose(module(states), expected, atol=1e-5)
+        assert torch.allclose(module(states[0]), expected[0], atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+async def test_adapters_that_come_while_the_engine_sleeps_serve_afterwards(
+    folder_of: Callable[..., Path], publish: Publish, transport: Any, collect: Callable[..., Any]
+) -> None:
+    engine = TransformersEngine(str(folder_of()), device="cuda", threads=1)
+    await engine.start()
+    try:
+        await take(engine, one := publish(1, seed=1, name="one"), transport)
+        before = await collect(engine, a_request("one", "one"))
+        await engine.sleep()
+        await take(engine, two := publish(2, seed=1, name="two", beside=[one]), transport)
+        await fetch_into(engine, publish(3, seed=2, name="two", beside=[two]), transport=transport)
+        await engine.wake()
+        for name in ("one", "two"):
+            assert (await collect(engine, a_request(name, name))).token_ids == before.token_ids
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])

@@ -67,6 +67,18 @@ def test_a_context_the_model_does_not_have(model_of: ModelOf, tokens: int) -> No
         Decoder(model_of("llama", seed=0), max_model_tokens=tokens)
 
 
+def test_no_row_reaches_where_rotary_positions_change(model_of: ModelOf, caplog: pytest.LogCaptureFixture) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "factor": 8.0}
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 32, **factors}
+    decoder = Decoder(model_of("llama", seed=0, rope_parameters=rope), max_model_tokens=None)
+    assert decoder.max_model_tokens == 32
+    assert "at most 32 tokens, beyond which the model's rotary positions (longrope) are others" in caplog.text
+    with torch.inference_mode():
+        decoder.check()
+    with pytest.raises(ConfigError, match=r"must lie in 2\.\.32, beyond which"):
+        Decoder(model_of("llama", seed=0, rope_parameters=rope), max_model_tokens=33)
+
+
 @pytest.fixture
 def cache() -> KVCache:
     return KVCache(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asyncrl.interfaces import Generation, GenerationRequest, SamplingParams
 from engines.rollout.logits import LogitRules, RowLogits
-from engines.rollout.request import StopText
+from engines.rollout.request import ModelTokens, StopText
 from engines.rollout.transformers.engine import TransformersEngine
 
 VOCABULARY = 8
@@ -44,6 +44,13 @@ def test_repetition_scales_prompt_and_sampled_away_from_likely() -> None:
     assert after([4.0, -4.0, 4.0, -4.0], [0, 1], rules(1, repetition_penalty=2.0)) == [2.0, -8.0, 4.0, -4.0]
 
 
+@pytest.mark.parametrize("penalty", [1e-38, 1e38])
+def test_a_repetition_penalty_by_which_logits_overflow_is_refused(penalty: float) -> None:
+    with pytest.raises(ValueError, match=r"repetition_penalty must lie in 0\.01\.\.100"):
+        rules(1, repetition_penalty=penalty)
+    assert after([4.0, -4.0], [0, 1], rules(1, repetition_penalty=0.01)) == pytest.approx([400.0, -0.04])
+
+
 def test_bias_comes_before_repetition_and_repetition_before_frequency() -> None:
     how = rules(1, logit_bias=((1, 3.0), (0, -100.0)), repetition_penalty=2.0, frequency_penalty=1.0)
     assert after([0.0, 1.0, 5.0], [2, 1], how) == [-100.0, 1.0, 2.5]
@@ -62,6 +69,28 @@ def test_the_last_token_of_a_bad_word_is_forbidden_after_the_others() -> None:
     assert after([0.0] * 4, [1], rules(1, bad=words)) == [0.0, 0.0, 0.0, NEVER]  # a prompt begins no word
     assert after([0.0] * 4, [0, 1], rules(1, bad=words)) == [0.0, 0.0, NEVER, NEVER]
     assert after([0.0] * 4, [0, 1, 1], rules(1, bad=words)) == [NEVER, 0.0, NEVER, NEVER]
+
+
+def test_bad_words_that_the_model_cannot_sample_forbid_nothing() -> None:
+    written = {
+        "ab": [1, 2],
+        " ab": [3, 2],
+        "outside": [VOCABULARY],
+        " outside": [1, VOCABULARY],
+        "none": [],
+        " none": [],
+    }
+
+    class Tokenizer:
+        def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            return {"input_ids": [written[text] for text in texts]}
+
+    tokens = ModelTokens("m", Tokenizer(), vocabulary=VOCABULARY, max_model_tokens=9)
+    sampling = SamplingParams(max_new_tokens=4, bad_words=("outside", "ab", "none"))
+    row = tokens.row(GenerationRequest(request_id="r", prompt_token_ids=(0,), sampling=sampling))
+    assert row.logits is not None
+    assert row.logits.rules.bad_words == [[1, 2], [3, 2]]
+    assert row.sampling.bad_words == ("ab",)
 
 
 def test_the_end_is_kept_back_until_enough_tokens_were_sampled() -> None:

@@ -269,6 +269,18 @@ async def test_an_engine_has_its_time_to_close(tmp_path: Path, monkeypatch: pyte
     assert closed.exists()
 
 
+async def test_an_engine_that_reads_no_more_is_killed_in_time(request_of: RequestOf, collect: Collect) -> None:
+    async with hosting(engine=TELLTALE, close_s=0.1) as engine:
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        queued = asyncio.ensure_future(collect(engine, request_of("a", [70_000] * 1_000_000, 4)))  # 5 MB
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            await engine.close()
+            with pytest.raises(EngineClosedError):
+                await queued
+
+
 async def test_a_killed_process_fails_its_calls_with_the_cause(request_of: RequestOf, collect: Collect) -> None:
     async with hosting(engine=TELLTALE, options={"token_s": 0.001}) as engine:
         running = asyncio.ensure_future(collect(engine, request_of("a", [1], 4000)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from asyncrl.errors import EngineError
 from asyncrl.interfaces import Generation, GenerationRequest
 from engines.rollout.request import ModelTokens
 from engines.rollout.sglang.engine import SGLangEngine
@@ -23,16 +25,23 @@ class FakeSGLang:
     def __init__(self) -> None:
         self.manager = self
         self.frozen = False
+        self.log_prob = -1.0
+        self.orders = 0
         self.aborted: list[str] = []
         self._samples = asyncio.Event()
         self._version = 0
 
     async def generate_request(self, order: tuple[str, int], _request: None) -> AsyncIterator[dict[str, Any]]:
         _, tokens = order
-        await self._samples.wait()
+        self.orders += 1
+        try:
+            await self._samples.wait()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
         info = {
             "completion_tokens": tokens,
-            "output_token_logprobs": [(-1.0,)] * tokens,
+            "output_token_logprobs": [(self.log_prob,)] * tokens,
             "weight_versions": [{"version": self._version, "start": 0, "end": tokens}],
             "finish_reason": {"type": "length"},
         }
@@ -68,6 +77,20 @@ class FakeStaged:
         pass
 
 
+class FakeAdapters:
+    """Adapters "a" and "b", of which a commit changes "a"."""
+
+    def __init__(self) -> None:
+        self.serving = {"a": 1, "b": 1}
+
+    def version_of(self, name: str, *, at: int) -> int:
+        return self.serving.get(name, at)
+
+    def committed(self, _: list[Any]) -> frozenset[str]:
+        self.serving = {"a": 2, "b": 1}
+        return frozenset({"a"})
+
+
 @pytest.fixture
 def plain_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     def order(held: SGLangRequest, number: int, **_: Any) -> tuple[str, int]:
@@ -77,8 +100,8 @@ def plain_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SGLangRequest, "order", order)
 
 
-async def made() -> tuple[SGLangEngine, FakeSGLang]:
-    engine, sglang = SGLangEngine("model"), FakeSGLang()
+async def made(**options: Any) -> tuple[SGLangEngine, FakeSGLang]:
+    engine, sglang = SGLangEngine("model", **options), FakeSGLang()
     parts: Any = (sglang, FakeStaged())
     engine._sglang, engine._staged = parts
     engine._model_tokens = ModelTokens("model", None, vocabulary=10, max_model_tokens=100)
@@ -121,3 +144,48 @@ async def test_a_commit_does_not_restart_an_aborted_request(request_of: RequestO
     async with asyncio.timeout(5):
         got: Generation = await queued
     assert (got.finish_reason, got.token_ids) == ("abort", ())
+
+
+@pytest.mark.usefixtures("plain_orders")
+async def test_a_request_that_begins_again_keeps_its_place(request_of: RequestOf, collect: Collect) -> None:
+    engine, sglang = await made(max_running_requests=1)
+    adapters: Any = FakeAdapters()
+    engine._adapters = adapters
+    first = asyncio.ensure_future(collect(engine, replace(request_of("first", [1], 4), adapter="a")))
+    await settled()
+    second = asyncio.ensure_future(collect(engine, replace(request_of("second", [1], 4), adapter="b")))
+    engine._prepared = (2, [])
+    await engine.commit_weights(2)
+    await settled()
+    assert sglang.orders == 2, "both of the first request: the second waits for its end"
+    sglang.sample()
+    async with asyncio.timeout(5):
+        done: list[Generation] = await asyncio.gather(first, second)
+    assert [got.weight_versions for got in done] == [(2,) * 4, (1,) * 4]
+    assert not engine._begun
+
+
+@pytest.mark.usefixtures("plain_orders")
+async def test_requests_without_a_seed_get_different_ones(request_of: RequestOf, collect: Collect) -> None:
+    seeds: list[list[int]] = []
+    for _ in range(2):
+        engine, _sglang = await made(deterministic=True, seed=3)
+        asked = [request_of(f"{n}", [1], 4, seed=0 if n == 2 else None) for n in range(3)]
+        collecting = [asyncio.ensure_future(collect(engine, each)) for each in asked]
+        await settled()
+        seeds.append([held.row.seed for held in engine._held.values()])
+        for each in collecting:
+            each.cancel()
+        await asyncio.wait(collecting)
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] != seeds[0][1]
+    assert seeds[0][2] == 0
+
+
+@pytest.mark.usefixtures("plain_orders")
+async def test_log_probs_that_are_not_finite_are_an_error(request_of: RequestOf, collect: Collect) -> None:
+    engine, sglang = await made()
+    sglang.log_prob = float("nan")
+    sglang.sample()
+    with pytest.raises(EngineError, match="not finite under weight version 0"):
+        await collect(engine, request_of("wrong", [1], 4))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, InvalidDataError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams
 from engines.rollout.request import ModelTokens
 from engines.rollout.vllm.request import VLLMRequest
@@ -97,3 +98,23 @@ async def test_finish_reasons(finish_reason: str, expected: str) -> None:
 async def test_a_failure_inside_vllm_is_an_error() -> None:
     with pytest.raises(EngineError, match="failed inside vLLM"):
         (await held()).take(output([], finished="error"))
+
+
+@pytest.mark.parametrize("log_prob", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("sampling", "error", "words"),
+    [
+        ({}, EngineError, "not finite under weight version 4"),
+        ({"logit_bias": ((3, 1.0),)}, EngineError, "not finite under weight version 4"),
+        ({"min_tokens": 1}, InvalidDataError, "min_tokens together forbid every token"),
+    ],
+)
+async def test_log_probs_that_are_not_finite_are_an_error(
+    log_prob: float, sampling: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    made = await held(**sampling)
+    made.state.weight_version_starts.append(("4", 0))
+    wrong = output([3])
+    wrong.outputs[0].logprobs[0][3].logprob = log_prob
+    with pytest.raises(error, match=words):
+        made.take(wrong)

@@ -166,6 +166,8 @@ def local_copy(url: str, *, key: str = "", weights: bool = True) -> Path:
     pattern = next((number for number, part in enumerate(parts) if has_magic(part)), None)
     base = "/".join(parts[:pattern])
     name = parts[-1] if pattern is None else ""
+    if pattern is None and place != root and "." not in name:
+        name = root.rpartition("/")[2]  # the query names the file
     state = sorted((path, sorted(map(str, info.items()))) for path, info in found.items())
     folder = _cache() / xxhash.xxh3_128_hexdigest(f"{url} {state}".encode())
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -288,6 +288,9 @@ def test_a_file_of_a_web_server_is_fetched(tmp_path: Path):
         assert source[0] == {"prompt": "a"}
         with pytest.raises(ConfigError, match="there is nothing"):
             open_sources(f"{address}/absent.jsonl")
+        (tmp_path / "rows.jsonl").rename(tmp_path / "get")
+        (source,) = open_sources(f"{address}/get?file=of/rows.jsonl")  # the query has its name
+        assert source[0] == {"prompt": "a"}
 
 
 def test_a_file_of_a_web_server_is_that_of_its_address_wherever_it_lies_and_however_long_it_takes(

@@ -166,7 +166,9 @@ class ServedModel:
         else:  # one after the other: two threads cannot import transformers at a time
             text = await asyncio.to_thread(ModelText.load, folder)
             await self._open(pool, stack)
-        context = options.engine_options.get("max_model_tokens") or await asyncio.to_thread(context_tokens, folder)
+        context = options.engine_options.get("max_model_tokens") or await asyncio.to_thread(
+            context_tokens, folder, engine=options.engine
+        )
         self.pool = pool
         names = options.names or (_short_name(self._model),)
         updater = WeightUpdater(pool, transport, reserved=names) if transport is not None else None

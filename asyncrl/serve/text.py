@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, Message, SamplingParams, Tool, TopLogProbs
+from asyncrl.model_folder import rotary_change
 from asyncrl.rollout.chat import ChatRenderer
 
 if TYPE_CHECKING:
@@ -194,15 +195,20 @@ class ModelText:
         return self.renderer.extend(used, sampled_ids, new_messages, tools, generation_prompt=generation_prompt)
 
 
-def context_tokens(model_path: str) -> int | None:
-    """Return the context length of a model folder or hub id; None if its configuration has none. Blocks."""
+def context_tokens(model_path: str, *, engine: str) -> int | None:
+    """Return the context length of a model folder or hub id on an engine; None if its configuration has none. Blocks.
+
+    That of the embedded engine ends where the model's rotary positions change.
+    """
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model_path).get_text_config(decoder=True)
+        whole = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError):
         return None
-    return getattr(config, "max_position_embeddings", None)
+    own = getattr(whole.get_text_config(decoder=True), "max_position_embeddings", None)
+    change = rotary_change(whole) if engine == "transformers" else None
+    return own if change is None else min(own or change.tokens, change.tokens)
 
 
 def _shortened(history: Sequence[Message]) -> list[Message]:

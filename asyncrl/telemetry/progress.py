@@ -111,6 +111,8 @@ class _Lasting:
         if not self._gone:
             try:
                 call()
+            except (BlockingIOError, UnicodeError):  # of this text alone
+                pass
             except (OSError, ValueError):  # ValueError: it is closed
                 self._gone = True
 

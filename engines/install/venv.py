@@ -390,12 +390,12 @@ class EngineVenv:
 
     def _clear(self) -> None:
         """Delete the environment, its state last: interrupted, it is one that lacks whole folders."""
-        (self.folder / _DELETED).mkdir()
+        (self.folder / _DELETED).mkdir(exist_ok=True)
         for path in list(self.folder.iterdir()):
             if path.name not in (_LOCK_FILE, _STATE_FILE, _DELETED):
                 path.rename(self.folder / _DELETED / path.name)
         shutil.rmtree(self.folder / _DELETED)
-        (self.folder / _STATE_FILE).unlink()
+        (self.folder / _STATE_FILE).unlink(missing_ok=True)
 
     def _write_state(self, recipe: EngineRecipe, *, complete: bool) -> None:
         state = VenvState(engine=recipe.engine, device=recipe.device, digest=recipe.digest, complete=complete)

@@ -33,9 +33,19 @@ function show() {
     try { return decodeURIComponent(part); } catch { return part; }
   });
   let first = true;
-  const draw = () => {
-    if (mine === turn) drawView(mine, place, names, first);
-    first = false;
+  let drawing = false;
+  let again = false; // something changed while a view was drawn
+  const draw = async () => {
+    again = drawing;
+    if (drawing || mine !== turn) return;
+    drawing = true;
+    await drawView(mine, place, names, first);
+    first = drawing = false;
+    if (again) changed();
+  };
+  const changed = () => {
+    if (busy()) missed = draw;
+    else draw();
   };
   if (place !== "run") {
     draw();
@@ -46,18 +56,26 @@ function show() {
   stream.onmessage = (event) => { // the first one of a connection names all files: no change before it is lost
     if (first) draw();
     else if (!JSON.parse(event.data).some((file) => view.files.includes(file))) return;
-    else if (busy()) missed = draw;
-    else draw();
+    else changed();
   };
   stream.onerror = () => first && draw(); // which shows what is wrong
 }
 
-const busy = () => main.contains(document.activeElement) && document.activeElement !== main;
-main.addEventListener("focusout", () => setTimeout(() => { // then it is known what has the focus next
+let pressed = false; // what is pressed must not be replaced before it is clicked
+const busy = () => pressed || (main.contains(document.activeElement) && document.activeElement !== main);
+const catchUp = () => setTimeout(() => { // then it is known what has the focus next, and a click has been handled
   if (!missed || busy()) return;
   missed();
   missed = null;
-}));
+});
+main.addEventListener("focusout", catchUp);
+main.addEventListener("pointerdown", () => { pressed = true; });
+for (const end of ["pointerup", "pointercancel"]) {
+  document.addEventListener(end, () => setTimeout(() => {
+    pressed = false;
+    catchUp();
+  }));
+}
 
 async function drawView(mine, place, names, first) {
   try {

@@ -187,7 +187,8 @@ def _probe_row(tokens: list[int], *, length: int) -> Row:
 def _context_length(settings: Any, wanted: int | None) -> int:
     own = getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)
     most, what = own, "the model's context"
-    if (change := rotary_change(settings)) is not None:
+    change = rotary_change(settings)
+    if change is not None and (own is None or change.tokens < own):
         most = change.tokens
         what = f"beyond which the model's rotary positions ({change.kind}) are others, for all rows of a pass"
     if wanted is None:

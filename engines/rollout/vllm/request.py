@@ -104,7 +104,8 @@ class VLLMRequest:
             log_prob = float(log_probs[token].logprob)
             if not math.isfinite(log_prob):
                 sampling = row.sampling
-                if sampling.allowed_token_ids or sampling.bad_words or row.sampled < sampling.min_tokens:
+                ruled = sampling.allowed_token_ids or sampling.bad_words or sampling.grammar
+                if ruled or row.sampled < sampling.min_tokens:
                     raise row.no_token_error()  # vLLM's log-probs of no token left are those of a broken model: NaN
                 raise EngineError(f"the model's log-probs are not finite under weight version {version}")
             top = _top(log_probs, row.sampling.top_log_probs) if row.sampling.top_log_probs else None

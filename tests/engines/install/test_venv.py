@@ -167,6 +167,11 @@ def test_an_environment_is_installed_examined_and_repaired(tmp_path: Path) -> No
     assert "no-such-thing" in venv.log.read_text()
     assert install(venv, recreate=True)[0].problems == ()
 
+    (venv.folder / module._STATE_FILE).unlink()  # interrupted at its very end, or never there
+    for path in venv.folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert install(venv, recreate=True)[0].problems == ()
+
 
 def test_a_python_without_venv_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.EngineVenv, "_run", lambda self, command: ("ensurepip is not available", 1))

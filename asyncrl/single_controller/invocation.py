@@ -442,11 +442,14 @@ class Invocation:
         failures = sorted(self._failures, key=operator.itemgetter(0))
         errors = [self._error(rank, reply) for rank, reply in failures]
         failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
+        died: list[int] = []
         for (rank, reply), error in zip(failures, errors, strict=True):
-            # The group may hear of the death later than this call: the next one is for the worker that replaces it.
-            if isinstance(reply, AttemptLost) and isinstance(error, WorkerDiedError) and self._sent_to:
-                self._group._worker_owner._restarts.died(rank, self._sent_to[rank], error)
-        if self._restarts is None or not await self._restarts.allow_again(failure, self._sent_to):
+            if isinstance(reply, AttemptLost) and isinstance(error, WorkerDiedError):  # not one of another group
+                died.append(rank)
+                if self._sent_to:
+                    # The group may hear of it later than this call: the next one is for the worker that replaces it.
+                    self._group._worker_owner._restarts.died(rank, self._sent_to[rank], error)
+        if self._restarts is None or not await self._restarts.allow_again(died, self._sent_to):
             raise failure
         await all_replied.wait()
         return await self._send_again()

@@ -191,16 +191,19 @@ class Invocation:
         group = self._group
         order = group._order
         error: BaseException | None = None
-        with order.lock:
-            now = group._can_send_from_caller() and order.pending == 0 and self._scatter.is_ready
-            if now:
-                if self._restarts is not None:
-                    self._scatter.snapshot()  # what is sent again is what was given
-                error = self._try_to_send()
-            else:
-                order.pending += 1
-                self._is_pending = True
-                self._scatter.snapshot()  # the caller may change its own batches
+        try:
+            with order.lock:
+                now = group._can_send_from_caller() and order.pending == 0 and self._scatter.is_ready
+                if not now or self._restarts is not None:
+                    self._scatter.snapshot()  # the caller may change its batches; what is sent again is the same
+                if now:
+                    error = self._try_to_send()
+                else:
+                    order.pending += 1
+                    self._is_pending = True
+        except BaseException:
+            group._active.discard(self)
+            raise
         if not now:
             work = group._owner.spawn(self._wait_and_send, self._after_task)
             with self._lock:
@@ -222,12 +225,10 @@ class Invocation:
                 await unsent.wait()
             if query is not None:
                 scatter.mesh = await query.mesh()
-            if not all(future.done() for future in scatter.futures):
-                order.unsent.leave(unsent)
-                self._stop_being_pending()
-            await self._arguments_completed()
-            scatter.apply_custom()
-            await self._arguments_completed()
+            await self._arguments_completed(unsent)
+            if isinstance(self._registration.dispatch_mode, dict):
+                scatter.apply_custom()
+                await self._arguments_completed(unsent)
             await workers_ready(group)  # some may have died meanwhile, and be replaced
             with order.lock:
                 error = self._try_to_send()
@@ -246,7 +247,11 @@ class Invocation:
             self._is_pending = False
             self._group._order.leave()
 
-    async def _arguments_completed(self) -> None:
+    async def _arguments_completed(self, unsent: asyncio.Event) -> None:
+        """Wait for the futures among the arguments; later calls, which may make these, overtake this one meanwhile."""
+        if not all(future.done() for future in self._scatter.futures):
+            self._group._order.unsent.leave(unsent)
+            self._stop_being_pending()
         for future in self._scatter.futures:
             try:
                 await future.completed()

@@ -63,6 +63,9 @@ SIBLING_GRACE_S = 0.05
 _SENT: Any = object()
 """The result of a task that has sent its call, which is not finished by that."""
 
+_DROPPED: Any = ()
+"""In place of the arguments and values of a finished call: its future, which refers to it, keeps its result alone."""
+
 
 # ------------------------------------------------------------------------------------------------- the order of calls
 
@@ -176,7 +179,7 @@ class Invocation:
     """Bits of the ranks that have not replied."""
     _missing: int = 0
     """Number of replies that are not handled yet."""
-    _values: list[Any] = field(default_factory=list[Any])
+    _values: list[Any] = _DROPPED
     _failures: tuple[tuple[int, Reply], ...] = ()
     _all_replied: asyncio.Event | None = None
     _unwatched: Sequence[PendingReply] = ()
@@ -311,7 +314,7 @@ class Invocation:
         # The arguments are not kept while workers compute, unless they may be sent again.
         self._mesh = scatter.mesh
         if self._restarts is None:
-            del self._scatter
+            self._scatter = _DROPPED
         self._cancel_if_finished()
 
     def _cancel_if_finished(self) -> None:
@@ -530,6 +533,7 @@ class Invocation:
 
     def _succeed(self, value: Any) -> None:
         self._finished = True
+        self._scatter = self._values = _DROPPED
         self._group._active.discard(self)
         if self.outcome.succeed(value):
             self._group._counts.add("done", value.header.size_bytes if isinstance(value, Plan) else 0)
@@ -537,6 +541,7 @@ class Invocation:
     def _end(self, error: BaseException | None) -> None:
         """Complete the outcome with an error, or cancel it."""
         self._finished = True
+        self._scatter, self._values = _DROPPED, [None] * len(self._values)  # other ranks may still reply
         self._group._active.discard(self)
         if self.outcome.cancel() if error is None else self.outcome.fail(error):
             self._group._counts.add(self.outcome.state)

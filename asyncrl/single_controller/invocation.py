@@ -485,7 +485,7 @@ class Invocation:
         """Return the error of a rank whose reply has no value."""
         group, method = self._group._worker_owner, self._group._method_of(self._registration)
         if isinstance(reply, AttemptLost):
-            return group._explain(rank, method, self._sequences[rank], reply.error)
+            return group._explain(rank, method, reply.error)
         if isinstance(reply, Failed):
             return reply.to_error(group=group.name, rank=rank, method=method)
         message = f"{self.outcome.label} was cancelled by its own code on rank {rank}"

@@ -164,7 +164,7 @@ class LocalWorkerGroup(WorkerGroup):
             stream.lose(AttemptLost(_Killed()))
         return stream
 
-    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
+    def _explain(self, rank: int, method: str, error: BaseException) -> BaseException:
         return self._death(rank, method) if isinstance(error, _Killed) else error
 
     def _cancel(self, rank: int, sequence: int) -> None:

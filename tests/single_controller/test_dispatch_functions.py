@@ -93,6 +93,10 @@ class Copier(Worker):
     async def copy(self, batch: DataProto) -> DataProto:
         return batch
 
+    @register(dispatch_mode=PREDEFINED, execute_mode=Execute.RANK_ZERO)
+    async def copy_on_rank_zero(self, batch: DataProto) -> DataProto:
+        return batch
+
     @register(dispatch_mode={"dispatch_fn": doubled_before, "collect_fn": functions.collect_all_to_all})
     def values(self, batch: DataProto) -> list[int]:
         assert batch.batch is not None
@@ -136,3 +140,14 @@ def test_a_dispatch_function_may_give_futures(copier: WorkerGroup) -> None:
 
 def test_a_dispatch_function_may_call_its_own_group(copier: WorkerGroup) -> None:
     assert copier.values(copier.copy(rows(1, 2))).result(30) == [[2, 4], [2, 4]]
+
+
+def test_predefined_functions_suit_a_method_of_rank_zero(copier: WorkerGroup) -> None:
+    assert copier.copy_on_rank_zero(rows(1, 2, 3)).result(30) == rows(1, 2, 3)
+
+
+def test_futures_are_split_as_batches_are(copier: WorkerGroup) -> None:
+    three = copier.copy(rows(1, 2, 3))
+    (shares,), _ = functions.dispatch_dp_compute_data_proto(copier, three)
+    assert values([share.result(30) for share in shares]) == [[1, 2], [3]]
+    assert copier.copy(three).result(30) == rows(1, 2, 3)

@@ -173,6 +173,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(ext_hook=extension)
 
 
+COPY_READ_ONLY_BYTES = 64 * 1024
+"""Read-only arrays up to this size are copied: pickle passes them by value, and a receiver's own are writable."""
+
 _VERSION = 1
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -335,6 +338,8 @@ def _in_memory(name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> _InMemo
         if isinstance(value, np.ndarray):
             if value.dtype == object:
                 return _InMemory(name, "object", value.shape[1:], memoryview(b""), 0, objects=value)
+            if not value.flags.writeable and value.nbytes <= COPY_READ_ONLY_BYTES:
+                value = value.copy()
             dtype, memory = array_bytes(value)
             return _InMemory(name, dtype, value.shape[1:], memory, memory.nbytes // max(1, len(value)))
         offsets = None

@@ -431,12 +431,13 @@ def concat_meta_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     owner: dict[str, int] = {}
-    metrics: dict[str, list[Any]] = {}
     for number, info in enumerate(infos):
         for key, value in info.items():
             if key == "metrics":
-                for name, metric in _metric_items(value, number):
-                    metrics.setdefault(name, []).append(metric)
+                for record in _metric_records(value, number):
+                    metrics = merged.setdefault("metrics", {})
+                    for name, metric in record.items():
+                        metrics.setdefault(name, []).append(metric)
             elif key not in merged:
                 merged[key], owner[key] = value, number
             elif not values_equal(merged[key], value):
@@ -444,12 +445,10 @@ def concat_meta_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     f"meta_info {key!r} differs: {_short(merged[key])} in batch {owner[key]}, "
                     f"{_short(value)} in batch {number}"
                 )
-    if metrics:
-        merged["metrics"] = metrics
     return merged
 
 
-def _metric_items(value: Any, number: int) -> list[tuple[str, Any]]:
+def _metric_records(value: Any, number: int) -> list[Mapping[str, Any]]:
     if value is None:
         return []
     records = cast("list[object]", value) if isinstance(value, list) else [value]
@@ -458,7 +457,7 @@ def _metric_items(value: Any, number: int) -> list[tuple[str, Any]]:
             raise SchemaError(
                 f"meta_info 'metrics' of batch {number} must be a dict or a list of dicts, got {type(record).__name__}"
             )
-    return [item for record in records for item in cast("Mapping[str, Any]", record).items()]
+    return cast("list[Mapping[str, Any]]", records)
 
 
 def _short(value: object) -> str:

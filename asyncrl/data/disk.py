@@ -70,10 +70,9 @@ def load(path: str | os.PathLike[str], *, mmap: bool = False) -> DataProto:
         OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < _PREAMBLE.size:
-            raise CodecError(f"{path} has {size} bytes: too few for a batch")
-        content = _mapped(file.fileno()) if mmap else np.fromfile(file, dtype=np.uint8)
+        # An empty file cannot be mapped.
+        mapped = mmap and os.fstat(file.fileno()).st_size
+        content = _mapped(file.fileno()) if mapped else np.fromfile(file, dtype=np.uint8)
     try:
         return _decoded(content)
     except CodecError as error:
@@ -123,6 +122,8 @@ def _pieces(encoded: Encoded) -> Iterator[Any]:
 
 def _decoded(content: np.ndarray[Any, Any]) -> DataProto:
     view = content.data
+    if len(view) < _PREAMBLE.size:
+        raise CodecError(f"{len(view)} bytes are too few for a batch")
     magic, version, _, header_bytes, count, size, body_checksum, _, own_checksum = _PREAMBLE.unpack_from(view)
     if magic != _MAGIC:
         raise CodecError("the file does not begin with the magic of a batch")

@@ -586,6 +586,9 @@ class DataProtoFuture(Future["DataProto"]):
         [4, 8]
     """
 
+    _fetch: Outcome[None] | None = None
+    """Of the reader that fetches the payload now."""
+
     def __init__(
         self,
         loop: ControllerLoop,
@@ -928,8 +931,16 @@ class DataProtoFuture(Future["DataProto"]):
         return self._data.select()
 
     async def value_of_async(self, raw: Any) -> DataProto:
-        if self._data is None:
-            self._data = await cast("Plan", raw).fetch()
+        while self._data is None:
+            if (fetch := self._fetch) is not None:  # should it end without the payload, the next reader fetches it
+                await fetch.completion()
+                continue
+            fetch = self._fetch = Outcome("fetch")
+            try:
+                self._data = await cast("Plan", raw).fetch()
+            finally:
+                self._fetch = None
+                fetch.succeed(None)
         return self._data.select()
 
     def _status(self) -> str:

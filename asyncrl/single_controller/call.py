@@ -119,7 +119,7 @@ class Failed:
         return Failed(
             error=error,
             kind=type(error).__qualname__,
-            message=str(error),
+            message=_message(error),
             remote_traceback=text,
             arguments=arguments,
             node=f"{platform.node()}, process {os.getpid()}",
@@ -176,6 +176,13 @@ class Failed:
         return error
 
 
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  the __str__ of a user's exception may do anything
+        return "(its message cannot be made)"
+
+
 def _without_hidden(trace: TracebackType | None, *, hidden: tuple[str, ...]) -> TracebackType | None:
     """Return the traceback from the first frame on that is not of a hidden file."""
     first = trace
@@ -203,10 +210,17 @@ def shapes_of(arguments: Arguments) -> str:
 
     Batches and arrays by their shapes, all else by a shortened repr. Fetches nothing, needs no torch, and never raises.
     """
-    listed = [_shape(each) for each in arguments.args]
-    listed += [f"{name}={_shape(each)}" for name, each in arguments.kwargs.items()]
+    listed = [_described(each) for each in arguments.args]
+    listed += [f"{name}={_described(each)}" for name, each in arguments.kwargs.items()]
     text = f"({'; '.join(listed)})"
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ...)"
+
+
+def _described(value: Any) -> str:
+    try:
+        return _shape(value)
+    except Exception:  # noqa: BLE001  a value's own attributes may do anything, and an error is being reported
+        return type(value).__name__
 
 
 def _shape(value: Any) -> str:
@@ -226,10 +240,7 @@ def _shape(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{type(value).__name__} {dtype}{list(shape)}".replace("torch.", "")
-    try:
-        return _short.repr(value)
-    except Exception:  # noqa: BLE001  a value's own __repr__ may do anything, and an error is being reported
-        return type(value).__name__
+    return _short.repr(value)
 
 
 def _without_kind(column: str) -> str:

@@ -45,11 +45,11 @@ def _stopped_in_family(pid: int) -> list[int]:
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # a name may hold any byte
     except OSError:
         return "", 0
-    state, parent = stat.rpartition(")")[2].split()[:2]
-    return state, int(parent)
+    state, parent = stat.rpartition(b")")[2].split()[:2]
+    return state.decode(), int(parent)
 
 
 def _children(pid: int) -> list[int]:
@@ -64,7 +64,7 @@ def _children(pid: int) -> list[int]:
 def kill_stopped(pid: int) -> None:
     """Kill a process, and what is stopped of all that it has started: that would not notice the end of its parent."""
     for each in (*_stopped_in_family(pid), pid):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may run as another user
             os.kill(each, signal.SIGKILL)
 
 
@@ -133,7 +133,10 @@ class ChildWatch:
                 self._changed.wait(self._silence.liveness.every_s)
                 pids = list(self._names)
             for pid in pids:
-                self._look(pid, stopped_among(pid))
+                try:
+                    self._look(pid, stopped_among(pid))
+                except Exception:  # noqa: BLE001  one that cannot be looked at or killed leaves the others watched
+                    _log.exception("process %d cannot be watched", pid)
 
     def _look(self, pid: int, stopped: list[int]) -> None:
         now_s = time.monotonic()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from asyncrl.errors import DispatchError, ResourceError
-from asyncrl.runtime import in_thread
 from asyncrl.single_controller.call import Failed
 from asyncrl.single_controller.decorator import Registration, mark, registrations
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPosition
@@ -55,40 +54,10 @@ class ColocatedWorker(Worker):
         worker = self.colocated.get(role)
         return worker._meshes.get(name) if isinstance(worker, Worker) else None
 
-    async def aclose(self) -> None:
-        """Close every role's worker, also after one of them fails; synchronous ``close`` methods run in a thread.
-
-        Raises:
-            ExceptionGroup: several of them failed. A single error is raised as it is.
-        """
-        errors: list[Exception] = []
-        for worker in reversed(self._workers.values()):
-            try:
-                if hasattr(worker, "aclose"):
-                    await worker.aclose()
-                elif hasattr(worker, "close"):
-                    await in_thread(worker.close)
-            except Exception as error:  # noqa: BLE001  raised below, once all are closed
-                errors.append(error)
-        _raise(errors)
-
-    def close(self) -> None:
-        """:meth:`aclose`, with its errors, where no role has an ``aclose``: in the thread of synchronous methods."""
-        errors: list[Exception] = []
-        for worker in reversed(self._workers.values()):
-            try:
-                if hasattr(worker, "close"):
-                    worker.close()
-            except Exception as error:  # noqa: BLE001  raised below, once all are closed
-                errors.append(error)
-        _raise(errors)
-
-
-def _raise(errors: Sequence[Exception]) -> None:
-    if len(errors) > 1:
-        raise ExceptionGroup("workers of several roles failed to close", errors)
-    if errors:
-        raise errors[0]
+    @property
+    def _workers_to_close(self) -> list[Any]:
+        workers = reversed(self._workers.values())
+        return [each for worker in workers for each in getattr(worker, "_workers_to_close", [worker])]
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, C]) -> C:
@@ -131,8 +100,6 @@ def create_colocated_worker_cls(class_dict: Mapping[str, C]) -> C:
             if isinstance(mode, MeshDispatch):
                 mode = replace(mode, mesh_name=f"{role}.{mode.mesh_name}")
             methods[both] = mark(delegate, replace(registration, name=both, dispatch_mode=mode))
-    if not any(hasattr(made.cls, "aclose") for made in class_dict.values()):
-        methods["aclose"] = None
     plain = {role: ClassWithInitArgs(made.cls, *made.args, **made.kwargs) for role, made in class_dict.items()}
     colocated = type(f"Colocated_{'_'.join(class_dict)}", (ColocatedWorker,), {"role_classes": plain, **methods})
     together = type(next(iter(class_dict.values())))(colocated)

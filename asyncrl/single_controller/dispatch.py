@@ -8,13 +8,18 @@ values by rank. They use nothing of a group but its ``world_size``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 from asyncrl.data.columns import chunk_bounds
 from asyncrl.data.future import DataProtoFuture
+from asyncrl.data.plan import Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import DispatchError
 from asyncrl.single_controller.decorator import CustomDispatch, Dispatch, Execute
+
+# ruff: noqa: SLF001  an operation on futures
+# pyright: reportPrivateUsage=false
 
 
 class _Group(Protocol):
@@ -193,12 +198,16 @@ def _has_entries(value: object, number: int) -> bool:
 def _split(parts: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Listed:
     def cut(value: Any) -> list[Any]:
         if isinstance(value, DataProtoFuture):
-            return value.chunk(parts)
+            return [value._derive(f".share({number})", partial(_share, number, parts)) for number in range(parts)]
         if not isinstance(value, DataProto):
             raise DispatchError(f"only batches are split, got {type(value).__name__}")
         return [value.slice(own.start, own.stop) for own in chunk_bounds(len(value), parts, uneven=True)]
 
     return tuple(cut(each) for each in args), {name: cut(each) for name, each in kwargs.items()}
+
+
+def _share(number: int, parts: int, plan: Plan) -> Plan:
+    return plan.take(chunk_bounds(plan.header.rows, parts, uneven=True)[number])
 
 
 def _join(output: Sequence[Any]) -> DataProto | DataProtoFuture:

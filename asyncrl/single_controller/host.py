@@ -361,19 +361,37 @@ class WorkerHost:
 
     async def prepare(self, method: str) -> Failed | None:
         """Run a method without arguments outside of the order of calls."""
-        return await self._run_hook(getattr(self._worker, method))
+        return await self._failure(self._run_hook(getattr(self._worker, method)))
 
     async def close(self) -> Failed | None:
-        """Cancel running calls and call the worker's ``aclose`` or ``close``, if it has one."""
+        """Cancel running calls and call the worker's ``aclose`` or ``close``, if it has one.
+
+        Workers that share the process are closed one after the other, also after one of them has failed.
+        """
         for task in list(self._running.values()):
             task.cancel()
-        hook = getattr(self._worker, "aclose", None) or getattr(self._worker, "close", None)
-        failure = None if hook is None else await self._run_hook(hook)
+        failure = await self._failure(self._close_workers())
         self.stop()
         return failure
 
-    async def _run_hook(self, hook: Callable[[], Any]) -> Failed | None:
-        coroutine = hook() if inspect.iscoroutinefunction(hook) else self._sync_calls.run(hook)
+    async def _close_workers(self) -> None:
+        errors: list[Exception] = []
+        for worker in getattr(self._worker, "_workers_to_close", (self._worker,)):
+            hook = getattr(worker, "aclose", None) or getattr(worker, "close", None)
+            try:
+                if hook is not None:
+                    await self._run_hook(hook)
+            except Exception as error:  # noqa: BLE001  raised below, once all are closed
+                errors.append(error)
+        if len(errors) > 1:
+            raise ExceptionGroup("several workers of this process failed to close", errors)
+        if errors:
+            raise errors[0]
+
+    async def _run_hook(self, hook: Callable[[], Any]) -> Any:
+        return await (hook() if inspect.iscoroutinefunction(hook) else self._sync_calls.run(hook))
+
+    async def _failure(self, coroutine: Coroutine[Any, Any, Any]) -> Failed | None:
         result = await self._value_or_failure(coroutine)
         return result if isinstance(result, Failed) else None
 

@@ -63,6 +63,9 @@ SIBLING_GRACE_S = 0.05
 _SENT: Any = object()
 """The result of a task that has sent its call, which is not finished by that."""
 
+_DROPPED: Any = ()
+"""In place of the arguments and values of a finished call: its future, which refers to it, keeps its result alone."""
+
 
 # ------------------------------------------------------------------------------------------------- the order of calls
 
@@ -176,7 +179,7 @@ class Invocation:
     """Bits of the ranks that have not replied."""
     _missing: int = 0
     """Number of replies that are not handled yet."""
-    _values: list[Any] = field(default_factory=list[Any])
+    _values: list[Any] = _DROPPED
     _failures: tuple[tuple[int, Reply], ...] = ()
     _all_replied: asyncio.Event | None = None
     _unwatched: Sequence[PendingReply] = ()
@@ -191,16 +194,19 @@ class Invocation:
         group = self._group
         order = group._order
         error: BaseException | None = None
-        with order.lock:
-            now = group._can_send_from_caller() and order.pending == 0 and self._scatter.is_ready
-            if now:
-                if self._restarts is not None:
-                    self._scatter.snapshot()  # what is sent again is what was given
-                error = self._try_to_send()
-            else:
-                order.pending += 1
-                self._is_pending = True
-                self._scatter.snapshot()  # the caller may change its own batches
+        try:
+            with order.lock:
+                now = group._can_send_from_caller() and order.pending == 0 and self._scatter.is_ready
+                if not now or self._restarts is not None:
+                    self._scatter.snapshot()  # the caller may change its batches; what is sent again is the same
+                if now:
+                    error = self._try_to_send()
+                else:
+                    order.pending += 1
+                    self._is_pending = True
+        except BaseException:
+            group._active.discard(self)
+            raise
         if not now:
             work = group._owner.spawn(self._wait_and_send, self._after_task)
             with self._lock:
@@ -222,12 +228,10 @@ class Invocation:
                 await unsent.wait()
             if query is not None:
                 scatter.mesh = await query.mesh()
-            if not all(future.done() for future in scatter.futures):
-                order.unsent.leave(unsent)
-                self._stop_being_pending()
-            await self._arguments_completed()
-            scatter.apply_custom()
-            await self._arguments_completed()
+            await self._arguments_completed(unsent)
+            if isinstance(self._registration.dispatch_mode, dict):
+                scatter.apply_custom()
+                await self._arguments_completed(unsent)
             await workers_ready(group)  # some may have died meanwhile, and be replaced
             with order.lock:
                 error = self._try_to_send()
@@ -246,7 +250,11 @@ class Invocation:
             self._is_pending = False
             self._group._order.leave()
 
-    async def _arguments_completed(self) -> None:
+    async def _arguments_completed(self, unsent: asyncio.Event) -> None:
+        """Wait for the futures among the arguments; later calls, which may make these, overtake this one meanwhile."""
+        if not all(future.done() for future in self._scatter.futures):
+            self._group._order.unsent.leave(unsent)
+            self._stop_being_pending()
         for future in self._scatter.futures:
             try:
                 await future.completed()
@@ -306,7 +314,7 @@ class Invocation:
         # The arguments are not kept while workers compute, unless they may be sent again.
         self._mesh = scatter.mesh
         if self._restarts is None:
-            del self._scatter
+            self._scatter = _DROPPED
         self._cancel_if_finished()
 
     def _cancel_if_finished(self) -> None:
@@ -442,11 +450,14 @@ class Invocation:
         failures = sorted(self._failures, key=operator.itemgetter(0))
         errors = [self._error(rank, reply) for rank, reply in failures]
         failure = RankErrors.of(errors, call=self.outcome.label, ranks=len(self._values))
+        died: list[int] = []
         for (rank, reply), error in zip(failures, errors, strict=True):
-            # The group may hear of the death later than this call: the next one is for the worker that replaces it.
-            if isinstance(reply, AttemptLost) and isinstance(error, WorkerDiedError) and self._sent_to:
-                self._group._worker_owner._restarts.died(rank, self._sent_to[rank], error)
-        if self._restarts is None or not await self._restarts.allow_again(failure, self._sent_to):
+            if isinstance(reply, AttemptLost) and isinstance(error, WorkerDiedError):  # not one of another group
+                died.append(rank)
+                if self._sent_to:
+                    # The group may hear of it later than this call: the next one is for the worker that replaces it.
+                    self._group._worker_owner._restarts.died(rank, self._sent_to[rank], error)
+        if self._restarts is None or not await self._restarts.allow_again(died, self._sent_to):
             raise failure
         await all_replied.wait()
         return await self._send_again()
@@ -474,7 +485,7 @@ class Invocation:
         """Return the error of a rank whose reply has no value."""
         group, method = self._group._worker_owner, self._group._method_of(self._registration)
         if isinstance(reply, AttemptLost):
-            return group._explain(rank, method, self._sequences[rank], reply.error)
+            return group._explain(rank, method, reply.error)
         if isinstance(reply, Failed):
             return reply.to_error(group=group.name, rank=rank, method=method)
         message = f"{self.outcome.label} was cancelled by its own code on rank {rank}"
@@ -522,6 +533,7 @@ class Invocation:
 
     def _succeed(self, value: Any) -> None:
         self._finished = True
+        self._scatter = self._values = _DROPPED
         self._group._active.discard(self)
         if self.outcome.succeed(value):
             self._group._counts.add("done", value.header.size_bytes if isinstance(value, Plan) else 0)
@@ -529,6 +541,7 @@ class Invocation:
     def _end(self, error: BaseException | None) -> None:
         """Complete the outcome with an error, or cancel it."""
         self._finished = True
+        self._scatter, self._values = _DROPPED, [None] * len(self._values)  # other ranks may still reply
         self._group._active.discard(self)
         if self.outcome.cancel() if error is None else self.outcome.fail(error):
             self._group._counts.add(self.outcome.state)

@@ -11,7 +11,7 @@ from asyncrl.data.plan import Header, Plan
 from asyncrl.data.proto import DataProto
 from asyncrl.errors import Origin, WorkerDiedError
 from asyncrl.runtime import ControllerLoop
-from asyncrl.single_controller.call import AttemptLost, Call, Failed, HeldValue, Reply, ReturnedBatch
+from asyncrl.single_controller.call import AttemptLost, Call, Failed, HeldValue, Reply, ReturnedBatch, shapes_of
 from asyncrl.single_controller.host import WorkerHost
 from asyncrl.single_controller.invocation import Invocation
 from asyncrl.single_controller.restart import Restart
@@ -134,6 +134,8 @@ class LocalWorkerGroup(WorkerGroup):
                 invocation.handle_reply(
                     rank, AttemptLost(_Killed() if host in self._killed else asyncio.CancelledError())
                 )
+            elif (error := task.exception()) is not None:  # the method returned a malformed batch
+                invocation.handle_reply(rank, Failed.of(error, arguments=shapes_of(call.arguments)))
 
         task = asyncio.get_running_loop().create_task(self._run(rank, call, sequence, invocation))
         self._calls[task] = self._hosts[rank]
@@ -162,7 +164,7 @@ class LocalWorkerGroup(WorkerGroup):
             stream.lose(AttemptLost(_Killed()))
         return stream
 
-    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
+    def _explain(self, rank: int, method: str, error: BaseException) -> BaseException:
         return self._death(rank, method) if isinstance(error, _Killed) else error
 
     def _cancel(self, rank: int, sequence: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,13 +89,25 @@ Bundles: TypeAlias = Sequence[Mapping[str, float]]
 
 
 def check_capacity(groups: Sequence[Bundles], strategy: PlacementStrategy, nodes: Sequence[NodeResources]) -> None:
-    """Raise :class:`ResourceError` unless the nodes could hold the bundles of all groups if nothing else ran on them.
+    """Raise :class:`ResourceError` if the nodes cannot hold the bundles of all groups, even with nothing else on them.
 
-    Resources that others use at the moment may become free: placing the groups waits for them, with a deadline.
+    Only what is certain is refused: more resources than all nodes have together, or more bundles of one kind than they
+    have room for. Resources that others use may become free: placing the groups waits for them, with a deadline.
     """
-    free = [dict(node.total) for node in nodes]
+    total, requested = _sum([node.total for node in nodes]), dict[str, float]()
+    apart = strategy == "STRICT_SPREAD"
+    counts: Counter[tuple[tuple[str, float], ...]] = Counter()
     for number, bundles in enumerate(groups):
-        if not _place(bundles, strategy, free):
+        requested = _sum([requested, *bundles])
+        units = [_sum(bundles)] if strategy == "STRICT_PACK" else bundles
+        counts.update(tuple(sorted(unit.items())) for unit in units)
+        most = number + 1 if apart else math.inf  # of a node: one of each group
+        fits = _room(requested, total) >= 1 and all(
+            sum(min(_room(dict(unit), node.total), most) for node in nodes) >= count for unit, count in counts.items()
+        )
+        if apart:
+            fits &= sum(any(_room(unit, node.total) >= 1 for unit in units) for node in nodes) >= len(units)
+        if not fits:
             raise ResourceError(
                 f"placement group {number} does not fit ({strategy}, {len(bundles)} bundles, {_table(_sum(bundles))})\n"
                 + describe(groups, nodes)
@@ -112,24 +125,10 @@ def describe(groups: Sequence[Bundles], nodes: Sequence[NodeResources]) -> str:
     return "\n".join(lines)
 
 
-def _place(bundles: Bundles, strategy: PlacementStrategy, free: list[dict[str, float]]) -> bool:
-    """Subtract the bundles from ``free``, the resources of each node; return whether they fit."""
-    if strategy == "STRICT_PACK":
-        bundles = [_sum(bundles)]
-    used: set[int] = set()
-    for bundle in bundles:
-        for number, node in enumerate(free):
-            if _fits(bundle, node) and not (strategy == "STRICT_SPREAD" and number in used):
-                break
-        else:
-            return False
-        used.add(number)
-        free[number] = {name: amount - bundle.get(name, 0.0) for name, amount in free[number].items()}
-    return True
-
-
-def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    return all(amount <= node.get(name, 0.0) + 1e-6 for name, amount in bundle.items())
+def _room(bundle: Mapping[str, float], resources: Mapping[str, float]) -> float:
+    """Return how many such bundles these resources hold."""
+    rooms = [(resources.get(name, 0.0) + 1e-6) // amount for name, amount in bundle.items() if amount]
+    return min(rooms, default=math.inf)
 
 
 def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:

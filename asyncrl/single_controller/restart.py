@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl.data.future import Future
-from asyncrl.errors import DispatchError, RankErrors, WorkerDiedError
+from asyncrl.errors import DispatchError, WorkerDiedError
 
 if TYPE_CHECKING:
     from asyncrl.single_controller.worker_group import WorkerGroup
@@ -129,13 +129,14 @@ class WorkerRestarts:
         self._lost = True
         self._notify()
 
-    async def allow_again(self, failure: BaseException, sent_to: Sequence[int]) -> bool:
-        """Wait until a call can be sent again, to others than the dead among ``sent_to``; return False if it cannot."""
-        errors = failure.exceptions if isinstance(failure, RankErrors) else (failure,)
-        waiting = [each.rank for each in errors if isinstance(each, WorkerDiedError)]
-        while isinstance(failure, WorkerDiedError) and not (self.policy is None or self._lost):
+    async def allow_again(self, lost: Collection[int], sent_to: Sequence[int]) -> bool:
+        """Wait until a call that the ranks ``lost`` can be sent again, to others than ``sent_to``.
+
+        Return False if it cannot, or if no rank lost it: no other failure is repeated.
+        """
+        while lost and not (self.policy is None or self._lost):
             # A worker under construction has its number already, but takes no calls yet.
-            if not self._restarting and all(self.incarnations[rank] > sent_to[rank] for rank in waiting):
+            if not self._restarting and all(self.incarnations[rank] > sent_to[rank] for rank in lost):
                 return True
             await self._changed.wait()
         return False
@@ -168,7 +169,8 @@ class WorkerRestarts:
         try:
             failures = await group._replace(ranks, prepare)
         except WorkerDiedError as error:
-            self._dead.setdefault(error.rank, error)
+            for rank in ranks:  # none of the new ones is kept
+                self._dead.setdefault(rank, error)
             return
         group._raise_failures(ranks, failures, what="restart")
 

@@ -111,7 +111,8 @@ class Scatter:
         """Call the dispatch function of a custom mode once the futures are done. It may return other futures."""
         if self._listed is not None or not isinstance(self._mode, dict):
             return
-        returned: Any = self._mode["dispatch_fn"](self._group, *self._whole.args, **self._whole.kwargs)
+        group = _as_seen(self._group, self._ranks)
+        returned: Any = self._mode["dispatch_fn"](group, *self._whole.args, **self._whole.kwargs)
         try:
             args, kwargs = returned
             arguments = Arguments(tuple(args), dict(kwargs))
@@ -222,6 +223,22 @@ def to_fetch(arguments: Arguments, *, batches: bool = False) -> bool:
     return False
 
 
+class _RankZero:
+    """A group, to the functions of a custom mode that runs on rank 0 alone."""
+
+    world_size = 1
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def _as_seen(group: Any, ranks: int) -> Any:
+    return _RankZero(group) if ranks < group.world_size else group
+
+
 @dataclass(frozen=True, slots=True)
 class _Parts:
     parts: list[Any]
@@ -244,7 +261,7 @@ def collect(
     """
     if isinstance(mode, dict):
         futures = [DataProtoFuture.from_plan(each, method) if isinstance(each, Plan) else each for each in values]
-        return mode["collect_fn"](group, futures)
+        return mode["collect_fn"](_as_seen(group, len(values)), futures)
     if isinstance(mode, Dispatch) and mode not in PROTO_MODES:
         return list(values)
     ranks = range(len(values)) if mesh is None else mesh.collectors

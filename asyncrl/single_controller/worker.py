@@ -60,6 +60,9 @@ class Worker:
     order of the calls, in one thread, in which the worker was constructed too: collectives keep their order and the
     loop stays free. An ``aclose`` or ``close`` method is called at shutdown.
 
+    The next method may begin before the batch that one returned is copied: a worker that goes on to write into the same
+    tensors returns a ``clone()``.
+
         >>> worker = Worker()  # outside of a group
         >>> worker.rank, worker.world_size
         (0, 1)

@@ -208,7 +208,7 @@ class WorkerGroup(ABC):
         """Send a call of a generator method to a rank, without waiting."""
 
     @abstractmethod
-    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
+    def _explain(self, rank: int, method: str, error: BaseException) -> BaseException:
         """Return the error to raise where ``error`` came instead of a reply."""
 
     @abstractmethod

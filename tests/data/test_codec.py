@@ -254,6 +254,14 @@ def test_memory_that_others_read_is_marked() -> None:
         column(data, "ids").add_(1)
 
 
+def test_a_small_batch_arrives_writable_by_value() -> None:
+    array = np.arange(3)
+    array.flags.writeable = False
+    arrived = pickle.loads(pickle.dumps(DataProto.from_dict(non_tensors={"n": array}), protocol=5))
+    assert not arrived.read_only
+    assert arrived.non_tensor_batch["n"].tolist() == [0, 1, 2]
+
+
 def test_copies_of_it_are_ordinary() -> None:
     for copied in (
         read_only().writable(),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from asyncrl.data import DataProto
+from asyncrl.data.disk import from_bytes
 from asyncrl.errors import CodecError
 
 
@@ -100,6 +101,15 @@ def test_damage_of_any_kind_is_a_codec_error(tmp_path: Path, content: bytes, dra
     path.write_bytes(changed)
     with pytest.raises(CodecError, match="changed"):
         DataProto.load_from_disk(path, mmap=mmap)
+
+
+@pytest.mark.parametrize("size", [0, 63])
+def test_the_beginning_of_a_batch_is_none(tmp_path: Path, content: bytes, size: int) -> None:
+    path = tmp_path / "cut"
+    path.write_bytes(content[:size])
+    for load in (lambda: from_bytes(content[:size]), lambda: DataProto.load_from_disk(path, mmap=True)):
+        with pytest.raises(CodecError, match=f"{size} bytes are too few for a batch"):
+            load()
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import asyncio
 import concurrent.futures
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.data.future import Future
-from asyncrl.data.plan import Plan
+from asyncrl.data.plan import Header, Plan
 from asyncrl.errors import DeadlineError, SchemaError
 from asyncrl.runtime import ControllerLoop
 
@@ -199,6 +199,35 @@ async def test_a_future_is_awaited_in_many_loops_at_once() -> None:
     assert len(await promise.future) == 2
     await asyncio.to_thread(lambda: [thread.join(TIMEOUT_S) for thread in threads])
     assert results == [2, 2, 2]
+
+
+class Counted:
+    """A block that counts how often it is fetched."""
+
+    def __init__(self, data: DataProto) -> None:
+        self.data = data
+        self.fetched = 0
+
+    @classmethod
+    async def fetch_all(cls, blocks: Sequence[Counted]) -> list[DataProto]:
+        for block in blocks:
+            block.fetched += 1
+        await asyncio.sleep(0)
+        return [block.data for block in blocks]
+
+
+async def test_awaits_at_the_same_time_fetch_once() -> None:
+    block = Counted(batch(2))
+    future = DataProtoFuture.from_plan(Plan.shard(block, Header.of(batch(2))), "counted")
+    readers = [asyncio.ensure_future(_read(future)) for _ in range(3)]
+    await asyncio.sleep(0)
+    readers[0].cancel()  # the one that fetches: the next one does
+    assert await asyncio.gather(*readers[1:]) == [batch(2), batch(2)]
+    assert block.fetched == 2
+
+
+async def _read(future: DataProtoFuture) -> DataProto:
+    return await future
 
 
 async def test_reading_errors_again_does_not_lengthen_their_traceback() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import sys
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from asyncrl.single_controller import (
 )
 from asyncrl.single_controller.invocation import TicketQueue
 from asyncrl.single_controller.local import LocalWorkerGroup
+from asyncrl.single_controller.scatter import Scatter
 
 MESH = make_nd_compute_dataproto_dispatch_fn("actor")
 STEPS = 40
@@ -122,6 +124,15 @@ async def test_a_cancelled_call_lets_the_others_pass() -> None:
         assert entries[0][-1] == "second"
         assert group._order.pending == 0
         await group.aclose()
+
+
+async def test_a_call_whose_batches_cannot_be_copied_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(Diary, late=False), world_size=2, loop="current") as group:
+        with monkeypatch.context() as full:
+            full.setattr(Scatter, "snapshot", lambda _: bytearray(sys.maxsize))
+            with pytest.raises(MemoryError):
+                group.plain("lost")
+        assert (group._order.pending, group.unfinished_calls()) == (0, [])
 
 
 def test_the_earliest_ticket_is_first() -> None:

@@ -124,3 +124,36 @@ def test_no_stranger_is_watched(parent):
     os.kill(child, signal.SIGSTOP)
     until(lambda: stopped_among(process.pid) == [child])
     assert stopped_among(child) == []  # a child of the child is another's
+
+
+def test_a_name_may_hold_any_byte():
+    program = r"open('/proc/self/comm', 'wb').write(b') T 1 \xff'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert stopped_among(process.pid) == []
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: stopped_among(process.pid) == [process.pid])
+        kill_stopped(process.pid)
+
+
+def test_one_that_cannot_be_looked_at_or_killed_leaves_the_others_watched(monkeypatch: pytest.MonkeyPatch):
+    killed = list[int]()
+
+    def look(pid: int) -> list[int]:
+        if pid == 1:
+            raise OSError("no such file")
+        return [pid]
+
+    def kill(pid: int) -> None:
+        if pid == 2:
+            raise PermissionError("of another user")
+        killed.append(pid)
+
+    monkeypatch.setattr("asyncrl.single_controller.children.stopped_among", look)
+    watch = ChildWatch(Liveness(every_s=0.001, named_after_s=0.001, ended_after_s=0.001))
+    for pid in (1, 2, 3):
+        watch.add(pid, f"process {pid}", kill=kill)
+    until(lambda: killed == [3])
+    for pid in (1, 2, 3):
+        watch.remove(pid)

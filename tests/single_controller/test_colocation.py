@@ -201,6 +201,36 @@ def test_one_role_that_cannot_be_closed_keeps_no_other_open() -> None:
     assert journal[-1] == "aclose"
 
 
+class Busy(Closing):
+    def __init__(self, journal: list[Any], free: threading.Event) -> None:
+        super().__init__(journal)
+        self.free = free
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def work(self) -> None:
+        self.journal.append("begins")
+        assert self.free.wait(TIMEOUT_S)
+        self.journal.append("ends")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def begun(self) -> bool:
+        return "begins" in self.journal
+
+
+def test_a_role_is_not_closed_while_a_synchronous_method_of_another_runs() -> None:
+    journal, free = list[Any](), threading.Event()
+    made = create_colocated_worker_cls(
+        {"a": ClassWithInitArgs(ClosingAsync, []), "b": ClassWithInitArgs(Busy, journal, free)}
+    )
+    group = LocalWorkerGroup(made)
+    group.b_work()
+    while not group.b_begun().result(TIMEOUT_S)[0]:
+        pass
+    threading.Timer(0.05, free.set).start()
+    group.shutdown()
+    assert journal == [journal[0], "begins", "ends", journal[0]]
+
+
 def test_what_cannot_be_colocated_is_refused() -> None:
     with pytest.raises(DispatchError, match="at least one role"):
         create_colocated_worker_cls({})

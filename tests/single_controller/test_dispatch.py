@@ -53,6 +53,8 @@ def test_law_shares_without_their_padding_are_the_rows(rows: int, ranks: int, pa
 class Backend:
     """The hooks of a worker group that splitting uses."""
 
+    world_size = 2
+
     def _store(self, value: Any) -> Any:
         return Plan.of(value) if isinstance(value, DataProto) else value
 

@@ -83,10 +83,30 @@ def test_modes_have_names() -> None:
 PREDEFINED = functions.get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
 
 
+def doubled_before(group: Any, batch: Any) -> Any:
+    """Calls a method of the group itself, and gives its result to each rank."""
+    return [[group.double(batch)] * group.world_size], {}
+
+
 class Copier(Worker):
     @register(dispatch_mode={"dispatch_fn": PREDEFINED["dispatch_fn"], "collect_fn": PREDEFINED["collect_fn"]})
     async def copy(self, batch: DataProto) -> DataProto:
         return batch
+
+    @register(dispatch_mode=PREDEFINED, execute_mode=Execute.RANK_ZERO)
+    async def copy_on_rank_zero(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode={"dispatch_fn": doubled_before, "collect_fn": functions.collect_all_to_all})
+    def values(self, batch: DataProto) -> list[int]:
+        assert batch.batch is not None
+        found: list[int] = batch.batch["x"].tolist()
+        return found
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto) -> DataProto:
+        assert batch.batch is not None
+        return DataProto.from_dict({"x": batch.batch["x"] * 2})
 
     @register(
         dispatch_mode={
@@ -116,3 +136,18 @@ def test_a_dispatch_function_may_give_futures(copier: WorkerGroup) -> None:
     future = copier.copy(rows(1, 2, 3, 4))
     assert copier.copy(future).result(30) == rows(1, 2, 3, 4)
     assert copier.joined(future.rename("x", "y").rename("y", "x")).result(30) == rows(1, 2, 3, 4)
+
+
+def test_a_dispatch_function_may_call_its_own_group(copier: WorkerGroup) -> None:
+    assert copier.values(copier.copy(rows(1, 2))).result(30) == [[2, 4], [2, 4]]
+
+
+def test_predefined_functions_suit_a_method_of_rank_zero(copier: WorkerGroup) -> None:
+    assert copier.copy_on_rank_zero(rows(1, 2, 3)).result(30) == rows(1, 2, 3)
+
+
+def test_futures_are_split_as_batches_are(copier: WorkerGroup) -> None:
+    three = copier.copy(rows(1, 2, 3))
+    (shares,), _ = functions.dispatch_dp_compute_data_proto(copier, three)
+    assert values([share.result(30) for share in shares]) == [[1, 2], [3]]
+    assert copier.copy(three).result(30) == rows(1, 2, 3)

@@ -16,7 +16,7 @@ import torch
 
 from asyncrl.data import DataProto, DataProtoFuture, gather
 from asyncrl.errors import UserCodeError, WorkerError
-from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Restart, Worker, WorkerGroup, register
 from asyncrl.single_controller.local import LocalWorkerGroup
 
 TIMEOUT_S = 100.0
@@ -25,6 +25,10 @@ TIMEOUT_S = 100.0
 class Copier(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def copy(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, idempotent=True)
+    async def copy_again(self, batch: DataProto) -> DataProto:
         return batch
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -130,6 +134,19 @@ async def test_a_shard_goes_with_its_last_user() -> None:
     assert await kept == await other == rows(2)
     for group in (first, second):
         await group.aclose()
+
+
+async def test_a_call_that_could_be_sent_again_lets_its_inputs_go_once_it_has_finished() -> None:
+    made = ClassWithInitArgs(Copier)
+    async with LocalWorkerGroup(made, world_size=2, loop="current", restart=Restart()) as group:
+        first = group.copy(rows(4))
+        second = group.copy_again(first)
+        await second.header()
+        payload = weakref.ref((await first.plan()).blocks()[0].value)  # type: ignore[attr-defined]
+        del first
+        gc.collect()
+        assert payload() is None
+        assert await second == rows(4)
 
 
 async def test_an_explained_future_does_not_keep_its_inputs() -> None:

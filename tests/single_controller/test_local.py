@@ -15,7 +15,7 @@ import torch
 from blockbuster import blockbuster_ctx
 
 from asyncrl.data import DataProto
-from asyncrl.errors import DeadlineError, DispatchError, InfrastructureError
+from asyncrl.errors import DeadlineError, DispatchError, InfrastructureError, SchemaError
 from asyncrl.simulation import run_virtually
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Worker, register
 from asyncrl.single_controller.local import LocalWorkerGroup
@@ -43,6 +43,11 @@ class Clockwork(Worker):
     def double(self, batch: DataProto) -> DataProto:
         assert batch.batch is not None
         return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def malform(self, batch: DataProto) -> DataProto:
+        batch.non_tensor_batch["x"] = [1]  # type: ignore[assignment]
+        return batch
 
 
 def virtually(story: Any) -> Any:
@@ -82,6 +87,15 @@ async def test_everything_runs_in_this_thread() -> None:
         batch = DataProto.from_dict(tensors={"x": torch.arange(3)})
         result = await group.double(group.double(batch).slice(1, 3))
         assert result.batch["x"].tolist() == [4, 8]
+
+
+async def test_a_batch_that_is_malformed_is_an_error() -> None:
+    async with on_this_loop() as group:
+        async with asyncio.timeout(5.0):
+            with pytest.raises(SchemaError, match="column 'x' of non_tensor_batch must be an array") as caught:
+                await group.malform(DataProto.from_dict(tensors={"x": torch.arange(2)}))
+        assert caught.value.origin is not None
+        assert caught.value.origin.arguments == "(1 rows: x int64)"
 
 
 async def test_waiting_without_await_says_what_to_do() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -192,6 +195,26 @@ class Lonely(Worker):
     @register(dispatch_mode=ACTOR)
     def update(self, batch: DataProto) -> DataProto:
         return batch
+
+
+class Remembering(Parallel):
+    """Its results, as long as any else keeps them."""
+
+    results: ClassVar[list[weakref.ref[DataProto]]] = []
+
+    def answer(self, batch: DataProto, scale: int) -> DataProto:
+        result = super().answer(batch, scale)
+        self.results.append(weakref.ref(result))
+        return result
+
+
+async def test_a_result_keeps_no_batch_of_ranks_that_do_not_answer() -> None:
+    async with LocalWorkerGroup(ClassWithInitArgs(Remembering), world_size=4, loop="current") as group:
+        result = group.update(batch(4))
+        await result.header()
+        gc.collect()
+        assert [made() is not None for made in Remembering.results].count(True) == 2
+        assert columns(await result) == ([0, 1, 2, 3], [1, 1, 3, 3])
 
 
 # ---------------------------------------------------------------------------------------------------- without a backend

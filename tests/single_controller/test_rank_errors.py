@@ -26,6 +26,7 @@ from asyncrl.errors import (
     WorkerError,
 )
 from asyncrl.single_controller import Dispatch, Worker, WorkerGroup, invocation, register
+from asyncrl.single_controller.call import Arguments, Failed, shapes_of
 
 TIMEOUT_S = 30.0
 
@@ -166,3 +167,20 @@ def test_a_class_that_no_group_can_be_of_stays_itself() -> None:
     assert failure is first
     assert isinstance(failure, TimeoutError)
     assert failure.__notes__ == ["also DeadlineError: slower"]
+
+
+def test_a_failure_that_cannot_be_described_is_reported_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    class Shapeless:
+        @property
+        def shape(self) -> None:
+            raise ValueError("no shape")
+
+        def __repr__(self) -> str:
+            raise ValueError("no words")
+
+    assert Failed.of(Mute()).message == "(its message cannot be made)"
+    assert shapes_of(Arguments((Shapeless(), {Shapeless(): 1}), {"times": 2})) == "(Shapeless; dict; times=2)"

@@ -18,6 +18,7 @@ import torch
 from asyncrl.data import DataProto, codec
 from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
+from asyncrl.single_controller.invocation import SIBLING_GRACE_S
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -153,6 +154,39 @@ def test_what_cannot_be_pickled_is_named_and_the_group_goes_on(group: RayWorkerG
         group.take(each for each in ()).result(TIMEOUT_S)
     with pytest.raises(WorkerError, match=r"members\.give failed on rank"):
         group.give().result(TIMEOUT_S)
+    assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
+
+
+class Lost:
+    """A value that cannot be loaded, which is found out after a while."""
+
+    def __init__(self, after_s: float) -> None:
+        self.after_s = after_s
+
+    def __reduce__(self) -> Any:
+        return fail_late, (self.after_s,)
+
+
+def fail_late(after_s: float) -> None:
+    time.sleep(after_s)
+    raise ValueError("it cannot be loaded")
+
+
+def test_arguments_that_are_lost_one_after_the_other_hold_up_no_later_call(group: RayWorkerGroup) -> None:
+    late_s = 4 * SIBLING_GRACE_S
+    with pytest.raises(WorkerError, match=r"members\.take_own failed on rank 0 in transit"):
+        group.take_own([Lost(0.0), Lost(late_s)]).result(TIMEOUT_S)
+    assert group.take_own([1, 2]).result(TIMEOUT_S) == ["int", "int"]
+
+
+def test_an_object_of_an_actor_that_died_is_no_death_of_a_worker(group: RayWorkerGroup) -> None:
+    @ray.remote(num_cpus=0)
+    class Mortal:
+        def end(self) -> None:
+            os._exit(7)
+
+    with pytest.raises(WorkerError, match=r"members\.take failed on rank 0 in transit"):
+        group.take(Mortal.remote().end.remote()).result(TIMEOUT_S)
     assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
 
 

@@ -30,6 +30,23 @@ def test_groups_that_fit(groups: list[list[dict[str, float]]], strategy: Placeme
 
 
 @pytest.mark.parametrize(
+    ("groups", "strategy", "cpus"),
+    [
+        ([[CPU] * 4, [CPU] * 8], "STRICT_PACK", [8, 4]),
+        ([[CPU], [CPU] * 3], "STRICT_SPREAD", [1, 1, 2]),
+    ],
+)
+def test_groups_that_fit_in_another_order(
+    groups: list[list[dict[str, float]]], strategy: PlacementStrategy, cpus: list[int]
+) -> None:
+    check_capacity(groups, strategy, [NodeResources("", {"CPU": count}, {}) for count in cpus])
+
+
+def test_bundles_without_a_gpu_leave_the_node_with_gpus_to_those_that_need_it() -> None:
+    check_capacity([[CPU] * 4, [GPU] * 2], "PACK", NODES)
+
+
+@pytest.mark.parametrize(
     ("groups", "strategy"),
     [
         ([[CPU] * 9], "PACK"),
@@ -38,6 +55,9 @@ def test_groups_that_fit(groups: list[list[dict[str, float]]], strategy: Placeme
         ([[CPU] * 5], "STRICT_PACK"),
         ([[CPU] * 3], "STRICT_SPREAD"),
         ([[CPU] * 4, [CPU] * 4, [CPU]], "STRICT_PACK"),
+        ([[CPU], [CPU] * 3], "STRICT_SPREAD"),
+        ([[GPU] * 2], "STRICT_SPREAD"),
+        ([[{"CPU": 2.5}]] * 3, "PACK"),
     ],
 )
 def test_groups_that_do_not_fit(groups: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:

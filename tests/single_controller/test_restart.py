@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from asyncrl.data import DataProto, DataProtoFuture
 from asyncrl.errors import DispatchError, EngineError, WorkerDiedError
 from asyncrl.single_controller import ClassWithInitArgs, Dispatch, Restart, Worker, WorkerGroup, register
+from asyncrl.single_controller.call import Failed
 from asyncrl.single_controller.local import LocalWorkerGroup
 
 TIMEOUT_S = 60.0
@@ -211,11 +212,33 @@ def test_a_call_is_sent_again_when_the_new_process_is_there_and_not_before(make:
     assert (tmp_path / "first.slow on both.1").stat().st_size == 2
 
 
-def test_other_failures_are_not_repeated(make: MakeGroup, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [EngineError, WorkerDiedError])  # such a death is one of another group
+def test_other_failures_are_not_repeated(make: MakeGroup, tmp_path: Path, kind: type[Exception]) -> None:
     group = make(name="first", restart=Restart(scope="worker"))
-    with pytest.raises(EngineError, match="for now"):
-        group.flaky(1, EngineError).result(TIMEOUT_S)
-    assert (tmp_path / "first.EngineError.1").stat().st_size == 1
+    with pytest.raises(kind, match="for now"):
+        group.flaky(1, kind).result(TIMEOUT_S)
+    assert (tmp_path / f"first.{kind.__name__}.1").stat().st_size == 1
+
+
+async def test_workers_whose_replacements_die_with_another_are_replaced_again(tmp_path: Path) -> None:
+    class Unlucky(LocalWorkerGroup):
+        replaced: list[list[int]] = []  # noqa: RUF012  of the one instance
+
+        async def _replace(self, ranks: Sequence[int], prepare: str) -> list[Failed | None]:
+            self.replaced.append(list(ranks))
+            if len(self.replaced) == 1:
+                raise WorkerDiedError("died while it was constructed", rank=2)
+            return await super()._replace(ranks, prepare)
+
+    restart = Restart(scope="worker", backoff_s=0.0)
+    made = ClassWithInitArgs(Stage, str(tmp_path))
+    async with Unlucky(made, world_size=3, loop="current", restart=restart) as group:
+        group.kill(0)
+        group.kill(2)
+        await asyncio.sleep(0)
+        assert len(await group.about()) == 3
+        assert group.replaced == [[0, 2], [0, 2]]
+        assert group.statistics().dead == ()
 
 
 def test_pauses_are_numbers_that_do_not_overflow() -> None:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from asyncrl.data.codec import encode_slices
 from asyncrl.data.plan import Header, Plan, Rows
 from asyncrl.data.proto import DataProto
-from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError, ResourceError, WorkerDiedError, WorkerError
+from asyncrl.errors import DeadlineError, DispatchError, GroupClosedError, ResourceError, WorkerDiedError
 from asyncrl.runtime import ControllerLoop, in_abandonable_thread
 from asyncrl.single_controller.call import Arguments, AttemptLost, Call, Failed, Reply, ReturnedBatch
 from asyncrl.single_controller.children import kill_stopped
@@ -40,6 +40,7 @@ from asyncrl.single_controller.ray.messages import (
     CallEncoder,
     RayValue,
     decode_reply,
+    is_death,
     translate_error,
 )
 from asyncrl.single_controller.ray.resource_pool import Placement, RayResourcePool, any_removed
@@ -205,10 +206,8 @@ class RayReply:
 
     def __call__(self, value: Any) -> None:
         """Pass the reply to the invocation, in the thread that waited or in one of Ray's. Never blocks or raises."""
-        if isinstance(value, ray.exceptions.RayTaskError):
-            value = AttemptLost(value.as_instanceof_cause())
-        elif isinstance(value, ray.exceptions.RayError):
-            value = AttemptLost(value)
+        if isinstance(value, ray.exceptions.RayError):
+            value = self._lost(value)
         block, small = self._block, False
         if self._keeping is not None:
             small = isinstance(value, bytes)
@@ -220,6 +219,13 @@ class RayReply:
                 value = AttemptLost(error)
         self._group._count_reply(self._rank, self._keeping, small=small)
         self._invocation.handle_reply(self._rank, value, block)
+
+    def _lost(self, error: ray.exceptions.RayError) -> AttemptLost:
+        if not is_death(error):
+            # The call may not have reached the host: later calls, which have numbers from now on, must not wait for it.
+            self._group._needs_numbers[self._rank] = True
+            self._group._loop.notify(self._group._skip, self._rank, self._invocation._sequences[self._rank])
+        return AttemptLost(error.as_instanceof_cause() if isinstance(error, ray.exceptions.RayTaskError) else error)
 
 
 async def _replies_of(references: Any) -> AsyncGenerator[Reply, None]:
@@ -478,7 +484,7 @@ class RayWorkerGroup(WorkerGroup):
             if not isinstance(value, ray.exceptions.RayError):
                 group._release(value)
                 return
-            error = group._translated(rank, "its lifetime", value)
+            error = group._explain(rank, "its lifetime", value)
             if isinstance(error, WorkerDiedError):
                 group._loop.notify(group._restarts.died, rank, incarnation, error)
 
@@ -705,14 +711,7 @@ class RayWorkerGroup(WorkerGroup):
             each(value)
         return True
 
-    def _explain(self, rank: int, method: str, sequence: int, error: BaseException) -> BaseException:
-        failure = self._translated(rank, method, error)
-        if isinstance(failure, WorkerError):
-            # The call did not reach the host, or its value could not be sent: later calls must not wait for it.
-            self._skip(rank, sequence)
-        return failure
-
-    def _translated(self, rank: int, method: str, error: BaseException) -> BaseException:
+    def _explain(self, rank: int, method: str, error: BaseException) -> BaseException:
         node = self._nodes[rank] if rank < len(self._nodes) else ""
         return translate_error(error, group=self.name, rank=rank, method=method, node=node)
 
@@ -720,7 +719,7 @@ class RayWorkerGroup(WorkerGroup):
         try:
             return await asyncio.wrap_future(ref.future())
         except ray.exceptions.RayError as error:
-            raise self._translated(rank, method, error) from error
+            raise self._explain(rank, method, error) from error
 
     def _cancel(self, rank: int, sequence: int) -> None:
         # A call through a handle would start another cluster if this one was shut down.

@@ -227,10 +227,15 @@ _DEATHS = (
 )
 
 
+def is_death(error: BaseException) -> bool:
+    """Whether the process of a call is gone; not if an object that it was called with was lost in such a way."""
+    return isinstance(error, _DEATHS) and not isinstance(error, ray.exceptions.RayTaskError)
+
+
 def translate_error(error: BaseException, *, group: str, rank: int, method: str, node: str) -> BaseException:
     """Return the failure of ``group.method`` on ``rank`` as an asyncrl error, if it is one of Ray's."""
     translated: BaseException
-    if isinstance(error, _DEATHS):
+    if is_death(error):
         cause = _cause(error)
         message = f"the process of rank {rank} of {group} died during {method}: {cause}"
         translated = WorkerDiedError(message, group=group, rank=rank, method=method, cause=cause, node=node)
@@ -247,7 +252,7 @@ def translate_error(error: BaseException, *, group: str, rank: int, method: str,
     return translated
 
 
-def _cause(error: ray.exceptions.RayError) -> str:
+def _cause(error: BaseException) -> str:
     """Return the cause of a death that Ray reports, in one line."""
     text = str(error)
     for marker in ("Worker exit detail:", "Worker exit type:", "The actor is dead because"):

@@ -394,6 +394,7 @@ METRICS: dict[str, tuple[list[Any], Any]] = {
     "dicts": ([{"loss": 1}, {"loss": 2}], {"loss": [1, 2]}),
     "lists of dicts": ([[{"loss": 1}, {"loss": 2}], [{"loss": 3}]], {"loss": [1, 2, 3]}),
     "some have none": ([None, {"loss": 2}], {"loss": [2]}),
+    "records without entries": ([{}, {}], {}),
     "one": ([{"loss": 1, "kl": 3}], {"loss": [1], "kl": [3]}),
     "lists as values": ([{"loss": [1, 2]}, {"loss": [3]}], {"loss": [[1, 2], [3]]}),
 }

@@ -276,7 +276,8 @@ def offered_options(group: str, name: Part, offered: Mapping[str, Any], *, path:
     part = load_part(group, name, path=path)
     parameters = _signature(part, f"{_noun(group)} {name!r}", path=path).parameters
     declared = {*parameters}
-    for base in part.__mro__[1:] if isinstance(part, type) else ():
+    bases: tuple[Any, ...] = part.__mro__[1:] if isinstance(part, type) else ()
+    for base in bases:
         if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             break
         parameters = signature(base.__init__).parameters

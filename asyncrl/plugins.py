@@ -267,13 +267,22 @@ def is_model_source(model: str) -> bool:
 def offered_options(group: str, name: Part, offered: Mapping[str, Any], *, path: str = "") -> dict[str, Any]:
     """Return those of the ``offered`` keyword arguments that the part declares as parameters.
 
-    A part receives what the run has (a seed, the policy's tokenizer) by naming it, as with pytest's fixtures.
+    A part receives what the run has (a seed, the policy's tokenizer) by naming it, as with pytest's fixtures. A class
+    that takes ``**options`` declares those of the class that it extends, too.
 
     Raises:
         ConfigError: as :func:`load_part`.
     """
-    parameters = _signature(load_part(group, name, path=path), f"{_noun(group)} {name!r}", path=path).parameters
-    return {key: value for key, value in offered.items() if key in parameters}
+    part = load_part(group, name, path=path)
+    parameters = _signature(part, f"{_noun(group)} {name!r}", path=path).parameters
+    declared = {*parameters}
+    bases: tuple[Any, ...] = part.__mro__[1:] if isinstance(part, type) else ()
+    for base in bases:
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            break
+        parameters = signature(base.__init__).parameters
+        declared |= {*parameters}
+    return {key: value for key, value in offered.items() if key in declared}
 
 
 def _table(path: str) -> str:

@@ -191,9 +191,11 @@ class ZeroVariance:
             return None
         self._in_a_row += 1
         if self._in_a_row >= self._limit:
+            unit = "row" if self._credit == "outcome" else self._credit
+            last = f" (the last: {compared[0]:g})" if compared else ""
             raise InvalidDataError(
-                f"{self._in_a_row} groups in a row got the same reward for every row (the last: "
-                f"{summary.rewards[0]:g}): the tasks are all too easy or all too hard to learn from"
+                f"{self._in_a_row} groups in a row got the same reward for every {unit}{last}: the tasks are all too "
+                "easy or all too hard to learn from"
             )
         return "zero_variance"
 

@@ -25,12 +25,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import AsyncRLError, BufferClosedError, DeadlineError, InfrastructureError, UserCodeError
+from asyncrl.errors import AsyncRLError, BufferClosedError, DeadlineError, InfrastructureError, WorkerError
 from asyncrl.interfaces import DroppedGroup, GroupSummary, ReplayBufferStatistics, SelectedGroup
 from asyncrl.single_controller import Dispatch, Worker, register
 from buffers.replay import AsyncReplayBuffer
@@ -82,7 +83,9 @@ class BufferWorker(Worker):
             self._failure = self._failure or error
         except Exception as error:  # noqa: BLE001  reported too: nothing waits for the result of this call
             text = f"{operation} of the buffer raised {type(error).__name__}: {error}"
-            self._failure = self._failure or UserCodeError(text)
+            self._failure = self._failure or WorkerError(
+                text, method=operation, remote_traceback=traceback.format_exc()
+            )
         finally:
             self._executed = number
             self._change()

@@ -455,7 +455,8 @@ class AdvantageEstimator:
         greedy_rewards  [B]           reward of a greedy answer to the row's prompt, rolled out for it
         divergences     [B]           log(policy that sampled / reference) of each row, its sampled tokens summed
 
-        turn_rewards    [K] float32   of all turns, row after row: reward that the environment gave it
+        turn_rewards    [K] float32   of all turns, row after row: its reward; the last of a row, or every one of a
+                                      tree that none continues, has what no turn earned, too
         turn_rows       [K] int64     row of each turn
         turn_anchors    [K] int64     within a group equal for turns that begin after the same words
         turn_parents    [K] int64     turn that each continues, by its place among all; -1: none

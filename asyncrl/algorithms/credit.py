@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from asyncrl.errors import InvalidDataError
+
 if TYPE_CHECKING:
     from asyncrl.interfaces import GroupSummary
 
@@ -69,7 +71,16 @@ def earned_by(
 def earned_in_group(
     credit: Literal["branch", "turn"], summary: GroupSummary, *, rewards: Sequence[float], by_turns: bool
 ) -> list[list[Earned]]:
-    """Return :func:`earned_by` of each row, by its ``rewards``; without ``by_turns`` no turn earned any of them."""
+    """Return :func:`earned_by` of each row, by its ``rewards``; without ``by_turns`` no turn earned any of them.
+
+    Raises:
+        InvalidDataError: the group lacks the turns of its rows.
+    """
+    if len(summary.turn_rewards) != summary.rows:
+        raise InvalidDataError(
+            f"group {summary.group_id} lacks the turns of its rows: it has {summary.rows} rows and the turn_rewards of "
+            f"{len(summary.turn_rewards)}, and credit = {credit!r} compares turns; use credit = 'outcome'"
+        )
     found: list[list[Earned]] = []
     for row, turn_rewards in enumerate(summary.turn_rewards):
         parents = summary.turn_parents[row] if summary.turn_parents else ()

@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.algorithms.advantages import TOKEN_COLUMNS, TURN_COLUMNS, AdvantageEstimator
+from asyncrl.algorithms.advantages import (
+    TOKEN_COLUMNS,
+    TURN_COLUMNS,
+    AdvantageEstimator,
+    reinforce_plus_plus_baseline_advantages,
+)
 from asyncrl.algorithms.credit import Credit
 from asyncrl.algorithms.objective import PolicyObjective
 
@@ -105,13 +110,14 @@ def config_issues(objective: PolicyObjective, estimator: AdvantageEstimator, set
             remedy='use kl_placement = "loss"',
         )
     from_groups = {"groups"} <= {*estimator.needs} <= {"rewards", "groups", "lengths", "divergences"}
-    if setting.drops_equal_rewards and (setting.kl_in_reward or not from_groups):
+    whitened = objective.whiten_advantages or estimator.function is reinforce_plus_plus_baseline_advantages
+    if setting.drops_equal_rewards and (setting.kl_in_reward or whitened or not from_groups):
         yield ConfigIssue(
             key="buffer.options.zero_variance",
             reason="groups with equal rewards are dropped, and their advantages are not 0: they are made of more than "
             "the rewards of a group",
-            remedy='use zero_variance = "keep"; or no penalty in the reward and an advantage of rows from their groups '
-            "(grpo, dr_grpo, rloo)",
+            remedy='use zero_variance = "keep"; or no penalty in the reward, no whitening, and an advantage of rows '
+            "from their groups (grpo, dr_grpo, rloo)",
         )
     if objective.kl_coef and objective.kl_estimator == "k1":
         yield ConfigIssue(

@@ -395,8 +395,10 @@ def _microbatch_conflicts(tokens: int, max_seq_len: int, prefix: str = "", longe
         )
 
 
-def check_algorithm(config: Config) -> tuple[ConfigIssue, ...]:
+def check_algorithm(config: Config, *, samples: bool = True) -> tuple[ConfigIssue, ...]:
     """Check a run's algorithm in its setting, importing its parts; return the issues that `allow_unsound` overrides.
+
+    ``samples`` is False where recorded batches are trained on again, from which the buffer drops nothing.
 
     Raises:
         ConfigError: a part cannot be made, or combinations are refused, each with its reason.
@@ -414,7 +416,7 @@ def check_algorithm(config: Config) -> tuple[ConfigIssue, ...]:
         max_uses=config.buffer.options.get("max_uses", 1),
         kl_in_reward=algorithm.kl_in_reward,
         credit=algorithm.credit,
-        drops_equal_rewards=config.buffer.options.get("zero_variance") == "drop",
+        drops_equal_rewards=samples and config.buffer.options.get("zero_variance") == "drop",
     )
     objective, estimator = algorithm.objective(longest=config.rollout.max_seq_len), algorithm.estimator()
     issues = tuple(config_issues(objective, estimator, setting))

@@ -333,10 +333,11 @@ class Assembly:
             "values": needs_critic(config),
         }
         group, kind, path = "asyncrl.replay_buffers", config.buffer.kind, "buffer.kind"
+        offered = offered_options(group, kind, {"credit": config.algorithm.credit}, path=path)
         buffer: ReplayBuffer = make_part(
             group,
             kind,
-            options=config.buffer.options,
+            options=offered | config.buffer.options,
             path=path,
             capacity=max(config.capacity_groups, at_least_groups),
             batch_groups=config.trainer.groups_per_step,
@@ -344,7 +345,6 @@ class Assembly:
             max_staleness=policy.buffer_bound(config.max_staleness, steps=config.steps),
             selection=config.buffer.selection or policy.selection,
             ledger=ledger,
-            **offered_options(group, kind, {"credit": config.algorithm.credit}, path=path),
         )
         return buffer
 

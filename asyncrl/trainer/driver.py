@@ -399,10 +399,11 @@ class Driver:
         if self._failures_in_a_row > 2 * self.plan.groups_per_step:
             raise failure
         if group.rows is not None:
-            if group.reserved_uses:  # by the ledger, a resumed run knows which groups still count without the batch
-                tokens = group.known.tokens
-                self._dropped(DroppedGroup(group_id=group.group_id, reason="baseline_failed", tokens=tokens))
-                failure.add_note(f"group {group.group_id} is of a recorded batch; resumed, the run makes another batch")
+            if group.reserved_uses:
+                if isinstance(failure, EnvironmentFailure):  # the ledger has its drop: a resumed run counts without it
+                    tokens = group.known.tokens
+                    self._dropped(DroppedGroup(group_id=group.group_id, reason="baseline_failed", tokens=tokens))
+                    failure.add_note(f"group {group.group_id} is of a recorded batch; resumed, the run makes another")
                 raise failure
             self.buffer.drop(group.group_id, "baseline_failed", tokens=group.known.tokens)
             return

@@ -292,6 +292,17 @@ def test_variance_is_that_of_what_advantages_compare(
     assert (refuse(group) == "zero_variance") is dropped
 
 
+def test_a_group_without_its_turns_cannot_be_compared_by_them():
+    with pytest.raises(InvalidDataError, match=r"group 0 lacks the turns of its rows: .* credit = 'turn'"):
+        ZeroVariance(9, credit="turn")(replace(summary(0, rewards=(0.0, 1.0)), turn_rewards=()))
+
+
+def test_the_limit_names_what_was_compared():
+    group = replace(summary(0, rewards=(2.0, 1.0)), turn_rewards=((1.0, 1.0), (1.0,)), turn_parents=((-1, -1), (-1,)))
+    with pytest.raises(InvalidDataError, match=r"the same reward for every branch \(the last: 1\)"):
+        ZeroVariance(1, credit="branch")(group)
+
+
 async def test_too_many_groups_without_variance_in_a_row_are_an_error():
     buffer = AsyncReplayBuffer(capacity=4, max_staleness=0, zero_variance="drop", zero_variance_limit=3)
     await filled(buffer, *[summary(group_id, rewards=(0.0, 0.0)) for group_id in range(2)])

@@ -20,8 +20,8 @@ from asyncrl.errors import (
     DeadlineError,
     InvalidDataError,
     LedgerError,
-    UserCodeError,
     WorkerDiedError,
+    WorkerError,
 )
 from asyncrl.interfaces import DroppedGroup, GroupSummary, OutOfProcessReplayBuffer, ReplayBuffer
 from asyncrl.ledger import Completed, Consumed, Dispatched, Issued
@@ -252,8 +252,9 @@ async def test_any_error_of_a_call_in_the_worker_ends_every_wait():
         async with asyncio.timeout(10):
             with pytest.raises(BufferClosedError, match="put of the buffer raised LookupError: no such index"):
                 await taking
-            with pytest.raises(UserCodeError, match="put of the buffer raised LookupError"):
+            with pytest.raises(WorkerError, match="put of the buffer raised LookupError") as caught:
                 await buffer.settled()
+            assert 'raise LookupError("no such index")' in caught.value.remote_traceback
 
 
 async def test_closing_ends_every_wait_with_the_cause(place: Place):

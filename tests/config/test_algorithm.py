@@ -133,6 +133,8 @@ def test_what_cannot_run_is_refused_with_its_key(settings: dict[str, Any], path:
             ({**settings, "buffer": DROP}, "buffer.options.zero_variance", "more than the rewards of a group")
             for settings in (
                 {"kl_coef": 0.1, "kl_placement": "reward"},
+                {"whiten_advantages": True},
+                {"advantage": "reinforce_plus_plus_baseline"},
                 *[{"advantage": name} for name in ("reinforce_plus_plus", "remax", "gae", "gigpo")],
             )
         ],
@@ -172,11 +174,16 @@ def test_what_goes_wrong_is_refused_with_the_reason_unless_asked_for(
         {"advantage": "pass_at_k", "advantage_options": {"k": 8}},
         {"credit": "turn", "buffer": DROP},
         {"advantage": "online_dpo", "buffer": DROP},
+        {"advantage": "opo", "buffer": DROP},
     ],
     ids=str,
 )
 def test_what_is_sound_is_let_through(settings: dict[str, Any]) -> None:
     assert check_algorithm(config(**settings)) == ()
+
+
+def test_a_replay_drops_nothing() -> None:
+    assert check_algorithm(config(advantage="remax", buffer=DROP), samples=False) == ()
 
 
 def test_correcting_past_the_bound_counts_as_any_staleness() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from asyncrl.data import DataProto
 from asyncrl.interfaces import GroupSummary
 from asyncrl.trainer.assembly import Assembly, make_advantages, proof_spec, rollout_spec
 from asyncrl.weights import TransportSpec
+from buffers.replay import AsyncReplayBuffer
 
 FILE = 'name = "run"\nsteps = 1\n[model]\nsource = "scratch"\n[env]\nname = "calculator"\n'
 TRANSPORT = TransportSpec(name="shared_memory", namespace="here")
@@ -78,8 +80,21 @@ def test_a_controlled_penalty_goes_on_unless_its_coefficient_was_changed(
     assert make_advantages(load_config(tmp_path / "run.toml", settings), after=after).kl_coef == after.kl_coef
 
 
-async def test_a_buffer_drops_groups_by_what_advantages_compare(tmp_path: Path) -> None:
-    drop = '[buffer.options]\nzero_variance = "drop"\n'
+class Hearing(AsyncReplayBuffer):
+    def __init__(self, *, heard: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.heard = heard
+
+
+class WithCreditOfItsOwn(AsyncReplayBuffer):
+    def __init__(self, *, credit: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.own = credit
+
+
+@pytest.mark.parametrize("kind", ["replay", f"{__name__}:Hearing"])
+async def test_a_buffer_drops_groups_by_what_advantages_compare(tmp_path: Path, kind: str) -> None:
+    drop = f'[buffer]\nkind = "{kind}"\n[buffer.options]\nzero_variance = "drop"\n'
     (tmp_path / "run.toml").write_text(FILE + f'[algorithm]\ncredit = "turn"\n{drop}')
     buffer = Assembly(load_config(tmp_path / "run.toml"), log_folder=tmp_path).make_buffer()
     for group_id, turn_rewards in enumerate((((0.0, 1.0), (1.0, 0.0)), ((0.0, 1.0), (0.0, 1.0)))):
@@ -97,3 +112,11 @@ async def test_a_buffer_drops_groups_by_what_advantages_compare(tmp_path: Path) 
         buffer.put(summary, DataProto())
     counts = buffer.statistics()
     assert (counts.ready, counts.dropped) == (1, {"zero_variance": 1})
+
+
+def test_a_buffers_own_option_may_have_the_name_of_one_that_the_run_offers(tmp_path: Path) -> None:
+    text = f'[buffer]\nkind = "{__name__}:WithCreditOfItsOwn"\n[buffer.options]\ncredit = 0.5\n'
+    (tmp_path / "run.toml").write_text(FILE + text)
+    buffer = Assembly(load_config(tmp_path / "run.toml"), log_folder=tmp_path).make_buffer()
+    assert isinstance(buffer, WithCreditOfItsOwn)
+    assert buffer.own == 0.5

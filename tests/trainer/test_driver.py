@@ -247,9 +247,15 @@ def test_recorded_groups_go_on_with_the_weights_that_sampled_them() -> None:
     assert went_on == versions
 
 
-def test_a_recorded_group_whose_baseline_fails_ends_the_run_and_the_ledger_has_the_drop() -> None:
-    """A resumed run then trains on another batch, since this one cannot be repeated."""
-    calm, parts = driver(max_staleness=0, fails={2: EnvironmentFailure("no greedy answer")})
+@pytest.mark.parametrize(
+    ("failure", "dropped"),
+    [(EnvironmentFailure("no greedy answer"), True), (RolloutsLostError("no greedy answer"), False)],
+)
+def test_a_recorded_group_whose_baseline_fails_ends_the_run(
+    failure: EnvironmentFailure | RolloutsLostError, dropped: bool
+) -> None:
+    """Where the environment failed the batch cannot be repeated, so the ledger has a drop; after a resume it can be."""
+    calm, parts = driver(max_staleness=0, fails={2: failure})
     found = Recovered(next_group_id=4, waiting={}, batches={1: (0, 1), 2: (2, 3)}, groups={}, dropped_tokens={})
     recorded: list[Any] = []
     ledger = SimpleNamespace(recovered=found, append=lambda *events, **_: recorded.extend(events))
@@ -262,8 +268,9 @@ def test_a_recorded_group_whose_baseline_fails_ends_the_run_and_the_ledger_has_t
     parts.buffer = AsyncReplayBuffer(capacity=4, max_staleness=0)
     with pytest.raises(ExceptionGroup) as caught:
         finish(dataclasses.replace(calm, law=law, groups=groups).run())
-    assert caught.group_contains(EnvironmentFailure, match="no greedy answer")
-    assert Dropped(group_id=2, reason="baseline_failed", tokens=4) in recorded
+    assert caught.group_contains(type(failure), match="no greedy answer")
+    assert (Dropped(group_id=2, reason="baseline_failed", tokens=4) in recorded) is dropped
+    assert bool(getattr(failure, "__notes__", ())) is dropped
 
 
 class LateDrops(AsyncReplayBuffer):

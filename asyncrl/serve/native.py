@@ -30,7 +30,7 @@ from asyncrl.serve.limits import (
 )
 from asyncrl.serve.metrics import exposition
 from asyncrl.serve.sessions import GroupedSink, Session
-from asyncrl.serve.text import GeneratedTokens, RenderingReport
+from asyncrl.serve.text import GeneratedTokens, RenderingReport, log_prob_entries
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,10 @@ async def generate(call: Call) -> web.StreamResponse:
     if not body.stream:
         generation = await call.collect(request)
         record(generation)
-        return call.answer(_generate_answer(call, generation))
+        if not sampling.top_log_probs and sampling.prompt_log_probs is None:  # most requests save a closure
+            return call.answer(_generate_answer(call, generation))
+        entries = log_prob_entries([generation])
+        return await call.answer_made(lambda: _generate_answer(call, generation), entries=entries)
     events = call.events()
     tokens = GeneratedTokens()
     event: GenerateAnswer | None = None
@@ -214,8 +217,10 @@ async def session_trajectories(call: Call) -> web.StreamResponse:
     tokens, most = session.branch_tokens, max(call.state.limits.session_tokens, session.tokens)
     if tokens > most:
         raise APIError(409, f"the branches of {session.name!r} have {tokens} tokens, at most {most} are returned")
-    branches = await asyncio.to_thread(_branches, session) if session.turns else []
-    return call.answer(TrajectoryList(session=session.name, trajectories=branches))
+    return await call.answer_made(
+        lambda: TrajectoryList(session=session.name, trajectories=_branches(session) if session.turns else []),
+        entries=tokens,
+    )
 
 
 def _branches(session: Session) -> list[TrajectoryColumns]:

@@ -293,6 +293,30 @@ async def test_top_log_probs_are_bounded_altogether(serve):
         await served.post("/v1/completions", {"model": "tiny", "prompt": [5] * 90, "logprobs": 10, "max_tokens": 2000})
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}),
+        ("/v1/completions", {"model": "tiny", "prompt": [5], "logprobs": 20, "max_tokens": 300}),
+        ("/generate", {"prompt_token_ids": [5], "top_log_probs": 20, "max_new_tokens": 300}),
+        (
+            "/generate",
+            {
+                "input_ids": [5],
+                "return_logprob": True,
+                "top_logprobs_num": 20,
+                "sampling_params": {"max_new_tokens": 300},
+            },
+        ),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"logprobs": 20, "max_tokens": 300}}),
+    ],
+)
+async def test_answers_with_many_log_probs_are_encoded_in_a_thread(serve, monkeypatch, path, body):
+    monkeypatch.setattr("asyncrl.serve.call._json", None)  # what encodes in the event loop
+    async with serve(lambda prompt: [80] * 300) as served:
+        await served.post(path, body)
+
+
 async def test_prompts_are_counted_before_they_are_read(serve, monkeypatch):
     monkeypatch.setattr(openai, "_prompts", None)
     async with serve(limits=Limits(prompts=2, concurrent_requests_per_key=3)) as served:

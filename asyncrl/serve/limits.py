@@ -47,7 +47,7 @@ class Limits:
         bad_words: of one request.
         stop_length: characters of a stop string, and of a bad word.
         top_log_probs: per position.
-        likeliest_tokens: that one answer may have as top log-probs, of its prompts and of all choices.
+        likeliest_tokens: that one answer, or stream, may have as top log-probs, of its prompts and of all choices.
         grammar_size_bytes: of a grammar, and so of the schemas it is made of.
         info_size_bytes: ``info`` of a reward, as JSON.
         prompts: of one /v1/completions request.

@@ -73,12 +73,12 @@ class GenerateAnswer(Struct, kw_only=True):
 
 
 def token_turn(
-    call: Call, ids: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1
+    call: Call, ids: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1, scored_once: bool = False
 ) -> tuple[list[GenerationRequest], Callable[[Generation], None]]:
     """Return the requests for turns after a prompt of ``ids``, and what adds a turn to the session."""
     session = call.session()
     place = session.token_prompt(ids) if session is not None else None
-    requests = call.requests(ids, sampling, choices=choices)
+    requests = call.requests(ids, sampling, choices=choices, scored_once=scored_once)
 
     def record(generation: Generation) -> None:
         if place is not None:

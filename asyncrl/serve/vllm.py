@@ -104,7 +104,8 @@ async def generate(call: Call) -> web.StreamResponse:
         prompt_log_probs=given.prompt_logprobs,
     )
     text = state.model_text()
-    requests, record = native.token_turn(call, ids, sampling, choices=check_choices(state.limits, given.n))
+    several = check_choices(state.limits, given.n)
+    requests, record = native.token_turn(call, ids, sampling, choices=several, scored_once=True)
     choices = [Choice(text.decode, sampling, special_ids=text.special_ids) for _ in requests]
     for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
         choice.feed(generation)

@@ -270,7 +270,8 @@ class Call:
     ) -> list[GenerationRequest]:
         """Return one request to the pool per choice, numbered from ``first``, with seeds derived from the one given.
 
-        With ``scored_once`` the first one alone asks for the prompt's log-probs. An API error if the prompt leaves no room to generate, or the answer would have too many top log-probs.
+        With ``scored_once`` the first one alone asks for the prompt's log-probs. An API error if the prompt leaves no
+        room to generate, or the answer would have too many top log-probs.
         """
         context, most = self.state.context_tokens, self.state.limits.likeliest_tokens
         if context is not None and len(prompt) >= context:

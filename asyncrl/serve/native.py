@@ -216,7 +216,11 @@ async def session_trajectories(call: Call) -> web.StreamResponse:
     session = _session(call)
     tokens, most = session.branch_tokens, max(call.state.limits.session_tokens, session.tokens)
     if tokens > most:
-        raise APIError(409, f"the branches of {session.name!r} have {tokens} tokens, at most {most} are returned")
+        raise APIError(
+            409,
+            f"the branches of {session.name!r} have {tokens} tokens, at most {most} are returned: reward the session, "
+            "which stores each token once",
+        )
     return await call.answer_made(
         lambda: TrajectoryList(session=session.name, trajectories=_branches(session) if session.turns else []),
         entries=tokens,
@@ -241,7 +245,8 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise APIError(400, f"info.{REWARD_PARTS} holds numbers by name: {error}") from error
     state, session = call.state, _session(call)
     if len(msgspec.json.encode(body.info)) > state.limits.info_size_bytes:
-        raise APIError(413, f"info has more than {state.limits.info_size_bytes} bytes of JSON")
+        most = state.limits.info_size_bytes
+        raise APIError(413, f"info has more than {most} bytes of JSON: keep the rest elsewhere, and its name in info")
     if state.capture is None:
         raise APIError(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:

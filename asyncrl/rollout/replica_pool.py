@@ -169,18 +169,17 @@ class ReplicaPool:
         """Bring a published version into every replica, in two phases; they go on generating meanwhile.
 
         One that fails is fenced: its requests go on elsewhere, and it serves again when it holds the current version.
-        A version that none can prepare is withdrawn: all serve the current one as before.
+        A version that none can prepare is withdrawn: all serve the current one as before. Where none served,
+        ``committed`` is empty, and those that come back have to take the version.
         The bytes have to stay available while :attr:`needed_versions` has the version.
 
         Raises:
             WeightVersionError: the version is not newer than the one served.
-            WeightError: every replica that served failed to take it; none served, and those that come back have to take
-                it; or another publication is running.
+            WeightError: every replica that served failed to take it; or another publication is running.
         """
         ended = await self._set.publish(manifest, tentative=True)
-        if not ended.committed:
+        if ended.fenced and not ended.committed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in ended.fenced.items())
-            reasons = reasons or "none serves now; those that come back have to take it"
             raise WeightError(f"no replica could take weight version {manifest.version}: {reasons}")
         return ended
 

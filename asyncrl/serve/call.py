@@ -161,6 +161,7 @@ class Call:
         id: of the request; stands in the answer and in logs, and is part of its generations' ids.
         holder: of the key; empty where no key is needed.
         kept_bytes: of what the server has kept and the request refers to.
+        likeliest: top log-probs that the answer may have, of the generations that were requested.
         body: of the route's request type; None if the route has none. Any: it differs by route.
         has_place: whether it holds the place of its first generation, which has not begun.
         adapter: that the request is for; an empty name for the model itself.
@@ -175,6 +176,7 @@ class Call:
         "holder",
         "id",
         "kept_bytes",
+        "likeliest",
         "open_events",
         "plane",
         "request",
@@ -201,6 +203,7 @@ class Call:
         self.has_place = has_place
         self.adapter = ""
         self.kept_bytes = 0
+        self.likeliest = 0
         self.open_events: EventStream | None = None
         self._session: Session | None = None
 
@@ -257,25 +260,39 @@ class Call:
     # ------------------------------------------------------------------------------------------------- generation
 
     def requests(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1, first: int = 0
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        choices: int = 1,
+        first: int = 0,
+        scored_once: bool = False,
     ) -> list[GenerationRequest]:
         """Return one request to the pool per choice, numbered from ``first``, with seeds derived from the one given.
 
-        An API error if the prompt leaves no room to generate, or the answer would have too many top log-probs.
+        With ``scored_once`` the first one alone asks for the prompt's log-probs. An API error if the prompt leaves no
+        room to generate, or the answer would have too many top log-probs.
         """
         context, most = self.state.context_tokens, self.state.limits.likeliest_tokens
         if context is not None and len(prompt) >= context:
             raise context_length_error(len(prompt), context)
         room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(prompt))
-        each = room * sampling.top_log_probs + len(prompt) * (sampling.prompt_log_probs or 0)
-        if (likeliest := (first + choices) * each) > most:
-            raise APIError(400, f"the answer may have {likeliest} top log-probs; at most {most} are returned")
+        scored = len(prompt) * (sampling.prompt_log_probs or 0)
+        self.likeliest += choices * room * sampling.top_log_probs + (1 if scored_once else choices) * scored
+        if self.likeliest > most:
+            raise APIError(
+                400,
+                f"the answer may have {self.likeliest} top log-probs; at most {most} are returned: lower max_tokens, "
+                "the number of choices or of prompts, or the top log-probs of each token",
+            )
         self.state.choices_by_request[self.id] = first + choices
         made = []
         for index in range(choices):
             own = sampling
             if index and sampling.seed is not None:
-                own = replace(sampling, seed=derive_seed(sampling.seed, index))
+                own = replace(own, seed=derive_seed(sampling.seed, index))
+            if index and scored_once and sampling.prompt_log_probs is not None:
+                own = replace(own, prompt_log_probs=None)
             made.append(
                 GenerationRequest(
                     request_id=f"{self.id}-{first + index}",
@@ -378,8 +395,15 @@ class Call:
 
     def answer(self, content: Any, *, status: int = 200) -> web.Response:
         """Return a JSON answer. Any: what msgspec encodes."""
+        return self._json_answer(_json.encode(content), status)
+
+    async def answer_made(self, make: Callable[[], Any], *, entries: int) -> web.Response:
+        """Return what ``make`` returns as a JSON answer, made and encoded as in :meth:`off_loop`. Any: as above."""
+        return self._json_answer(await self.off_loop(lambda: msgspec.json.encode(make()), entries=entries), 200)
+
+    def _json_answer(self, body: bytes, status: int) -> web.Response:
         headers = {"Content-Type": "application/json", "X-Request-ID": self.id, "X-Content-Type-Options": "nosniff"}
-        return web.Response(body=_json.encode(content), status=status, headers=headers)
+        return web.Response(body=body, status=status, headers=headers)
 
     def events(self) -> EventStream:
         """Return the answer as a stream of server-sent events; nothing is sent before its first."""

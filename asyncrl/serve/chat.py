@@ -372,7 +372,7 @@ class ChatTurn:
         sampling = dataclasses.replace(
             sampling.ending_at(text.renderer.end_of_turn_id), grammar=check_grammar(state.limits, form.grammar)
         )
-        requests = call.requests(prompt.token_ids, sampling, choices=choices)
+        requests = call.requests(prompt.token_ids, sampling, choices=choices, scored_once=True)
         turn = cls(call, text, prompt, requests, form, rendering.prefill(messages), stops)
         turn.choices = [
             Choice(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from contextlib import nullcontext
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
@@ -191,11 +192,12 @@ async def add_replica(call: Call) -> web.StreamResponse:
         factory = state.ray_replicas.factory(body.name, body.resource)
     if factory is None:
         raise APIError(501, "this server cannot make replicas")
-    if any(replica.name == body.name for replica in state.replica_pool.replicas()):
-        raise APIError(409, f"there is a replica {body.name!r} already")
-    if state.weights is not None:
-        await state.weights.admit(body.name, adapters=not body.resource)
-    await state.replica_pool.add(body.name, factory)
+    adapters, updater = not body.resource, state.weights
+    try:
+        with updater.admitting(body.name, adapters=adapters) if updater is not None else nullcontext():
+            await state.replica_pool.add(body.name, factory)
+    except ResourceError as error:
+        raise APIError(409, str(error)) from error
     return _replicas(call, status=201)
 
 

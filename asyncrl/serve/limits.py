@@ -47,7 +47,7 @@ class Limits:
         bad_words: of one request.
         stop_length: characters of a stop string, and of a bad word.
         top_log_probs: per position.
-        likeliest_tokens: that one answer may have as top log-probs, of its prompts and of all choices.
+        likeliest_tokens: that one answer, or stream, may have as top log-probs, of its prompts and of all choices.
         grammar_size_bytes: of a grammar, and so of the schemas it is made of.
         info_size_bytes: ``info`` of a reward, as JSON.
         prompts: of one /v1/completions request.
@@ -56,9 +56,9 @@ class Limits:
         idle_timeout_s: for the next request, its headers included, on a connection.
         write_timeout_s: for a client to take what was sent.
         request_timeout_s: for a generation from its beginning to its end.
-        sessions, sessions_per_key: held at a time.
+        sessions, sessions_per_key: held at a time; per key where there are several.
         session_tokens: of one session with all of its branches.
-        captured_tokens, captured_tokens_per_key: of all sessions.
+        captured_tokens, captured_tokens_per_key: of all sessions; at that per key, it begins no further session.
         session_idle_s: until an unused session is dropped.
         conversations_per_key, conversation_bytes_per_key: kept for ``previous_response_id``, the last used ones.
     """

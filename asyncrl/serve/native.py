@@ -30,7 +30,7 @@ from asyncrl.serve.limits import (
 )
 from asyncrl.serve.metrics import exposition
 from asyncrl.serve.sessions import GroupedSink, Session
-from asyncrl.serve.text import GeneratedTokens, RenderingReport
+from asyncrl.serve.text import GeneratedTokens, RenderingReport, log_prob_entries
 
 _log = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ class GenerateAnswer(Struct, kw_only=True):
 
 
 def token_turn(
-    call: Call, ids: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1
+    call: Call, ids: tuple[int, ...], sampling: SamplingParams, *, choices: int = 1, scored_once: bool = False
 ) -> tuple[list[GenerationRequest], Callable[[Generation], None]]:
     """Return the requests for turns after a prompt of ``ids``, and what adds a turn to the session."""
     session = call.session()
     place = session.token_prompt(ids) if session is not None else None
-    requests = call.requests(ids, sampling, choices=choices)
+    requests = call.requests(ids, sampling, choices=choices, scored_once=scored_once)
 
     def record(generation: Generation) -> None:
         if place is not None:
@@ -106,7 +106,10 @@ async def generate(call: Call) -> web.StreamResponse:
     if not body.stream:
         generation = await call.collect(request)
         record(generation)
-        return call.answer(_generate_answer(call, generation))
+        if not sampling.top_log_probs and sampling.prompt_log_probs is None:  # most requests save a closure
+            return call.answer(_generate_answer(call, generation))
+        entries = log_prob_entries([generation])
+        return await call.answer_made(lambda: _generate_answer(call, generation), entries=entries)
     events = call.events()
     tokens = GeneratedTokens()
     event: GenerateAnswer | None = None
@@ -213,9 +216,15 @@ async def session_trajectories(call: Call) -> web.StreamResponse:
     session = _session(call)
     tokens, most = session.branch_tokens, max(call.state.limits.session_tokens, session.tokens)
     if tokens > most:
-        raise APIError(409, f"the branches of {session.name!r} have {tokens} tokens, at most {most} are returned")
-    branches = await asyncio.to_thread(_branches, session) if session.turns else []
-    return call.answer(TrajectoryList(session=session.name, trajectories=branches))
+        raise APIError(
+            409,
+            f"the branches of {session.name!r} have {tokens} tokens, at most {most} are returned: reward the session, "
+            "which stores each token once",
+        )
+    return await call.answer_made(
+        lambda: TrajectoryList(session=session.name, trajectories=_branches(session) if session.turns else []),
+        entries=tokens,
+    )
 
 
 def _branches(session: Session) -> list[TrajectoryColumns]:
@@ -236,7 +245,8 @@ async def reward_session(call: Call) -> web.StreamResponse:
         raise APIError(400, f"info.{REWARD_PARTS} holds numbers by name: {error}") from error
     state, session = call.state, _session(call)
     if len(msgspec.json.encode(body.info)) > state.limits.info_size_bytes:
-        raise APIError(413, f"info has more than {state.limits.info_size_bytes} bytes of JSON")
+        most = state.limits.info_size_bytes
+        raise APIError(413, f"info has more than {most} bytes of JSON: keep the rest elsewhere, and its name in info")
     if state.capture is None:
         raise APIError(501, "this server keeps no trajectories: start it with --capture FOLDER")
     if not session.turns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -54,7 +54,7 @@ from asyncrl.serve.limits import (
     check_neutral,
     sampling_params,
 )
-from asyncrl.serve.text import Choice, ModelText, ParsedTurn, last_tokens, prompt_only
+from asyncrl.serve.text import Choice, ModelText, ParsedTurn, last_tokens, log_prob_entries, prompt_only
 
 NotServed: TypeAlias = None
 """A field that would change the answer and is not served: refused by name."""
@@ -623,7 +623,7 @@ async def _chat(call: Call, body: ChatCompletionRequest, tokens: tuple[int, ...]
             prompt_logprobs=prompt_log_probs(text, turn.prompt.token_ids, turn.choices[0]),
         )
 
-    return call.answer(await call.off_loop(answer, entries=log_prob_entries(turn.choices)))
+    return await call.answer_made(answer, entries=log_prob_entries(turn.choices))
 
 
 def _rendering(
@@ -775,14 +775,6 @@ def _function_call(call: dict[str, Any]) -> FunctionCall:
     return FunctionCall(name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"]))
 
 
-def log_prob_entries(parts: Iterable[Generation | Choice]) -> int:
-    """Return the number of log-probs that an answer of these choices may have."""
-    return sum(
-        len(each.token_ids) + sum(map(len, each.top_log_probs)) + sum(map(len, each.prompt_top_log_probs))
-        for each in parts
-    )
-
-
 def token_log_probs(text: ModelText, choice: Choice, begin: int = 0) -> list[TokenLogProb]:
     """Return those of the tokens of ``choice`` from ``begin`` on."""
 
@@ -926,9 +918,10 @@ async def completions(call: Call) -> web.StreamResponse:
 
     if not body.stream:
         made = await call.collect_all(requests)
-        parts = await call.off_loop(lambda: list(map(part, range(len(made)), made)), entries=log_prob_entries(made))
+        entries = log_prob_entries(made)
+        parts = await call.off_loop(lambda: list(map(part, range(len(made)), made)), entries=entries)
         record()
-        return call.answer(answer(parts, with_usage=True))
+        return await call.answer_made(lambda: answer(parts, with_usage=True), entries=entries)
     events = call.events()
     async with aclosing(call.stream_all(requests)) as stream:
         async for number, piece in stream:

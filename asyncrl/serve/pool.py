@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class WeightUpdater:
         self._transport = transport
         self._reserved = reserved
         self._prepared: WeightManifest | None = None
+        self._committing: WeightManifest | None = None
         self._published: set[int] = set()  # and not released yet
         self._adapters: dict[str, WeightManifest] = {}
         self._replaced: int | None = None
@@ -102,14 +103,20 @@ class WeightUpdater:
             )
         return tuple(each for name, each in self._adapters.items() if name != adapter.name)
 
-    async def admit(self, replica: str, *, adapters: bool) -> None:
-        """Note, before a replica is added, whether it takes ``adapters``; a WeightError if it lacks those served."""
+    @contextmanager
+    def admitting(self, replica: str, *, adapters: bool) -> Iterator[None]:
+        """Add a replica in the block, without a pause; note whether it takes ``adapters`` if the block succeeds.
+
+        Raises:
+            WeightError: it takes none, and they are served or about to be.
+        """
+        coming = [each.adapter for each in (self._prepared, self._committing) if each is not None]
+        if not adapters and (self._adapters or any(coming)):
+            raise WeightError("adapters are served, and replicas on other machines take full versions alone")
+        yield
         if adapters:
             self._full_only.discard(replica)
-            return
-        async with self._busy:
-            if self._adapters or (self._prepared is not None and self._prepared.adapter is not None):
-                raise WeightError("adapters are served, and replicas on other machines take full versions alone")
+        else:
             self._full_only.add(replica)
 
     async def prepare_folder(
@@ -215,7 +222,7 @@ class WeightUpdater:
 
         Raises:
             WeightVersionError: another version is prepared, or none.
-            WeightError: no replica could take it, or another publication is running.
+            WeightError: every replica that served failed to take it; or another publication is running.
         """
         self._check_prepared(version)
         if self._busy.locked():
@@ -225,10 +232,11 @@ class WeightUpdater:
 
     async def _commit(self, version: int, *, stays: bool = False) -> Ended:
         manifest = self._check_prepared(version)  # an earlier call may have replaced it
-        self._prepared = None
+        self._prepared, self._committing = None, manifest
         try:
             return await shield_until_done(self._pool.publish(manifest))
         finally:
+            self._committing = None
             if self._pool.weight_version == manifest.version:  # also if every replica failed: it comes back with it
                 self._served(manifest)
             elif stays:

@@ -47,10 +47,9 @@ from asyncrl.serve.openai import (
     NotServed,
     TokenLogProb,
     ToolSchema,
-    log_prob_entries,
     token_log_probs,
 )
-from asyncrl.serve.text import ModelText, ParsedTurn
+from asyncrl.serve.text import ModelText, ParsedTurn, log_prob_entries
 
 
 class InputPart(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -312,7 +311,8 @@ async def create(call: Call) -> web.StreamResponse:
     if body.stream:
         return await _stream(call, body, turn, conversation)
     await turn.collect()
-    return call.answer(await _finish(_response(body), call, body, turn, turn.parse(0), conversation))
+    response = await _finish(_response(body), call, body, turn, turn.parse(0), conversation)
+    return await call.answer_made(lambda: response, entries=log_prob_entries(turn.choices))
 
 
 async def _finish(

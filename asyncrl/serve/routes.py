@@ -334,7 +334,7 @@ _PARAMETERS: dict[str, Any] = {  # Any: pieces of the document
         "name": "session",
         "in": "path",
         "required": True,
-        "description": "Created by its first request; what is sampled under it is captured, token by token.",
+        "description": "Its first request creates it, and ends it if nothing is sampled; every turn is captured.",
         "schema": {"type": "string", "pattern": _NAME},
     },
     "model": {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},

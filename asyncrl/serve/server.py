@@ -156,6 +156,7 @@ class Server:
         """
         binding, hosts = self._binding, self._binding.allowed_hosts()
         allow_connections(self._state.limits.connections)
+        self._state.sessions.several_keys = binding.users is not None and len(binding.users) > 1
         async with contextlib.AsyncExitStack() as undo:
             ports = undo.enter_context(contextlib.closing(self._ports or binding.bind()))
             control = undo.enter_context(_bound_unix(ports.control))

@@ -256,7 +256,10 @@ class Session:
 
 
 class Sessions:
-    """All sessions, by holder and name, the least recently used first; ``tokens`` counts those of all of them."""
+    """All sessions, by holder and name, the least recently used first; ``tokens`` counts those of all of them.
+
+    The bounds per key hold where ``several_keys`` are served, and refuse new sessions only.
+    """
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -264,6 +267,7 @@ class Sessions:
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._count_by_holder: Counter[str] = Counter()
         self._tokens_by_holder: Counter[str] = Counter()
+        self.several_keys = False
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -272,20 +276,19 @@ class Sessions:
     def use(self, name: str, holder: str) -> Session:
         """Return the session, created if need be, for a request until :meth:`leave`; an API error beyond a bound."""
         limits, session = self._limits, self.get(name, holder)
-        count, tokens = self._count_by_holder[holder], self._tokens_by_holder[holder]
         if self.tokens >= limits.captured_tokens:
             raise APIError(
                 503, f"all sessions together hold {self.tokens} tokens: reward or drop some", retry_after_s=30
             )
-        if tokens >= limits.captured_tokens_per_key:
-            raise APIError(429, f"this key's sessions hold {tokens} tokens: reward or drop some", retry_after_s=30)
         if session is None:
             if len(self) >= limits.sessions:
                 raise APIError(
                     503, f"{len(self)} sessions are held, no more fit: reward or drop some", retry_after_s=30
                 )
-            if count >= limits.sessions_per_key:
-                raise APIError(429, f"this key has {count} sessions: reward or drop some", retry_after_s=30)
+            count, tokens = self._count_by_holder[holder], self._tokens_by_holder[holder]
+            if self.several_keys and (count >= limits.sessions_per_key or tokens >= limits.captured_tokens_per_key):
+                held = f"{count} sessions with {tokens} tokens"
+                raise APIError(429, f"this key has {held}, no more fit: reward or drop some", retry_after_s=30)
             session = self._sessions[holder, name] = Session(name, holder)
             self._count_by_holder[holder] = count + 1
         self._touch(session)

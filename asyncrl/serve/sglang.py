@@ -27,8 +27,7 @@ from asyncrl.serve.limits import (
     check_neutral,
     sampling_params,
 )
-from asyncrl.serve.openai import log_prob_entries
-from asyncrl.serve.text import Choice, prompt_only
+from asyncrl.serve.text import Choice, log_prob_entries, prompt_only
 
 
 class SGLangSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -157,9 +156,10 @@ async def _generate(call: Call, body: GenerateBody) -> web.StreamResponse:
     if not body.stream:
         for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
             feed(choice, generation)
-        entries = log_prob_entries(choices)
-        answers = await call.off_loop(lambda: [answer(choice) for choice in choices], entries=entries)
-        return call.answer(answers[0] if several == 1 else answers)
+        return await call.answer_made(
+            lambda: answer(choices[0]) if several == 1 else [answer(choice) for choice in choices],
+            entries=log_prob_entries(choices),
+        )
     events, (choice,), shown = call.events(), choices, 0
     async with aclosing(call.stream(requests[0])) as chunks:
         async for chunk in chunks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +247,14 @@ def _short_history_suffices(renderer: ChatRenderer) -> bool:
 def last_tokens(token_ids: tuple[int, ...], count: int | None) -> tuple[int, ...]:
     """Return the last ``count`` ids; all of them if it is None."""
     return token_ids if count is None else token_ids[-count:]
+
+
+def log_prob_entries(parts: Iterable[Generation | Choice]) -> int:
+    """Return the number of log-probs that an answer of these choices may have."""
+    return sum(
+        len(each.token_ids) + sum(map(len, each.top_log_probs)) + sum(map(len, each.prompt_top_log_probs))
+        for each in parts
+    )
 
 
 def prompt_only(part: Generation | GenerationChunk) -> Generation | GenerationChunk:

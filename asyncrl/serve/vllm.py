@@ -21,8 +21,8 @@ from asyncrl.serve.limits import (
     check_neutral,
     sampling_params,
 )
-from asyncrl.serve.openai import PromptLogProbs, Usage, log_prob_entries, prompt_log_probs, token_usage
-from asyncrl.serve.text import Choice
+from asyncrl.serve.openai import PromptLogProbs, Usage, prompt_log_probs, token_usage
+from asyncrl.serve.text import Choice, log_prob_entries
 
 
 class VLLMSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +104,8 @@ async def generate(call: Call) -> web.StreamResponse:
         prompt_log_probs=given.prompt_logprobs,
     )
     text = state.model_text()
-    requests, record = native.token_turn(call, ids, sampling, choices=check_choices(state.limits, given.n))
+    several = check_choices(state.limits, given.n)
+    requests, record = native.token_turn(call, ids, sampling, choices=several, scored_once=True)
     choices = [Choice(text.decode, sampling, special_ids=text.special_ids) for _ in requests]
     for choice, generation in zip(choices, await call.collect_all(requests), strict=True):
         choice.feed(generation)
@@ -129,7 +130,7 @@ async def generate(call: Call) -> web.StreamResponse:
             prompt_token_ids=ids if body.return_token_ids else None,
         )
 
-    return call.answer(await call.off_loop(answer, entries=log_prob_entries(choices)))
+    return await call.answer_made(answer, entries=log_prob_entries(choices))
 
 
 def _stop_reason(choice: Choice, sampling: SamplingParams) -> int | str | None:

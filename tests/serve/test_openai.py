@@ -288,9 +288,46 @@ async def test_top_log_probs_are_bounded_altogether(serve):
         ):
             await served.post(path, fits)
             refused = await served.post(path, {**fits, **more}, status=400)
-            assert "top log-probs; at most 100 are returned" in refused["error"]["message"]
+            assert "top log-probs; at most 100 are returned: lower max_tokens" in refused["error"]["message"]
+        for lengths in ((1, 19), (19, 1)):
+            await served.post("/v1/completions", {**prompts, "prompt": [[5] * length for length in lengths]})
         served.state.context_tokens = 100
         await served.post("/v1/completions", {"model": "tiny", "prompt": [5] * 90, "logprobs": 10, "max_tokens": 2000})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}),
+        ("/v1/completions", {"model": "tiny", "prompt": [5], "logprobs": 20, "max_tokens": 300}),
+        ("/generate", {"prompt_token_ids": [5], "top_log_probs": 20, "max_new_tokens": 300}),
+        (
+            "/generate",
+            {
+                "input_ids": [5],
+                "return_logprob": True,
+                "top_logprobs_num": 20,
+                "sampling_params": {"max_new_tokens": 300},
+            },
+        ),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"logprobs": 20, "max_tokens": 300}}),
+    ],
+)
+async def test_answers_with_many_log_probs_are_encoded_in_a_thread(serve, monkeypatch, path, body):
+    monkeypatch.setattr("asyncrl.serve.call._json", None)  # what encodes in the event loop
+    async with serve(lambda prompt: [80] * 300) as served:
+        await served.post(path, body)
+
+
+async def test_the_prompt_is_scored_once_where_the_first_choice_alone_shows_it(serve):
+    async with serve(limits=Limits(likeliest_tokens=100)) as served:
+        given = {"max_tokens": 1, "prompt_logprobs": 10, "n": 3}
+        await served.post("/inference/v1/generate", {"token_ids": [5] * 10, "sampling_params": given})
+        assert sorted(str(each.sampling.prompt_log_probs) for each in served.engines[0].requests) == [
+            "10",
+            "None",
+            "None",
+        ]
 
 
 async def test_prompts_are_counted_before_they_are_read(serve, monkeypatch):

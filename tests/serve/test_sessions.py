@@ -251,15 +251,22 @@ def test_idle_sessions_are_dropped_whatever_is_used_before_them():
 
 def test_one_key_cannot_take_all_sessions():
     sessions = Sessions(Limits(sessions_per_key=2, captured_tokens_per_key=3), lambda: 0.0)
-    first, _ = (sessions.use(name, "alice") for name in "ab")
+    sessions.several_keys = True
+    first, second = (sessions.use(name, "alice") for name in "ab")
     for _ in range(2):
-        with pytest.raises(APIError, match="this key has 2 sessions"):
+        with pytest.raises(APIError, match="this key has 2 sessions with 0 tokens"):
             sessions.use("c", "alice")
         sessions.use("c", "bob")
+    sessions.leave(second)
     sessions.add(first, first.token_prompt((1, 2)), turn((3,)), {"role": "assistant", "content": ""})
-    with pytest.raises(APIError, match="this key's sessions hold 3 tokens"):
+    with pytest.raises(APIError, match="this key has 1 sessions with 3 tokens"):
         sessions.use("b", "alice")
-    sessions.leave(first)
+    assert sessions.use("a", "alice") is first  # what has begun goes on
+    sessions.several_keys = False
+    sessions.leave(sessions.use("b", "alice"))
+    sessions.several_keys = True
+    for _ in range(2):
+        sessions.leave(first)
     sessions.drop(first)
     sessions.use("c", "alice")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.errors import WeightError, WeightVersionError
+from asyncrl.errors import ResourceError, WeightError, WeightVersionError
 from asyncrl.rollout.replica_pool import ReplicaPool
 from asyncrl.serve.pool import Follower, WeightUpdater
 from asyncrl.testing import ScriptedEngine
@@ -254,13 +254,38 @@ async def test_what_the_rules_refuse_is_not_published(pool, folder, transport):
 
 async def test_replicas_on_other_machines_and_adapters_exclude_each_other(updater, folder):
     (folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
-    await updater.admit("r0", adapters=False)
+    with updater.admitting("r0", adapters=False):
+        pass
+    with pytest.raises(ResourceError), updater.admitting("r0", adapters=True):
+        raise ResourceError("the name is taken")
     with pytest.raises(WeightError, match="r0 on other machines take full versions alone"):
         await updater.prepare_folder(folder, adapter="red")
-    await updater.admit("r0", adapters=True)
+    with updater.admitting("r0", adapters=True):
+        pass
     await updater.prepare_folder(folder, adapter="red")
-    with pytest.raises(WeightError, match="adapters are served"):
-        await updater.admit("r1", adapters=False)
+    with pytest.raises(WeightError, match="adapters are served"), updater.admitting("r1", adapters=False):
+        pass
+
+
+async def test_no_replica_without_adapters_joins_while_one_is_committed(pool, updater, folder, monkeypatch):
+    (folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    publish = pool.publish
+
+    async def refusing(manifest):
+        with pytest.raises(WeightError, match="adapters are served"), updater.admitting("r9", adapters=False):
+            pass
+        return await publish(manifest)
+
+    monkeypatch.setattr(pool, "publish", refusing)
+    with pytest.raises(WeightError, match="serves none: publish the weights with the adapter merged in"):
+        await updater.swap(folder, adapter="red")
+
+
+async def test_a_version_that_is_committed_while_no_replica_serves_is_served_by_the_next(transport, folder):
+    async with ReplicaPool({}, transport=transport) as pool:
+        updater = WeightUpdater(pool, transport)
+        assert (await updater.swap(folder)).committed == ()
+        assert pool.weight_version == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- following

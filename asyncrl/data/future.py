@@ -586,7 +586,7 @@ class DataProtoFuture(Future["DataProto"]):
         [4, 8]
     """
 
-    _fetch: Outcome[None] | None = None
+    _fetch: tuple[asyncio.AbstractEventLoop, Outcome[None]] | None = None
     """Of the reader that fetches the payload now."""
 
     def __init__(
@@ -931,16 +931,17 @@ class DataProtoFuture(Future["DataProto"]):
         return self._data.select()
 
     async def value_of_async(self, raw: Any) -> DataProto:
+        loop = asyncio.get_running_loop()
         while self._data is None:
-            if (fetch := self._fetch) is not None:  # should it end without the payload, the next reader fetches it
-                await fetch.completion()
-                continue
-            fetch = self._fetch = Outcome("fetch")
+            if self._fetch is not None and self._fetch[0] is loop:  # another loop may stop before it has fetched
+                await self._fetch[1].completion()
+                continue  # should it have ended without the payload, the next reader fetches it
+            fetch = self._fetch = loop, Outcome("fetch")
             try:
                 self._data = await cast("Plan", raw).fetch()
             finally:
-                self._fetch = None
-                fetch.succeed(None)
+                self._fetch = None if self._fetch is fetch else self._fetch
+                fetch[1].succeed(None)
         return self._data.select()
 
     def _status(self) -> str:

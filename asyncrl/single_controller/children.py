@@ -64,8 +64,12 @@ def _children(pid: int) -> list[int]:
 def kill_stopped(pid: int) -> None:
     """Kill a process, and what is stopped of all that it has started: that would not notice the end of its parent."""
     for each in (*_stopped_in_family(pid), pid):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may run as another user
+        try:
             os.kill(each, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            _log.warning("process %d cannot be killed: it runs as another user", each)
 
 
 class ChildWatch:
@@ -136,7 +140,8 @@ class ChildWatch:
                 try:
                     self._look(pid, stopped_among(pid))
                 except Exception:  # noqa: BLE001  one that cannot be looked at or killed leaves the others watched
-                    _log.exception("process %d cannot be watched", pid)
+                    _log.exception("process %d cannot be watched any more", pid)
+                    self.remove(pid)
 
     def _look(self, pid: int, stopped: list[int]) -> None:
         now_s = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.errors import DispatchError, ResourceError
 from asyncrl.single_controller.call import Failed
 from asyncrl.single_controller.decorator import Registration, mark, registrations
+from asyncrl.single_controller.host import workers_of
 from asyncrl.single_controller.mesh import MeshDispatch, MeshPosition
 from asyncrl.single_controller.worker import Worker
 from asyncrl.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
@@ -56,8 +57,7 @@ class ColocatedWorker(Worker):
 
     @property
     def _workers_to_close(self) -> list[Any]:
-        workers = reversed(self._workers.values())
-        return [each for worker in workers for each in getattr(worker, "_workers_to_close", [worker])]
+        return [each for worker in reversed(self._workers.values()) for each in workers_of(worker)]
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, C]) -> C:

@@ -366,7 +366,8 @@ class WorkerHost:
     async def close(self) -> Failed | None:
         """Cancel running calls and call the worker's ``aclose`` or ``close``, if it has one.
 
-        Workers that share the process are closed one after the other, also after one of them has failed.
+        Workers that share the process are closed one after the other, also after one of them has failed; those with
+        ``aclose`` beside the others, which have to wait for the running method of their thread.
         """
         for task in list(self._running.values()):
             task.cancel()
@@ -376,13 +377,17 @@ class WorkerHost:
 
     async def _close_workers(self) -> None:
         errors: list[Exception] = []
-        for worker in getattr(self._worker, "_workers_to_close", (self._worker,)):
-            hook = getattr(worker, "aclose", None) or getattr(worker, "close", None)
-            try:
-                if hook is not None:
+
+        async def run(hooks: list[Callable[[], Any]]) -> None:
+            for hook in hooks:
+                try:
                     await self._run_hook(hook)
-            except Exception as error:  # noqa: BLE001  raised below, once all are closed
-                errors.append(error)
+                except Exception as error:  # noqa: BLE001  raised below, once all are closed
+                    errors.append(error)
+
+        found = [getattr(each, "aclose", None) or getattr(each, "close", None) for each in workers_of(self._worker)]
+        in_loop = [hook for hook in found if inspect.iscoroutinefunction(hook)]
+        await asyncio.gather(run(in_loop), run([hook for hook in found if hook is not None and hook not in in_loop]))
         if len(errors) > 1:
             raise ExceptionGroup("several workers of this process failed to close", errors)
         if errors:
@@ -467,6 +472,11 @@ class WorkerHost:
             return await without_exit(coroutine)
         except Exception as error:  # noqa: BLE001  of the worker's own code, for the caller
             return Failed.of(error, hidden=_HIDDEN)
+
+
+def workers_of(worker: Any) -> list[Any]:
+    """Return the workers that are closed for this one, in order: itself, or those that it consists of."""
+    return worker._workers_to_close if hasattr(type(worker), "_workers_to_close") else [worker]
 
 
 def _writable(value: Any) -> Any:

@@ -385,6 +385,8 @@ class Invocation:
             first_failure = failed and len(self._failures) == 1
             complete, all_replied = self._missing == 0, self._all_replied
             finished = self._finished
+            if finished and complete:  # what was cancelled, or failed on another rank, keeps nothing
+                self._scatter = self._values = _DROPPED
         if finished or self._group._loop.is_closed:  # at the end of a program there are no waiters
             return
         if complete and all_replied is not None:

@@ -91,20 +91,25 @@ Bundles: TypeAlias = Sequence[Mapping[str, float]]
 def check_capacity(groups: Sequence[Bundles], strategy: PlacementStrategy, nodes: Sequence[NodeResources]) -> None:
     """Raise :class:`ResourceError` if the nodes cannot hold the bundles of all groups, even with nothing else on them.
 
-    Only what is certain is refused: more resources than all nodes have together, or more bundles of one kind than they
-    have room for. Resources that others use may become free: placing the groups waits for them, with a deadline.
+    Only what is certain is refused: bundles that need more than all nodes with a resource have together, or more of
+    one kind, or of larger ones, than there is room for. Resources that others use may become free: placing the groups
+    waits for them, with a deadline.
     """
-    total, requested = _sum([node.total for node in nodes]), dict[str, float]()
     apart = strategy == "STRICT_SPREAD"
     counts: Counter[tuple[tuple[str, float], ...]] = Counter()
     for number, bundles in enumerate(groups):
-        requested = _sum([requested, *bundles])
         units = [_sum(bundles)] if strategy == "STRICT_PACK" else bundles
         counts.update(tuple(sorted(unit.items())) for unit in units)
         most = number + 1 if apart else math.inf  # of a node: one of each group
-        fits = _room(requested, total) >= 1 and all(
-            sum(min(_room(dict(unit), node.total), most) for node in nodes) >= count for unit, count in counts.items()
+        fits = all(
+            sum(min(_room(unit, node.total), most) for node in nodes)
+            >= sum(count for other, count in counts.items() if _room(unit, dict(other)) >= 1)
+            for unit in map(dict, counts)
         )
+        for name in {name for unit in counts for name, amount in unit if amount}:
+            having = _sum([node.total for node in nodes if node.total.get(name)])
+            needing = _sum([dict(unit) for unit in counts.elements() if dict(unit).get(name)])
+            fits &= _room(needing, having) >= 1
         if apart:
             fits &= sum(any(_room(unit, node.total) >= 1 for unit in units) for node in nodes) >= len(units)
         if not fits:

@@ -234,6 +234,10 @@ class _RankZero:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
+    @property  # type: ignore[misc]  # functions may ask whether it is a WorkerGroup
+    def __class__(self) -> Any:
+        return type(self._group)
+
 
 def _as_seen(group: Any, ranks: int) -> Any:
     return _RankZero(group) if ranks < group.world_size else group

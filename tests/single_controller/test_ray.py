@@ -18,8 +18,10 @@ import torch
 from asyncrl.data import DataProto, codec
 from asyncrl.errors import DispatchError, ResourceError, WorkerDiedError, WorkerError
 from asyncrl.single_controller import Dispatch, Execute, Worker, register
+from asyncrl.single_controller.call import Arguments, Call, Failed
 from asyncrl.single_controller.invocation import SIBLING_GRACE_S
 from asyncrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from asyncrl.single_controller.ray import host as host_module
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -155,6 +157,14 @@ def test_what_cannot_be_pickled_is_named_and_the_group_goes_on(group: RayWorkerG
     with pytest.raises(WorkerError, match=r"members\.give failed on rank"):
         group.give().result(TIMEOUT_S)
     assert group.take(3).result(TIMEOUT_S) == ["int", "int"]
+
+
+def test_a_reply_that_is_no_batch_fails_its_call() -> None:
+    batch = DataProto.from_dict(tensors={"x": torch.arange(2)})
+    batch.non_tensor_batch["y"] = [1]  # type: ignore[assignment]
+    reply, kept = host_module._encoded(batch, Call(method="give", arguments=Arguments((), {}), to_fetch=False))
+    assert isinstance(reply, Failed)
+    assert (reply.kind, kept) == ("SchemaError", None)
 
 
 class Lost:

@@ -58,6 +58,8 @@ def test_bundles_without_a_gpu_leave_the_node_with_gpus_to_those_that_need_it() 
         ([[CPU], [CPU] * 3], "STRICT_SPREAD"),
         ([[GPU] * 2], "STRICT_SPREAD"),
         ([[{"CPU": 2.5}]] * 3, "PACK"),
+        ([[{"CPU": 2.0, "GPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}]], "PACK"),  # one node has GPUs, and 4 CPUs
+        ([[{"CPU": 2.5}, {"CPU": 3.0}, {"CPU": 2.6}]], "PACK"),  # one on a node
     ],
 )
 def test_groups_that_do_not_fit(groups: list[list[dict[str, float]]], strategy: PlacementStrategy) -> None:

@@ -12,12 +12,12 @@ import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from asyncrl.errors import InfrastructureError
-from asyncrl.single_controller.call import Arguments, Call, Failed, Reply
+from asyncrl.errors import InfrastructureError, SchemaError
+from asyncrl.single_controller.call import Arguments, Call, Failed, Reply, shapes_of
 from asyncrl.single_controller.children import children
 from asyncrl.single_controller.host import WorkerHost
 from asyncrl.single_controller.liveness import Liveness
@@ -101,13 +101,14 @@ class RayHost:
         reply = await self._host.call(call, sequence)
         if not call.keep_batch:
             return portable(reply)
-        small, batch = encode_reply(reply)
+        small, batch = _encoded(reply, call)
         return small if batch is None else (small, ray.put(batch))
 
     @ray.method(num_returns=2)
     async def call_keeping_batch(self, message: Message, *values: Any) -> tuple[Reply, DataProto | None]:
         """Run a call whose result may be a large batch: return the reply, and that batch as an object of its own."""
-        return encode_reply(await self._host.call(*decode_call(message, values)))
+        call, sequence = decode_call(message, values)
+        return _encoded(await self._host.call(call, sequence), call)
 
     async def call_without_arguments(self, method: str) -> Reply:
         """Run a call that needs no number, since no other is active."""
@@ -163,6 +164,20 @@ class RayHost:
 
     def __repr__(self) -> str:
         return self._label
+
+
+def _encoded(reply: Reply, call: Call) -> tuple[Reply, DataProto | None]:
+    try:
+        return encode_reply(reply)
+    except Exception as error:  # noqa: BLE001  a batch that is none fails its call
+        cause = error
+        try:
+            cast("DataProto", reply).check_consistency()  # names the column
+        except SchemaError as better:
+            cause = better
+        except Exception:  # noqa: BLE001, S110  the first error stands
+            pass
+        return Failed.of(cause, arguments=shapes_of(call.arguments)).portable(), None
 
 
 def actor_class(name: str, methods: Iterable[str]) -> type[RayHost]:

@@ -476,7 +476,8 @@ class WorkerHost:
 
 def workers_of(worker: Any) -> list[Any]:
     """Return the workers that are closed for this one, in order: itself, or those that it consists of."""
-    return worker._workers_to_close if hasattr(type(worker), "_workers_to_close") else [worker]
+    declares = hasattr(worker.__class__, "_workers_to_close")  # a worker itself may answer to any name
+    return worker._workers_to_close if declares else [worker]
 
 
 def _writable(value: Any) -> Any:

@@ -235,8 +235,8 @@ class _RankZero:
         return getattr(self._group, name)
 
     @property  # type: ignore[misc]  # functions may ask whether it is a WorkerGroup
-    def __class__(self) -> Any:
-        return type(self._group)
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._group.__class__
 
 
 def _as_seen(group: Any, ranks: int) -> Any:

@@ -42,13 +42,7 @@ from asyncrl.serve.limits import (
     check_neutral,
     sampling_params,
 )
-from asyncrl.serve.openai import (
-    FunctionName,
-    NotServed,
-    TokenLogProb,
-    ToolSchema,
-    token_log_probs,
-)
+from asyncrl.serve.openai import FunctionName, NotServed, TokenLogProb, ToolSchema, token_log_probs
 from asyncrl.serve.text import ModelText, ParsedTurn, log_prob_entries
 
 

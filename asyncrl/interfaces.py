@@ -40,12 +40,16 @@ The columns of a trajectory batch, from rollout to loss:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +79,7 @@ Task: TypeAlias = dict[str, Any]
 # ---------------------------------------------------------------------------------------------- requests and chunks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True, kw_only=True):
     """How to sample one request.
 
         >>> SamplingParams(max_new_tokens=64, top_p=90)
@@ -150,19 +153,20 @@ class SamplingParams:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
-        if any(not text for text in self.stop):
+        if "" in self.stop:
             raise ValueError("a stop string must not be empty")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must lie in 0..1, got {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise ValueError(f"{name} must lie in -2..2, got {getattr(self, name)}")
+        if not -2.0 <= self.presence_penalty <= 2.0:
+            raise ValueError(f"presence_penalty must lie in -2..2, got {self.presence_penalty}")
+        if not -2.0 <= self.frequency_penalty <= 2.0:
+            raise ValueError(f"frequency_penalty must lie in -2..2, got {self.frequency_penalty}")
         if not 0.01 <= self.repetition_penalty <= 100.0:  # beyond, logits overflow
             raise ValueError(f"repetition_penalty must lie in 0.01..100 (1 is off), got {self.repetition_penalty}")
         for token, bias in self.logit_bias:
             if not -100.0 <= bias <= 100.0:
                 raise ValueError(f"logit_bias must lie in -100..100, got {bias} for token {token}")
-        if any(not word.strip() for word in self.bad_words):
+        if self.bad_words and not all(map(str.strip, self.bad_words)):
             raise ValueError("bad_words must not hold an empty or blank text")
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise ValueError(
@@ -178,8 +182,7 @@ class SamplingParams:
         return replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, token})))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(Struct, frozen=True, kw_only=True):
     """A prompt to be continued. ``request_id`` is unique among the requests that an engine holds.
 
     A request can move from one engine to another: the last ``continued_tokens`` ids of the prompt are those that it has
@@ -210,8 +213,7 @@ class GenerationRequest:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationChunk:
+class GenerationChunk(Struct, frozen=True, kw_only=True):
     """The next tokens of one request; the last chunk carries the ``finish_reason``.
 
     ``token_ids``, ``log_probs`` and ``weight_versions`` have the same length. Stop tokens and the characters of stop
@@ -230,8 +232,7 @@ class GenerationChunk:
     prompt_top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
+class VersionSpan(Struct, frozen=True, kw_only=True):
     """Tokens ``start <= t < end`` of a generation were sampled under ``version``."""
 
     version: int
@@ -239,8 +240,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(Struct, frozen=True, kw_only=True):
     """A finished request: its chunks joined.
 
     >>> answer = Generation(
@@ -808,7 +808,7 @@ class ReplayBuffer(Protocol):
     ...     async with asyncio.TaskGroup() as tasks:
     ...         selecting = tasks.create_task(buffer.select(1, weight_version=3))
     ...         await buffer.admit(1)
-    ...         buffer.put(replace(summary, group_id=1, oldest_version=2), data)
+    ...         buffer.put(dataclasses.replace(summary, group_id=1, oldest_version=2), data)
     ...     buffer.release([group.summary.group_id for group in selecting.result()])
     ...     return dropped, buffer.statistics().released
     >>> asyncio.run(steps())
@@ -1095,7 +1095,7 @@ class TrainerUsage:
         """Return what was used after ``before``."""
         if before is None:
             return self
-        return replace(self, update_s=self.update_s - before.update_s, tflop=self.tflop - before.tflop)
+        return dataclasses.replace(self, update_s=self.update_s - before.update_s, tflop=self.tflop - before.tflop)
 
     def metrics(self) -> dict[str, float]:
         """Return ``tflops`` (a second), ``mfu`` where it is known, and ``memory_peak_gb``."""

@@ -397,7 +397,7 @@ def stale_cache(world: World, _dice: random.Random) -> Iterator[None]:
     async def wrong(request: Any) -> Any:
         async for chunk in true(request):
             cached = request.request_id.endswith("-cached")
-            yield dataclasses.replace(chunk, log_probs=kept) if cached else chunk
+            yield msgspec.structs.replace(chunk, log_probs=kept) if cached else chunk
 
     with patch.object(world.engine, "generate", wrong):
         yield

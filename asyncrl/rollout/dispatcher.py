@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from asyncrl.errors import ContinuationError, DeadlineError, EngineError, InfrastructureError, InvalidDataError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, PauseMode

@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
+from msgspec.structs import replace
+
 from asyncrl.errors import (
     AsyncRLError,
     EngineError,
@@ -440,7 +442,7 @@ def _check_prompt(token_ids: Sequence[int], max_seq_len: int) -> None:
 def _of_turn(sampling: SamplingParams, renderer: ChatRenderer, *, number: int, room: int, seed: int) -> SamplingParams:
     """Return the parameters of turn ``number`` of an episode, for at most ``room`` tokens."""
     most = min(sampling.max_new_tokens, room)
-    return dataclasses.replace(
+    return replace(
         sampling.ending_at(renderer.end_of_turn_id),
         max_new_tokens=most,
         min_tokens=min(sampling.min_tokens, most),

@@ -21,7 +21,9 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from asyncrl.errors import LiveWeightsError
 from asyncrl.interfaces import (

@@ -27,8 +27,10 @@ import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+
+from msgspec.structs import replace
 
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, Message, RolloutEngine, SessionEngine
 

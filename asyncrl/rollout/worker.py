@@ -18,11 +18,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from asyncrl.data import DataProto
 from asyncrl.errors import EngineError, EnvironmentFailure, LiveWeightsError, RequestAbortedError

@@ -9,15 +9,17 @@ which learns it; where it is enforced, the turn is not sampled from the policy a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self, cast
+
+from msgspec.structs import replace
 
 from asyncrl.errors import AsyncRLError, InvalidDataError, RequestAbortedError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, SamplingParams, Task
@@ -139,7 +141,7 @@ class AgentSession:
     ) -> Trajectory:
         """Return what was captured; see :meth:`asyncrl.serve.sessions.Session.trajectory`. Any: as in a Step."""
         made = self._session.trajectory(task=task, reward=reward, info=info, turn_rewards=turn_rewards)
-        return replace(made, finish_reason="max_turns") if self.refused else made
+        return dataclasses.replace(made, finish_reason="max_turns") if self.refused else made
 
     # ------------------------------------------------------------------------------------------------ as a TokenPool
 

@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from asyncrl.errors import ConfigError
 from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, Message, RolloutEngine, SamplingParams
@@ -209,7 +210,8 @@ class Call:
 
     def choose_model(self, name: str | None) -> None:
         """Have the request's generations made by a model; None for the one that is served first."""
-        self.adapter = self.state.adapter_of(name or self.state.names[0])
+        if name:
+            self.adapter = self.state.adapter_of(name)
 
     def body_as(self, kind: type[_T]) -> _T:
         assert isinstance(self.body, kind)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from asyncrl.errors import EngineError
 from asyncrl.interfaces import GenerationRequest, Message, SamplingParams, Tool
 from asyncrl.rollout.chat import tool_call_json
@@ -369,7 +371,7 @@ class ChatTurn:
         if sampling.ignore_eos and form.grammar:
             raise APIError(400, "ignore_eos goes on after the end that a form gives the answer: give one of them")
         stops = frozenset(sampling.stop_token_ids) - {text.renderer.end_of_turn_id}
-        sampling = dataclasses.replace(
+        sampling = replace(
             sampling.ending_at(text.renderer.end_of_turn_id), grammar=check_grammar(state.limits, form.grammar)
         )
         requests = call.requests(prompt.token_ids, sampling, choices=choices, scored_once=True)

@@ -214,6 +214,8 @@ class LogitFields(Struct, kw_only=True):
     def given(self, limits: Limits) -> dict[str, Any]:
         """Return the fields that have a value, as fields of SamplingParams. Any: of different types."""
         given = {name: value for name in LogitFields.__struct_fields__ if (value := getattr(self, name)) is not None}
+        if not given:  # most requests
+            return given
         words = given["bad_words"] = tuple(self.bad_words or ())
         if len(words) > limits.bad_words or any(len(word) > limits.stop_length for word in words):
             raise APIError(400, f"at most {limits.bad_words} bad_words of {limits.stop_length} characters are accepted")
@@ -249,7 +251,7 @@ def sampling_params(
     stop_tokens = tuple(request.stop_token_ids or ())
     if len(strings) > limits.stop_strings or len(stop_tokens) > limits.stop_strings:
         raise APIError(400, f"at most {limits.stop_strings} stop strings and as many stop tokens are accepted")
-    if any(not text or len(text) > limits.stop_length for text in strings):
+    if strings and any(not text or len(text) > limits.stop_length for text in strings):
         raise APIError(400, f"a stop string has 1 to {limits.stop_length} characters")
     if (most := max(top_log_probs, prompt_log_probs or 0)) > limits.top_log_probs:
         raise APIError(400, f"top log-probs per token are {most}; at most {limits.top_log_probs} are given")

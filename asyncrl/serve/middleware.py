@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -216,27 +217,51 @@ class PlaneAccess:
         return found
 
 
-class _Deadline:
-    """Cancels the current task after some seconds, like :func:`asyncio.timeout`, at a fifth of its cost."""
+class _Deadlines:
+    """Cancels tasks that still run after ``seconds``, like :func:`asyncio.timeout`, at a small part of its cost.
 
-    __slots__ = ("_task", "_timer", "passed")
+    All have the same time, so they end in the order in which they began, and one timer waits for the first.
+    """
 
     def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._running: dict[_Deadline, None] = {}
+        self._waits = False
+
+    def begin(self) -> _Deadline:
+        """Return the deadline of the current task, which has to :meth:`end` it."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         assert task is not None
-        self._task = task
-        self._timer = loop.call_later(seconds, self._pass)
+        deadline = _Deadline(task, loop.time() + self._seconds)
+        self._running[deadline] = None
+        if not self._waits:
+            self._wait(loop)
+        return deadline
+
+    def end(self, deadline: _Deadline) -> None:
+        self._running.pop(deadline, None)
+        if deadline.passed:
+            deadline.task.uncancel()
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel what is late, and wait for the next one."""
+        while first := next(iter(self._running), None):
+            if first.ends_s > loop.time():
+                loop.call_at(first.ends_s, self._wait, loop)
+                break
+            del self._running[first]
+            first.passed = True
+            first.task.cancel()
+        self._waits = first is not None
+
+
+class _Deadline:
+    __slots__ = ("ends_s", "passed", "task")
+
+    def __init__(self, task: asyncio.Task[Any], ends_s: float) -> None:
+        self.task, self.ends_s = task, ends_s
         self.passed = False
-
-    def _pass(self) -> None:
-        self.passed = True
-        self._task.cancel()
-
-    def end(self) -> None:
-        self._timer.cancel()
-        if self.passed:
-            self._task.uncancel()
 
 
 class Middleware:
@@ -261,6 +286,7 @@ class Middleware:
             decoder = msgspec.json.Decoder(route.request)
         state, plane, api = self._state, self._access.plane, route.api
         time_s = state.limits.request_timeout_s if route.timed else None
+        deadlines = _Deadlines(time_s) if time_s is not None else None
         label = f"{route.method} {route.path}"
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -281,13 +307,13 @@ class Middleware:
                         has_place = True
                     body = await self._body(request, route, decoder) if decoder is not None else None
                     call = Call(state, request, id=call_id, holder=holder, plane=plane, body=body, has_place=has_place)
-                    deadline = _Deadline(time_s) if time_s is not None else None
+                    deadline = deadlines.begin() if deadlines is not None else None
                     try:
                         response = await route.handler(call)
                     finally:
                         call.leave_session()
-                        if deadline is not None:
-                            deadline.end()
+                        if deadlines is not None and deadline is not None:
+                            deadlines.end(deadline)
                 except asyncio.CancelledError:
                     if deadline is None or not deadline.passed:
                         raise
@@ -310,8 +336,9 @@ class Middleware:
 
     def _new_id(self) -> str:
         """Return an id that no request has, none either whose client guessed that this one would be the next."""
-        ids = (f"{self._prefix}{number:x}" for number in self._numbers)
-        return next(made for made in ids if made not in self._state.choices_by_request)
+        while (made := f"{self._prefix}{next(self._numbers):x}") in self._state.choices_by_request:
+            pass
+        return made
 
     def fallback(self, routes: Sequence[Route]) -> Handler:
         """Return the handler of other requests: a browser's preflight, 405 if another method has a route, else 404."""

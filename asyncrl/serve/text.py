@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
+from msgspec.structs import replace
 
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.interfaces import FinishReason, Generation, GenerationChunk, Message, SamplingParams, Tool, TopLogProbs

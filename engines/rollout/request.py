@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from asyncrl.errors import ContextLengthError, InvalidDataError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, SamplingParams, TopLogProbs

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.errors import ContinuationError, EngineError
 from asyncrl.interfaces import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
@@ -133,7 +134,7 @@ def test_one_that_gives_a_request_up_is_the_last_to_get_it_again(faulty_fleet: A
             "a": quitting(fleet.factory("a"), after=0, saying="abort", streams=1000),
             "b": fleet.factory("b"),
         }
-        async with ReplicaPool(factories, options=replace(OPTIONS, max_failures=2)) as pool:
+        async with ReplicaPool(factories, options=dataclasses.replace(OPTIONS, max_failures=2)) as pool:
             for n in range(16):
                 assert numbers(await collect(pool, request(f"r{n}", 9), session=f"s{n}")) == list(range(9))
             assert 0 < pool.statistics().migrations < 16, "each is preferred by some sessions"
@@ -145,7 +146,7 @@ def test_a_session_leaves_a_busy_replica_where_reading_its_prompt_elsewhere_cost
     async def story() -> None:
         fleet = faulty_fleet()
         factories = {name: fleet.factory(name) for name in "ab"}
-        async with ReplicaPool(factories, options=replace(OPTIONS, margin=0.0)) as pool:
+        async with ReplicaPool(factories, options=dataclasses.replace(OPTIONS, margin=0.0)) as pool:
             busy = pool.generate(request("busy", 50), session="s")
             await anext(busy)
             await collect(pool, request("short", 1), session="s")
@@ -240,7 +241,7 @@ def test_a_foreign_error_of_one_engine_at_new_weights_costs_that_engine_only(fau
 def test_a_probe_passes_those_that_wait(faulty_fleet: Any):
     async def story() -> None:
         fleet = faulty_fleet()
-        async with ReplicaPool({"a": fleet.factory("a")}, options=replace(OPTIONS, max_running=1)) as pool:
+        async with ReplicaPool({"a": fleet.factory("a")}, options=dataclasses.replace(OPTIONS, max_running=1)) as pool:
             others = [asyncio.ensure_future(collect(pool, request(name, 100))) for name in "xy"]
             await asyncio.sleep(0.1)
             assert len(await collect(pool, replace(request("probe", 1), probe=True))) == 1

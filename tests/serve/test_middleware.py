@@ -366,6 +366,31 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(serve, path
         assert (event == "event: error") is (path == "/v1/messages")
 
 
+async def test_each_task_has_its_own_deadline_behind_one_timer():
+    deadlines, begun_s = middleware._Deadlines(0.05), time.monotonic()
+    ended_s: dict[str, float] = {}
+
+    async def takes(name: str, work_s: float) -> None:
+        deadline = deadlines.begin()
+        try:
+            await asyncio.sleep(work_s)
+        except asyncio.CancelledError:
+            assert deadline.passed
+            ended_s[name] = time.monotonic() - begun_s
+        finally:
+            deadlines.end(deadline)
+        await asyncio.sleep(0)  # the task goes on, as any that was not cancelled
+
+    first = [asyncio.create_task(takes("first", 5)), asyncio.create_task(takes("in time", 0.01))]
+    await asyncio.sleep(0.02)
+    await asyncio.gather(*first, takes("second", 5))
+    await takes("in time", 0)
+    await takes("third", 5)
+    assert list(ended_s) == ["first", "second", "third"]
+    assert 0.05 <= ended_s["first"] < ended_s["second"]
+    assert ended_s["second"] >= 0.07
+
+
 async def test_of_two_requests_with_one_id_the_second_is_refused_and_the_first_can_be_aborted(serve):
     async with serve(lambda prompt: [7] * 5000, token_s=0.001) as served:
         port = int(served.url.rpartition(":")[2])

@@ -6,9 +6,9 @@ import asyncio
 import json
 import re
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl import __version__
 from asyncrl.interfaces import GenerationChunk

@@ -7,18 +7,20 @@ engine = RemoteEngine("path/to/model", engine="vllm", python=".venv-vllm/bin/pyt
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.errors import AsyncRLError, CodecError, EngineClosedError, EngineError, WeightError, WeightVersionError
 from asyncrl.interfaces import (
@@ -117,7 +119,7 @@ class RemoteEngine:
             engine = part_path("asyncrl.rollout_engines", engine, path="rollout.options.engine")
             if transport is not None:
                 name = part_path("asyncrl.weight_transports", transport.name, path="weights.transport")
-                transport = replace(transport, name=name)
+                transport = dataclasses.replace(transport, name=name)
         self._launch = Launch(
             engine=engine, model_path=model_path, options={**given, **(options or {})}, transport=transport
         )

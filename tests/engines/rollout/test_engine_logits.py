@@ -6,13 +6,13 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from msgspec.structs import replace
 
 from asyncrl.errors import ContinuationError, InvalidDataError
 from asyncrl.interfaces import Generation, GenerationRequest, RolloutEngine

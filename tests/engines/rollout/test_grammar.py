@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import jsonschema
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from asyncrl.errors import ContinuationError, InvalidDataError
 from asyncrl.interfaces import Generation, GenerationRequest, SamplingParams, Tool

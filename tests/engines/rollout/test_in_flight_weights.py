@@ -8,7 +8,6 @@ import gc
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asyncrl.errors import WeightMismatchError, WeightVersionError
 from asyncrl.interfaces import (

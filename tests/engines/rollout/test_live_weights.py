@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from asyncrl.errors import LiveWeightsError
 from asyncrl.interfaces import GenerationChunk, GenerationRequest, LiveWeightsEngine, SamplingParams

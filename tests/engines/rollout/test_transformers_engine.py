@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 import uvloop
 from blockbuster import blockbuster_ctx
+from msgspec.structs import replace
 
 from asyncrl.errors import ConfigError, EngineClosedError, EngineError, InvalidDataError
 from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, RolloutEngine, SessionEngine

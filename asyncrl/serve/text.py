@@ -262,7 +262,7 @@ def prompt_only(part: Generation | GenerationChunk) -> Generation | GenerationCh
     """Return ``part`` without its tokens: engines sample one after a prompt that only its log-probs are wanted of."""
     reason: FinishReason | None = "length" if part.finish_reason == "stop" else part.finish_reason
     none = {"token_ids": (), "log_probs": (), "weight_versions": (), "top_log_probs": ()}
-    return replace(part, finish_reason=reason, **none)  # type: ignore[arg-type]
+    return replace(part, finish_reason=reason, **none)
 
 
 class GeneratedTokens:

@@ -293,6 +293,7 @@ def test_signals_unwind_the_program(number, code, file):
         assert process.wait(20) == code
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_not_an_error(file):
     reading, writing = os.pipe()
     os.close(reading)
@@ -351,6 +352,7 @@ def test_a_module_of_the_folder_one_runs_in_is_found(file):
     assert b"my_environment has no 'Mine'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode(file):
     command = [sys.executable, "-m", "asyncrl", "train", str(file), "--dry-run", "--rollout.stop=ü"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

@@ -134,6 +134,7 @@ async def test_a_model_served_from_python_keeps_tokens_and_versions(model, tmp_p
         ControlClient(str(tmp_path / "control.sock"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what is stopped is read from /proc")
 async def test_streams_of_a_replica_that_is_stopped_go_on_at_another(model, tmp_path, caplog):
     body = {"model": "tiny-model", "prompt": [1, 2], "max_tokens": 100, "stream": True, "return_token_ids": True}

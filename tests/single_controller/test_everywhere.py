@@ -45,6 +45,7 @@ def test_in_a_script(doubler: WorkerGroup) -> None:
     assert asyncio.run(awaited(future)) == DOUBLED
 
 
+@pytest.mark.slow
 def test_in_a_script_of_its_own() -> None:
     program = """
 import torch

@@ -536,6 +536,7 @@ def test_in_threads() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("ray_cluster")

@@ -71,6 +71,7 @@ class SlowToStart(Worker):
         time.sleep(600)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_process_that_is_frozen_while_its_worker_is_constructed_is_ended(

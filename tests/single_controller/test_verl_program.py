@@ -308,6 +308,7 @@ def test_detached_workers() -> None:
         RayWorkerGroup.from_detached()
 
 
+@pytest.mark.slow
 def test_modes_of_ones_own() -> None:
     one_to_all = get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)
     mode = register_dispatch_mode("TO_ALL_FOR_ONE", one_to_all["dispatch_fn"], lambda group, output: output[-1])

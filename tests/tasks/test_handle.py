@@ -395,6 +395,7 @@ run = train(**settings(Path({folder!r}), reward=lambda completion: float(len(com
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_its_run(tmp_path: Path):
     program = PROGRAM.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

@@ -131,6 +131,7 @@ def test_an_evaluation_may_last_longer_than_the_steps_to_the_next(small_config: 
     assert train(config)["weight_version"] == 5
 
 
+@pytest.mark.slow
 def test_a_pinned_evaluation_is_of_one_version_while_newer_ones_are_published(small_config: Callable[..., Config]):
     config = small_config(
         steps=6,

@@ -95,6 +95,7 @@ class Fire:
             self.running = False
 
 
+@pytest.mark.slow
 async def test_processes_are_killed_while_weights_change_and_every_token_is_right(
     request_of: RequestOf, collect: Collect
 ) -> None:

@@ -95,7 +95,8 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.parametrize("name", ["disk", pytest.param("object_store", marks=[pytest.mark.ray, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["disk", pytest.param("object_store", marks=pytest.mark.ray)])
 async def test_another_process_fetches_through_every_transport(
     folder_of: FolderOf,
     collect: Collect,
@@ -261,6 +262,7 @@ class SlowToClose(VersionEchoEngine):
         Path(os.environ["CLOSED_FILE"]).touch()
 
 
+@pytest.mark.slow
 async def test_an_engine_has_its_time_to_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = tmp_path / "closed"
     monkeypatch.setenv("CLOSED_FILE", str(closed))
@@ -299,6 +301,7 @@ async def test_a_killed_process_fails_its_calls_with_the_cause(request_of: Reque
         await engine.abort("a")
 
 
+@pytest.mark.slow
 async def test_it_sleeps_where_the_hosted_engine_does(
     folder_of: FolderOf, collect: Collect, request_of: RequestOf
 ) -> None:

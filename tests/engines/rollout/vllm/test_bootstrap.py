@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 import psutil
+import pytest
 
 from engines.rollout.vllm.bootstrap import BootstrapHook
 
@@ -30,6 +31,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_process_spawned_with_it_ends_with_its_parent_and_keeps_its_files_in_the_folder(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}

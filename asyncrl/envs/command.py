@@ -22,6 +22,8 @@ import sys
 import tarfile
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from inspect import getattr_static
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -530,6 +532,12 @@ def _is_file(text: str) -> bool:
     return os.path.isfile(text)  # noqa: PTH113  of a text that is too long for a path, pathlib raises
 
 
+_CAPABILITIES = {
+    name: property(attrgetter(f"_tasks.{name}")) for name in ("held_out_rows", "filter_overlong_prompts", "difficulty")
+}
+"""Optional capabilities of a factory that are those of the environment which poses the tasks."""
+
+
 class CommandFactory:
     """Tasks of another environment, each given to a program.
 
@@ -618,12 +626,9 @@ class CommandFactory:
         group, path = "asyncrl.environments", f"{_KEY}.tasks"
         own = offered_options(group, tasks, {"seed": seed}, path=path) | options
         self._tasks: EnvironmentFactory = make_part(group, tasks, options=own, path=path, table=_KEY)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the capability of ``tasks``: its demonstrations, its filter of prompts, the number of its rows."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._tasks, name)
+        # isinstance() looks for members without __getattr__: a class of its own has those that the tasks have.
+        has = {name for name in _CAPABILITIES if getattr_static(self._tasks, name, None) is not None}
+        self.__class__ = type(type(self).__name__, (type(self),), {name: _CAPABILITIES[name] for name in has})
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
         return self._tasks.task(index, split=split)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import os
 import re
@@ -21,7 +22,14 @@ from asyncrl.config import Config
 from asyncrl.envs.calculator import CalculatorFactory
 from asyncrl.envs.command import CommandFactory, filled, run_program
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RequestAbortedError
-from asyncrl.interfaces import Environment, SamplingParams, Step
+from asyncrl.interfaces import (
+    Environment,
+    FiniteHeldOutTasks,
+    OverlongPromptFilter,
+    SamplingParams,
+    Step,
+    TaskDifficulty,
+)
 from asyncrl.rollout.chat import ChatRenderer
 from asyncrl.rollout.episode import EpisodePolicy, run_agent_episode
 from asyncrl.rollout.trajectory import Trajectory
@@ -335,6 +343,29 @@ async def test_an_environment_of_tasks_has_a_deadline_and_one_turn(play: Callabl
     said("")
     with pytest.raises(EnvironmentDeadlineError, match="the reset of tasks took longer"):
         await play(late)
+
+
+def test_it_has_the_capabilities_of_its_tasks(tmp_path: Path) -> None:
+    def has(factory: CommandFactory) -> set[str]:  # as isinstance() does from Python 3.12 on
+        names = ("held_out_rows", "filter_overlong_prompts", "difficulty")
+        return {name for name in names if inspect.getattr_static(factory, name, None) is not None}
+
+    sums = factory_of("well")
+    assert has(sums) == {"difficulty"}
+    assert isinstance(sums, TaskDifficulty)
+    assert not isinstance(sums, FiniteHeldOutTasks | OverlongPromptFilter)
+    assert sums.difficulty(sums.task(0, split="train")) == "1 operations"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "x" * length, "answer": "1"}) + "\n" for length in (1, 2, 9)))
+    given: dict[str, Any] = {"held_out": str(file), "columns": {"ground_truth": "answer"}, "reward": "exact"}
+    rows = CommandFactory(command=["true"], **given)
+    assert has(rows) == {"held_out_rows", "filter_overlong_prompts"}
+    file.write_text(file.read_text() * 2)  # they are read when they are needed
+    assert isinstance(rows, FiniteHeldOutTasks)
+    assert isinstance(rows, OverlongPromptFilter)
+    assert rows.held_out_rows == 6
+    assert rows.filter_overlong_prompts(lambda messages: len(messages[0]["content"]), below=5).left_out == 2
+    assert rows.held_out_rows == 4
 
 
 def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:

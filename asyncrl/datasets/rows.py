@@ -243,7 +243,7 @@ def _message(value: Any, *, column: str) -> Message:
         raise InvalidDataError(f'"{column}" has a message without a role: {_short(value)}')
     # In parquet every struct has the members of all others; those that are null were not written.
     message: Message = {
-        str(name): _plain(item, column=column) for name, item in value.items() if item is not None or name == "content"
+        str(name): _without_nulls(_plain(item, column=column)) for name, item in value.items() if item is not None
     }
     message.setdefault("content", None)
     message["content"] = _text(message["content"], column=column)
@@ -281,14 +281,16 @@ def _sharegpt(value: Any) -> tuple[Message, ...]:
 
 def _tools(value: Any) -> tuple[Tool, ...]:
     """Read tools in OpenAI's format, as a list or as its JSON."""
-    if isinstance(value, str):
+    as_text = isinstance(value, str)
+    if as_text:
         value = _from_json(value, '"tools"') if value else None
     tools = []
     for each in _as_list(value) or ():
         function = each.get("function", each) if isinstance(each, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidDataError(f'"tools" must be declarations in OpenAI\'s format; got {_short(each)}')
-        plain = _table(function, column="tools")
+        declared = _table(function, column="tools")
+        plain = declared if as_text else _without_nulls(declared)
         tools.append(
             Tool(
                 name=plain["name"],
@@ -339,6 +341,13 @@ def _plain(value: Any, *, column: str) -> Any:
     if hasattr(value, "tolist") and not isinstance(value, type):  # arrays and scalars of numpy
         return _plain(value.tolist(), column=column)
     raise InvalidDataError(f"{column!r} holds a {type(value).__name__}, which JSON cannot represent")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return plain data without members that are null, at any depth; those of lists stay."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _short(value: object) -> str:

@@ -40,6 +40,23 @@ def test_null_members_of_a_struct_were_not_written():
     assert row.prompt == (USER,)
 
 
+def test_nulls_at_any_depth_of_calls_and_tools_were_not_written():
+    def call(arguments: Any) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+
+    given = [USER, {**call({"a": 1, "b": [None], "query": None}), "content": None}, call('{"query": null}')]
+    properties = {"a": {"type": "integer", "enum": [1, None], "items": None}, "query": None}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}
+    row = read_conversation({"messages": given, "tools": [tool]})
+    assert row.messages[1:] == (
+        {**call({"a": 1, "b": [None]}), "content": None},
+        {**call('{"query": null}'), "content": None},
+    )
+    assert row.tools[0].parameters == {"properties": {"a": {"type": "integer", "enum": [1, None]}}}
+    (written,) = read_conversation({"messages": given, "tools": json.dumps([tool])}).tools
+    assert written.parameters == {"properties": properties}
+
+
 def test_a_text_is_a_user_message_and_columns_may_be_members_of_structs():
     record = {"question": "1+1", "extra": '{"answer": {"value": 2}}'}
     row = read_prompt(record, {"prompt": "question", "ground_truth": "extra.answer.value"})

@@ -109,14 +109,7 @@ def open_dataset(
 
 def _open(given: Any, read: Read[RowT], known: Sequence[str], *, seed: int, key: str) -> Stream[RowT]:
     parts = [_part(config, read, known, key=key) for config in _configs(given, key=key)]
-    try:
-        stream = Stream(parts, seed=seed)
-        stream.find(0)
-    except ValueError as error:
-        if isinstance(error, InvalidDataError):
-            raise
-        raise ConfigError(f"{key}: {error}", path=key, remedy="give at least one part a weight above 0") from error
-    return stream
+    return Stream(parts, seed=seed, key=key)
 
 
 def _configs(given: Any, *, key: str) -> list[SourceConfig]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.datasets.source import Record, RowSource
-from asyncrl.errors import InvalidDataError
+from asyncrl.errors import ConfigError, InvalidDataError
 
 RowT = TypeVar("RowT")
 ReadT = TypeVar("ReadT")
@@ -131,15 +131,15 @@ class Weight:
     """A part's share of the mixture by index: linear between points (index, weight), constant outside of them."""
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
-        if not points or any(weight < 0 or not math.isfinite(weight) for _, weight in points):
-            raise ValueError(f"a weight must be 0 or more at every point, got {list(points)}")
+        if not points or not all(math.isfinite(at) and 0 <= weight < math.inf for at, weight in points):
+            raise ValueError(f"a weight must be 0 or more at every point, all numbers finite, got {list(points)}")
         if any(later <= earlier for (earlier, _), (later, _) in pairwise(points)):
             raise ValueError(f"the points of a weight must have increasing indices, got {list(points)}")
-        self._at = [float(at) for at, _ in points]
+        self.at = [float(at) for at, _ in points]
         self._weights = [float(weight) for _, weight in points]
 
-    def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.interp(indices, self._at, self._weights)
+    def __call__(self, indices: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.interp(indices, self.at, self._weights)
 
 
 class Mixture:
@@ -147,16 +147,20 @@ class Mixture:
 
     The draws follow the multiples of the golden ratio instead of random numbers (Weyl, 1916): among any n draws, a part
     has n times its share except for a few. A pure function of index and seed.
+
+    Raises:
+        ValueError: all weights are 0 at an index.
     """
 
     def __init__(self, weights: Sequence[Weight], *, seed: int = 0) -> None:
         self._weights = tuple(weights)
+        self._check()
         self._offset = float(np.random.default_rng([seed, 0x6D6978]).random())
         self._blocks: list[NDArray[np.int64]] = []  # part of each index
         self._before: list[NDArray[np.int64]] = [np.zeros(len(self._weights), dtype=np.int64)]  # counts up to a block
 
     def draw(self, index: int) -> Draw:
-        """Return the draw at ``index``; raise ValueError if all weights are 0 in its block."""
+        """Return the draw at ``index``."""
         block, place = divmod(index, _BLOCK)
         while len(self._blocks) <= block:
             self._extend()
@@ -164,13 +168,20 @@ class Mixture:
         part = int(parts[place])
         return Draw(part, int(self._before[block][part] + np.count_nonzero(parts[:place] == part)))
 
+    def _check(self) -> None:
+        # Between two points the sum is a straight line, never negative: 0 inside only if it is 0 throughout. So the
+        # indices beside the points find every 0.
+        points = np.array([0.0, *(at for weight in self._weights for at in weight.at)])
+        indices = np.unique(np.concatenate([np.floor(points), np.ceil(points)]).clip(min=0.0))
+        zeros = indices[~np.any([weight(indices) > 0 for weight in self._weights], axis=0)]
+        if self._weights and len(zeros):
+            raise ValueError(f"all weights are 0 at index {int(zeros[0])}")
+
     def _extend(self) -> None:
         first = len(self._blocks) * _BLOCK
         indices = np.arange(first, first + _BLOCK, dtype=np.int64)
         weights = np.stack([weight(indices) for weight in self._weights])
         ends = weights.cumsum(axis=0)
-        if not np.all(ends[-1] > 0):
-            raise ValueError(f"all weights are 0 at index {int(indices[int(np.argmin(ends[-1] > 0))])}")
         points = (self._offset + indices * _GOLDEN) % 1.0 * ends[-1]
         parts = (points >= ends).sum(axis=0).clip(max=len(self._weights) - 1)
         # A point that was rounded up to the end belongs to the last part with a positive weight.
@@ -198,12 +209,22 @@ class Part(Generic[RowT]):
 
 
 class Stream(Generic[RowT]):
-    """Rows of one or more parts (none of them empty), mixed by weight, for every index from 0."""
+    """Rows of one or more parts (none of them empty), mixed by weight, for every index from 0.
 
-    def __init__(self, parts: Sequence[Part[RowT]], *, seed: int) -> None:
+    Raises:
+        ConfigError: all weights are 0 at an index; ``key`` is that of the parts in the configuration.
+    """
+
+    def __init__(self, parts: Sequence[Part[RowT]], *, seed: int, key: str = "data") -> None:
         self.parts = tuple(parts)
-        self._seed = seed
-        self._mixture = Mixture([part.weight for part in self.parts], seed=seed)
+        self._seed, self._key = seed, key
+        try:
+            self._mixture = Mixture([part.weight for part in self.parts], seed=seed)
+        except ValueError as error:
+            names = ", ".join(part.name for part in self.parts)
+            text = f"{key}: {error}, of the parts that have rows ({names})"
+            remedy = "give at least one part a weight above 0 at every index"
+            raise ConfigError(text, path=key, remedy=remedy) from error
         self._orders = [_order(part, seed=[seed, number]) for number, part in enumerate(self.parts)]
 
     def __getitem__(self, index: int) -> RowT:
@@ -230,7 +251,7 @@ class Stream(Generic[RowT]):
     def filtered(self, wanted: Callable[[RowT], bool]) -> Stream[RowT]:
         """Read all rows and keep those for which ``wanted`` holds; parts without rows are removed."""
         kept = [replace(part, rows=part.rows.filtered(wanted)) for part in self.parts]
-        return Stream([part for part in kept if len(part.rows)], seed=self._seed)
+        return Stream([part for part in kept if len(part.rows)], seed=self._seed, key=self._key)
 
 
 def _order(part: Part[RowT], *, seed: Sequence[int]) -> Order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import log2
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,8 +59,25 @@ def test_a_weight_may_change_with_the_index():
 
 
 def test_invalid_weights_are_refused():
-    for points in ([], [(0, -1)], [(0, 1), (0, 2)], [(0, float("nan"))]):
+    for points in ([], [(0, -1)], [(0, 1), (0, 2)], [(0, float("nan"))], [(float("nan"), 1)]):
         with pytest.raises(ValueError, match=r"a weight|points of a weight"):
             Weight(points)
-    with pytest.raises(ValueError, match="all weights are 0 at index 100"):
-        Mixture([Weight([(0, 1), (100, 0)])]).draw(0)
+
+
+@pytest.mark.parametrize(
+    ("points", "index"),
+    [
+        ([[(0, 1), (1e9, 0)]], 10**9),
+        ([[(99.25, 0), (99.75, 1)]], 0),
+        ([[(0, 1), (99.5, 0)], [(99.75, 0), (120, 1)]], None),
+        ([[(0, 1), (99.5, 0)], [(100.5, 0), (120, 1)]], 100),
+        ([[(0, 1), (50.5, 0), (70.5, 0), (71, 1)], [(60, 0), (60.5, 1), (61, 0)]], 51),
+    ],
+)
+def test_weights_that_are_all_0_anywhere_are_refused_at_once(points: Any, index: int | None):
+    weights = [Weight(each) for each in points]
+    if index is None:
+        assert Mixture(weights).draw(100).part == 1
+    else:
+        with pytest.raises(ValueError, match=f"all weights are 0 at index {index}$"):
+            Mixture(weights)

@@ -86,6 +86,7 @@ def test_an_invalid_row_is_named_with_file_and_line(lines, problems):
         ({"files": "FILE", "weight": [[0, 1], [0, 2]]}, "increasing indices"),
         ({"files": "FILE", "weight": [1, 2]}, r"a number, or points \[\[index, weight\]"),
         ({"files": "FILE", "weight": 0}, "all weights are 0 at index 0"),
+        ({"files": "FILE", "weight": [[0, 1], [5000, 0]]}, "all weights are 0 at index 5000"),
         ({"files": "FILE", "order": "shufled"}, 'did you mean "shuffled"'),
         ({"files": "FILE", "columns": {"promt": "x"}}, "no such column"),
         ({"files": "absent.jsonl"}, "no such file"),

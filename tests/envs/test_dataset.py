@@ -146,6 +146,18 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(write: Callable[...,
         factory.filter_overlong_prompts(lambda messages: 2, below=2)
 
 
+def test_a_filter_that_leaves_no_part_with_weight_is_refused(write: Callable[..., str]):
+    easy = write([problem(number) for number in range(3)], "easy.jsonl")
+    hard = write([problem(number) for number in range(10, 13)], "hard.jsonl")
+    sources = [{"files": easy, "weight": [[0, 1], [9, 0]]}, {"files": hard, "weight": [[0, 0], [9, 1]]}]
+    with pytest.raises(ConfigError, match=r"all weights are 0 at index 0, of the parts .*\(\S*hard.jsonl\)"):
+        DatasetFactory(sources=sources, held_out=easy, reward=MINE).task(0, split="train")
+    with pytest.raises(ConfigError, match=r"all weights are 0 at index 9, of the parts .*\(\S*easy.jsonl\)"):
+        DatasetFactory(sources=sources, reward=MINE).filter_overlong_prompts(
+            lambda messages: len(messages[0]["content"]), below=4
+        )
+
+
 def test_the_data_source_selects_the_rule(write: Callable[..., str]):
     file = write([problem(1, "openai/gsm8k"), problem(2, "mine/a"), problem(3, "strange")])
     with pytest.raises(ConfigError, match="no rule judges rows of the data source 'strange'") as caught:

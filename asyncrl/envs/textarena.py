@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from asyncrl.envs.calculator import question_messages
-from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure
 from asyncrl.interfaces import Message, Step, Task, Tool
 from asyncrl.plugins import Part
 from asyncrl.rewards.scoring import load_function
@@ -133,7 +133,7 @@ class TextArenaEnvironment:
             player, text = await self._game.observation()
             if player == self._player:
                 return text
-            move = self._opponent(text, draw=self._draw)
+            move = await in_thread(self._opponent, text, draw=self._draw)
             if await self._game.move(str(await move if inspect.isawaitable(move) else move)):
                 return None
         raise EnvironmentFailure(f"the others have moved {_MOST_MOVES} times, and player {self._player} has no turn")
@@ -184,11 +184,14 @@ class SelfPlayEnvironment:
 
 async def _in_time(call: Awaitable[_T]) -> _T:
     """Await a call of the game under a deadline: the episode of an agent has none of the run's."""
+    deadline = asyncio.timeout(_CALL_S)
     try:
-        async with asyncio.timeout(_CALL_S):
+        async with deadline:
             return await call
     except TimeoutError as error:
-        raise EnvironmentFailure(f"a move took longer than {_CALL_S:g} s") from error
+        if not deadline.expired():
+            raise
+        raise EnvironmentDeadlineError(f"a move took longer than {_CALL_S:g} s") from error
 
 
 def _states() -> tuple[Any, Any]:
@@ -213,8 +216,8 @@ class TextArenaFactory:
         players: in all; the fewest that the game accepts if None.
         player: the one that the policy is; each in turn, by task, if None.
         self_play: the policy is every player in training, and ``player`` in held-out tasks, against ``opponent``.
-        opponent: moves for the others: ``f(observation, draw=random.Random)``, perhaps ``async``, by name or itself.
-            By default one of the moves that the observation shows in brackets.
+        opponent: moves for the others: ``f(observation, draw=random.Random)``, in a thread unless it is ``async``, by
+            name or itself. By default one of the moves that the observation shows in brackets.
         instructions: system message; none if empty.
         config: options of the game.
     """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,8 @@ import pytest
 
 pytest.importorskip("textarena", reason="needs textarena, which is not in the exact set: on PYTHONPATH in .ci/run")
 
-from asyncrl.envs.textarena import TextArenaFactory, choose_bracketed
-from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.envs.textarena import TextArenaFactory, _in_time, choose_bracketed
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure
 from asyncrl.rollout.episode import replay_episode
 
 pytestmark = pytest.mark.slow
@@ -74,6 +76,29 @@ async def test_the_users_function_is_the_opponent():
     step = await environment.step({"content": "[99]"})
     assert not step.done
     await environment.close()
+
+
+async def test_a_plain_function_moves_in_a_thread():
+    def moved(observation: str, *, draw: random.Random) -> str:
+        threads.append(threading.current_thread())
+        return "[4]"
+
+    threads: list[threading.Thread] = []
+    environment = TextArenaFactory(game="TicTacToe-v0", opponent=moved).make()
+    await environment.reset({"game": "TicTacToe-v0", "seed": 1, "player": 1})
+    assert threading.main_thread() not in threads
+    await environment.close()
+
+
+async def test_only_the_games_own_deadline_is_one(monkeypatch: pytest.MonkeyPatch):
+    async def fails() -> None:
+        raise TimeoutError("the server of the opponent")
+
+    with pytest.raises(TimeoutError, match="the server of the opponent"):
+        await _in_time(fails())
+    monkeypatch.setattr("asyncrl.envs.textarena._CALL_S", 0.01)
+    with pytest.raises(EnvironmentDeadlineError, match=r"a move took longer than 0.01 s"):
+        await _in_time(asyncio.Event().wait())
 
 
 async def test_a_game_that_the_opponent_loses_first_is_begun_again():

@@ -187,7 +187,10 @@ class HTTPTransport:
         try:
             if "Mcp-Session-Id" in self._headers:
                 with suppress(aiohttp.ClientError, TimeoutError):
-                    async with asyncio.timeout(_GRACE_S), session.delete(self._url, headers=self._headers):
+                    async with (
+                        asyncio.timeout(_GRACE_S),
+                        session.delete(self._url, headers=self._headers, allow_redirects=False),
+                    ):
                         pass
         finally:
             await session.close()

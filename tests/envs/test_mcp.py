@@ -143,6 +143,8 @@ class HTTPServer:
     async def delete(self, request: web.Request) -> web.Response:
         assert request.headers["Mcp-Session-Id"]
         self.deleted += 1
+        if self.manner == "redirects":
+            raise web.HTTPTemporaryRedirect(str(request.url.with_host("localhost")))
         return web.Response()
 
     async def post(self, request: web.Request) -> web.StreamResponse:
@@ -231,6 +233,16 @@ async def test_an_http_server_that_misbehaves(
         await environment.step({"role": "assistant", "content": "", "tool_calls": calls})
     await environment.close()
     assert says in str(caught.value)
+
+
+async def test_the_end_of_a_session_follows_no_redirect(http_server: tuple[HTTPServer, str], rows: str) -> None:
+    server, url = http_server
+    factory = factory_of(rows, servers={"sums": {"url": url}})
+    environment = factory.make()
+    await environment.reset(factory.task(1, split="train"))
+    server.manner = "redirects"
+    await environment.close()
+    assert server.deleted == 1
 
 
 async def test_a_server_that_nobody_started(rows: str) -> None:

@@ -48,7 +48,8 @@ class Actions:
         if kind == "Text":
             self.hint = "Answer with your action."
         elif kind == "MultiDiscrete":
-            self.hint = f"Answer with {space.nvec.size} numbers, each below {' '.join(map(str, space.nvec.ravel()))}."
+            ranges = [f"{least} to {least + size - 1}" for least, size in self._ranges()]
+            self.hint = f"Answer with {len(ranges)} numbers: {', '.join(ranges)}."
         else:
             shown = names or [str(number) for number in range(space.start, space.start + space.n)]
             self.hint = f"Answer with one of: {', '.join(shown)}."
@@ -58,7 +59,8 @@ class Actions:
         if type(self._space).__name__ == "Text":
             return reply if self._space.contains(reply) else None
         if self._names:
-            found = re.findall(rf"\b(?:{'|'.join(map(re.escape, self._names))})\b", reply.lower())
+            longest_first = sorted(self._names, key=len, reverse=True)
+            found = re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", reply.lower())
             return self._space.start + self._names.index(found[-1]) if found else None
         numbers = [int(number) for number in _INTEGER.findall(reply) if len(number) < 10]
         if type(self._space).__name__ == "Discrete":
@@ -77,9 +79,13 @@ class Actions:
         if type(self._space).__name__ == "Text":
             raise ConfigError("actions are texts: there is no demonstration", path="sft", remedy="a pretrained model")
         if type(self._space).__name__ == "MultiDiscrete":
-            return " ".join(str(draw.randrange(int(size))) for size in self._space.nvec.ravel())
+            return " ".join(str(least + draw.randrange(size)) for least, size in self._ranges())
         number = draw.randrange(int(self._space.n))
         return self._names[number] if self._names else str(number + int(self._space.start))
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return the least number and the count of numbers of each action of a MultiDiscrete space."""
+        return list(zip(self._space.start.ravel().tolist(), self._space.nvec.ravel().tolist(), strict=True))
 
 
 class GymnasiumEnvironment:
@@ -233,6 +239,8 @@ class GymnasiumFactory:
 def observation_text(value: Any, symbols: Sequence[str] = ()) -> str:
     """Return numbers, arrays, tuples and mappings of an observation as text; rows of an array on lines of their own.
 
+    Fractions have four significant digits; from 1000 on, two after the point.
+
     >>> print(observation_text({"hand": (20, 7), "board": [[0, 1], [1, 0]]}))
     hand: 20 7
     board: 0 1
@@ -245,5 +253,13 @@ def observation_text(value: Any, symbols: Sequence[str] = ()) -> str:
         parts = [observation_text(each, symbols) for each in value]
         return ("\n" if any(" " in part or "\n" in part for part in parts) else " ").join(parts)
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return symbols[value] if symbols and isinstance(value, int) else str(value)
+        if value.is_integer() and abs(value) < 2**53:
+            return str(int(value))
+        return f"{value:.4g}" if abs(value) < 1000 else str(round(value, 2))
+    if not symbols or not isinstance(value, int):
+        return str(value)
+    if not 0 <= value < len(symbols):
+        raise EnvironmentFailure(
+            f"the observation has the id {value}, and symbols has words for 0 to {len(symbols) - 1}: give the rest"
+        )
+    return symbols[value]

@@ -15,7 +15,7 @@ pytest.importorskip("gymnasium")
 import gymnasium
 
 from asyncrl.config import Config
-from asyncrl.envs.gymnasium import GymnasiumFactory, observation_text
+from asyncrl.envs.gymnasium import Actions, GymnasiumFactory, observation_text
 from asyncrl.errors import ConfigError, EnvironmentFailure
 from asyncrl.rollout.episode import replay_episode
 from asyncrl.tasks.run import train
@@ -141,6 +141,42 @@ async def test_texts_token_ids_and_lists_of_actions() -> None:
     assert (step.reward, step.done) == (4.0, True)
     assert not GymnasiumFactory(id="Chance-v0").make().deterministic
     assert observation_text(((1, 2.5), "x")) == "1 2.5\nx"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12345.0, "12345"),
+        (1234567.89, "1234567.89"),
+        (-2.0, "-2"),
+        (3 / 7, "0.4286"),
+        (1e300, "1e+300"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_numbers_of_observations_keep_their_size(value: float, text: str) -> None:
+    assert observation_text(value) == text
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_an_id_without_a_symbol_is_a_failure(number: int) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"the id {number}, and symbols has words for 0 to 2"):
+        observation_text([0, number], ["a", "b", "c"])
+
+
+def test_names_of_actions_may_have_marks_and_begin_alike() -> None:
+    actions = Actions(gymnasium.spaces.Discrete(4), ["go", "go back", "<fire>", "stop!"])
+    replies = ["go back", "Go!", "I go back, then <FIRE>.", "stop!", "stopping, gone", "go backwards"]
+    assert [actions.read(reply) for reply in replies] == [1, 0, 2, 3, None, 0]
+
+
+def test_lists_of_numbers_begin_where_the_space_does() -> None:
+    actions = Actions(gymnasium.spaces.MultiDiscrete([2, 3], start=[1, -4]), [])
+    assert actions.hint == "Answer with 2 numbers: 1 to 2, -4 to -2."
+    written = {actions.write(random.Random(seed)) for seed in range(100)}
+    assert written == {f"{first} {second}" for first in (1, 2) for second in (-4, -3, -2)}
+    assert all(actions.read(each) is not None for each in written)
 
 
 async def test_a_reward_that_is_no_number_and_an_error_are_failures(play_many: Play) -> None:

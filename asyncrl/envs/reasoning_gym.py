@@ -72,6 +72,8 @@ class ReasoningGymEnvironment:
 class ReasoningGymFactory:
     """Items of one data set; the hash of its text assigns each question to one split, so that they are disjoint.
 
+    No two held-out tasks are the same item until all were used.
+
     Args:
         dataset: its name in reasoning-gym (``chain_sum``, ``leg_counting`` ...).
         size: number of its items; larger task numbers wrap around. Most data sets generate items on demand.
@@ -120,10 +122,35 @@ class ReasoningGymFactory:
         self._size = size
         self._instructions = instructions
         self._answer_tag = answer_tag
+        self._held_out: dict[int, Task] = {}  # by item, in the order of their numbers
+        self._all_held_out = False
 
     def task(self, index: int, *, split: Literal["train", "held_out"]) -> Task:
-        start = index * _STRIDE
+        task = self._find(index, split) if split == "train" else self._held_out_task(index)
+        if task is not None:
+            return dict(task)
+        raise ConfigError(
+            f"no question of the {self._size} items of {self._name!r} belongs to the split {split!r}",
+            path="env.options.size",
+            remedy="a larger size, or harder options: this data set repeats its questions",
+        )
+
+    def _held_out_task(self, index: int) -> Task | None:
+        while index >= len(self._held_out) and not self._all_held_out:  # in turn: none has the item of an earlier one
+            task = self._find(len(self._held_out), "held_out")
+            if task is None:
+                self._all_held_out = True
+            else:
+                self._held_out[task["item"]] = task
+        return [*self._held_out.values()][index % len(self._held_out)] if self._held_out else None
+
+    def _find(self, index: int, split: Literal["train", "held_out"]) -> Task | None:
+        """Return the first item of the split from a start that depends on ``index``, held-out ones only once."""
+        stride = min(_STRIDE, self._size)
+        start = index * stride + index * stride // self._size  # each pass begins at another item
         for item in (number % self._size for number in range(start, start + self._size)):
+            if item in self._held_out:
+                continue
             entry = self._dataset[item]
             if is_held_out(entry["question"]) == (split == "held_out"):
                 return {
@@ -132,11 +159,7 @@ class ReasoningGymFactory:
                     "question": entry["question"],
                     "answer": str(entry["answer"]),
                 }
-        raise ConfigError(
-            f"no question of the {self._size} items of {self._name!r} belongs to the split {split!r}",
-            path="env.options.size",
-            remedy="a larger size, or harder options: this data set repeats its questions",
-        )
+        return None
 
     def make(self) -> ReasoningGymEnvironment:
         return ReasoningGymEnvironment(self._dataset, instructions=self._instructions, answer_tag=self._answer_tag)

@@ -85,8 +85,13 @@ async def test_a_task_of_another_configuration_is_refused(sums: ReasoningGymFact
 
 
 def test_a_small_data_set_wraps_around() -> None:
-    factory = ReasoningGymFactory(dataset="chain_sum", size=50)
-    assert factory.task(0, split="train") == factory.task(25, split="train")  # 25 starts of 16 items are 8 x 50
+    for size in (7, 50):  # of which the multiples of 16 alone reach every second item
+        factory = ReasoningGymFactory(dataset="chain_sum", size=size)
+        train = [factory.task(index, split="train")["item"] for index in range(size * 13)]
+        held_out = [factory.task(index, split="held_out")["item"] for index in range(size)]
+        apart = len(set(held_out))
+        assert {*train, *held_out} == {*range(size)}
+        assert held_out[apart:] == held_out[: size - apart], "no item twice before each was there"
     single = ReasoningGymFactory(dataset="chain_sum", size=1)
     with pytest.raises(ConfigError, match="belongs to the split"):
         [single.task(0, split=split) for split in ("train", "held_out")]

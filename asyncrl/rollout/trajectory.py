@@ -11,7 +11,7 @@ import hashlib
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import compress, groupby
@@ -257,17 +257,18 @@ def summarise(trajectories: Sequence[Trajectory], *, group_id: int) -> GroupSumm
         rewards=tuple(trajectory.reward for trajectory in trajectories),
         lengths=tuple(trajectory.sampled_tokens for trajectory in trajectories),
         environment=str(trajectories[0].task.get("environment", "")),
-        reward_parts=_reward_parts(trajectories),
+        reward_parts=reward_parts(trajectory.info for trajectory in trajectories),
         turn_rewards=tuple(tuple(turn.reward for turn in trajectory.turns) for trajectory in trajectories),
         turn_anchors=tuple(trajectory.turn_anchors for trajectory in trajectories),
         turn_parents=parents if any(parents) else (),
     )
 
 
-def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, tuple[float, ...]]:
+def reward_parts(infos: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """Return the components of the rewards of rows by name, from the ``info`` of each."""
     parts: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        given = trajectory.info.get(REWARD_PARTS)
+    for info in infos:
+        given = info.get(REWARD_PARTS)
         for name, value in given.items() if isinstance(given, Mapping) else ():
             parts.setdefault(str(name), []).append(float(value))
     return {name: tuple(values) for name, values in sorted(parts.items())}

@@ -26,7 +26,7 @@ from asyncrl.errors import (
 )
 from asyncrl.interfaces import EnvironmentFactory, FiniteHeldOutTasks
 from asyncrl.rollout.pool import Pin, RolloutPool
-from asyncrl.rollout.trajectory import REWARD_PARTS, derive_seed, prompt_rows
+from asyncrl.rollout.trajectory import REWARD_PARTS, derive_seed, prompt_rows, reward_parts
 from asyncrl.runtime import run_all
 from asyncrl.trainer.group import Score, fetch_numbers
 
@@ -280,35 +280,53 @@ async def evaluate(
             f"the evaluation of version {pin.version} has tokens of other versions (tokens by version: "
             f"{dict(sorted(versions.items()))}): an engine changed its weights while it was pinned"
         )
-    rewards = [reward for summary in summaries for reward in summary["rewards"]]
+    scores: list[Sequence[float | None]] = [summary["rewards"] for summary in summaries]
     if score is not None:
-        counts = [len(summary["rewards"]) for summary in summaries]
-        each = zip(answered, counts, strict=True)
-        scored = await run_all(_scores(score, rows, count, failures) for rows, count in each)
-        rewards = [reward for part in scored for reward in part]
-        if failures and not rewards:
-            raise failures[0]
-    tokens = sum(summary["tokens"] for summary in summaries)
+        counted = zip(answered, map(len, scores), strict=True)
+        scores = await run_all(_scores(score, rows, count, failures) for rows, count in counted)
+    rewards = [reward for found in scores for reward in found if reward is not None]
+    if not rewards and failures:
+        raise failures[0]
+    lengths = [
+        length
+        for summary, found in zip(summaries, scores, strict=True)
+        for length, reward in zip(summary["lengths"], found, strict=True)
+        if reward is not None
+    ]
+    parts = await run_all(_parts(*each) for each in zip(answered, summaries, scores, strict=True))
     return EvaluationResult(
         weight_version=min(versions),
         newest_version=max(versions),
         success=sum(reward >= success_reward - 1e-9 for reward in rewards) / len(rewards),
         reward_mean=sum(rewards) / len(rewards),
-        tokens_mean=tokens / len(rewards),
+        tokens_mean=sum(lengths) / len(rewards),
         tasks=len(rewards),
         failed=len(failures),
-        reward_parts=part_means(summary["reward_parts"] for summary in summaries),
+        reward_parts=part_means(parts),
     )
 
 
-async def _scores(score: Score, rows: DataProtoFuture, count: int, failures: list[AsyncRLError]) -> list[float]:
-    """Return the scores of ``count`` rows, without those for which ``score`` fails alone; those are failures."""
+async def _scores(
+    score: Score, rows: DataProtoFuture, count: int, failures: list[AsyncRLError]
+) -> Sequence[float | None]:
+    """Return the scores of ``count`` rows: None, and a failure, for those for which ``score`` fails alone."""
     try:
         return await fetch_numbers(score(rows), "scores")
     except (EnvironmentFailure, UserCodeError) as failure:
         if count == 1:
             _log.warning("an answer could not be scored: %s", failure)
             failures.append(failure)
-            return []
+            return [None]
     alone = await run_all(_scores(score, row, 1, failures) for row in rows.chunk(count))
     return [reward for found in alone for reward in found]
+
+
+async def _parts(
+    rows: DataProtoFuture, summary: Mapping[str, Any], scores: Sequence[float | None]
+) -> Mapping[str, Sequence[float]]:
+    """Return the parts of the rewards of the rows that have a score."""
+    if None not in scores:
+        parts: Mapping[str, Sequence[float]] = summary["reward_parts"]
+        return parts
+    infos = (await rows.select([], ["info"], [])).non_tensor_batch["info"]
+    return reward_parts(info for info, score in zip(infos, scores, strict=True) if score is not None)

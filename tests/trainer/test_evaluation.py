@@ -27,7 +27,7 @@ class Numbers:
 
 
 class Pool:
-    """Answers task n with reward n % 2 and 10 tokens, but fails a call that has a task of ``failing``."""
+    """Answers task n with reward n % 2 and n + 1 tokens, but fails a call that has a task of ``failing``."""
 
     weight_version = 3
 
@@ -44,15 +44,20 @@ class Pool:
             if number in self.failing:
                 raise self.failing[number]
         rewards = [float(number % 2) for number in numbers]
-        tokens = 10 * len(numbers)
+        lengths = [number + 1 for number in numbers]
+        infos = [{"reward_parts": {"odd": reward}} for reward in rewards]
         summary = {
             "rewards": rewards,
-            "tokens": tokens,
-            "reward_parts": {},
-            "version_tokens": dict.fromkeys(self.versions, tokens),
+            "lengths": lengths,
+            "reward_parts": {"odd": rewards},
+            "version_tokens": dict.fromkeys(self.versions, sum(lengths)),
         }
         return DataProtoFuture.of(
-            DataProto.from_dict({"rewards": torch.tensor(rewards)}, meta_info={"summary": summary})
+            DataProto.from_dict(
+                {"rewards": torch.tensor(rewards)},
+                {"info": infos},
+                meta_info={"summary": summary},
+            )
         )
 
     @asynccontextmanager
@@ -68,7 +73,7 @@ async def test_tasks_that_fail_are_left_out_and_counted():
     pool = Pool({3: EnvironmentFailure("ill"), 5: RolloutsLostError("lost")})
     result = await scored(pool)
     assert (result.tasks, result.failed) == (38, 2)
-    assert (result.success, result.tokens_mean) == (18 / 38, 10.0)  # 20 odd numbers, less 3 and 5
+    assert (result.success, result.tokens_mean) == (18 / 38, (820 - 4 - 6) / 38)  # 20 odd numbers, less 3 and 5
     # The call of tasks 0..31 fails as one, so each of its tasks is asked again alone; the other call is left as it is.
     assert sorted(pool.calls, key=len) == [*([number] for number in range(32)), [*range(32, 40)], [*range(32)]]
 
@@ -103,6 +108,7 @@ async def test_an_answer_that_cannot_be_scored_is_left_out_and_counted(failing: 
     else:
         result = await evaluation
         assert (result.tasks, result.failed, result.reward_mean) == (scored_tasks, 1, 1.0)
+        assert (result.tokens_mean, result.reward_parts) == (8 / 3, {"odd": 1 / 3})  # of the tasks 0, 2 and 3
 
 
 async def test_a_score_names_the_versions_of_its_tokens():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from asyncrl.datasets import PromptRow
 from asyncrl.envs.dataset import DatasetEnvironment, DatasetFactory
 from asyncrl.envs.tools import PythonTool, Toolbox
 from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
@@ -107,26 +108,23 @@ class SandboxEnvironment(DatasetEnvironment):
             raise SandboxError(f"the row's files cannot be written: {error}") from error
         return await super().reset(task)
 
-    async def step(self, reply: Message) -> Step:
-        step = await super().step(reply)
-        if not step.done or self._task is None:
-            return step
-        check = self._check_of(self._task)
+    async def close(self) -> None:
+        self._sandbox = None
+        await self._lease.aclose()
+        await super().close()
+
+    async def _judge(self, task: Task, reply: Message) -> Step:
+        check = self._check_of(task)
         if not check:
-            return step
+            return await super()._judge(task, reply)
         assert self._sandbox is not None
         try:
-            await self._write(self._task["extra_info"].get("tests"))
+            await self._write(task["extra_info"].get("tests"))
         except OSError:  # the policy has left no room for them
             right = False
         else:
             right = (await self._sandbox.exec(check)).succeeded
         return Step(reward=float(right), done=True, info={REWARD_PARTS: {"checked": float(right)}})
-
-    async def close(self) -> None:
-        self._sandbox = None
-        await self._lease.aclose()
-        await super().close()
 
     def _check_of(self, task: Task) -> list[str]:
         """Return the command that checks a task's work; an empty one if its rule judges the last message."""
@@ -174,7 +172,10 @@ class SandboxFactory(DatasetFactory):
     ) -> None:
         if unknown := sorted(set(tools) - set(_TOOLS)):
             raise ConfigError(f"there is no tool {unknown[0]!r}", path="env.options.tools", remedy=f"of {_TOOLS}")
-        super().__init__(seed=seed, **{**({"reward": "none"} if check else {}), **options})
+        if "tool_deadline_s" in options:
+            what = "a command in a sandbox has the deadline of its limits"
+            raise ConfigError(what, path="env.options.tool_deadline_s", remedy="give limits.deadline_s")
+        super().__init__(seed=seed, **options)
         try:
             self._limits = SandboxLimits(**{"deadline_s": 30.0, **(limits or {})})
         except TypeError as error:
@@ -199,4 +200,7 @@ class SandboxFactory(DatasetFactory):
         if self._pool is None:  # which needs a running loop
             backend = make_part(_GROUP, self._backend_name, table="env.options.backend_options", **self._backend)
             self._pool = SandboxPool(backend, self._limits, most=self._most, warm=self._warm, lease_s=self._lease_s)
+    def _needs_rule(self, row: PromptRow) -> bool:
+        return not (row.extra_info.get("check") or self._check)
+
         return self._pool

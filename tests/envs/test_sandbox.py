@@ -73,6 +73,21 @@ async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: P
     await made.aclose()
 
 
+async def test_a_row_with_a_check_needs_no_rule(tmp_path: Path):
+    made = factory(tmp_path, reward=None)  # no rule is known for its source, and the one of codecontests needs tests
+    environment = made.make()
+    await environment.reset({**made.task(0, split="train"), "data_source": "codecontests"})
+    step = await environment.step({"role": "assistant", "content": "done"})
+    assert (step.reward, step.info) == (0.0, {"reward_parts": {"checked": 0.0}})
+    await environment.close()
+    await made.aclose()
+    unchecked = {**ROW, "extra_info": {}}
+    (tmp_path / "unchecked.jsonl").write_text(json.dumps(unchecked) + "\n")
+    with pytest.raises(ConfigError, match="no rule judges rows of the data source 'bugs'"):
+        SandboxFactory(files=str(tmp_path / "unchecked.jsonl")).task(0, split="train")
+    SandboxFactory(files=str(tmp_path / "unchecked.jsonl"), check="true").task(0, split="train")
+
+
 async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made, sandboxes = factory(tmp_path), []
     create = NamespacesBackend.create

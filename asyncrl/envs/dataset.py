@@ -7,6 +7,7 @@ Files with verl's columns work unchanged (:mod:`asyncrl.datasets`); the row's ``
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -93,7 +94,9 @@ class DatasetFactory:
         rewards: rules by data source, or by pattern with ``*``.
         tools: functions that the model may call (:mod:`asyncrl.envs.tools`): ``package.module:function``,
             ``path/to/file.py:function``, or the functions. ``env.max_turns`` bounds the turns.
-        max_prompt_tokens: longer prompts are left out and counted, as are prompts that fill a trajectory.
+        tool_deadline_s: for each call of a tool, within ``env.deadline_s``, which the whole turn has.
+        max_prompt_tokens: longer prompts are left out and counted, as are prompts that fill a trajectory; both with the
+            declarations of the tools.
         demonstrations: files of conversations for a supervised warm start.
     """
 
@@ -110,6 +113,7 @@ class DatasetFactory:
         reward: Any = None,
         rewards: dict[str, Any] | None = None,
         tools: Sequence[Part] = (),
+        tool_deadline_s: float = 30.0,
         max_prompt_tokens: int | None = None,
         demonstrations: str | list[str] | None = None,
         seed: int = 0,
@@ -129,6 +133,10 @@ class DatasetFactory:
             raise ConfigError(
                 f"max_prompt_tokens is {max_prompt_tokens}", path=f"{_KEY}.max_prompt_tokens", remedy="1 or more"
             )
+        if not 0 < tool_deadline_s < math.inf:
+            raise ConfigError(
+                f"tool_deadline_s is {tool_deadline_s}", path=f"{_KEY}.tool_deadline_s", remedy="a positive number"
+            )
         for name, given in (("files", files), ("held_out", held_out), ("demonstrations", demonstrations)):
             if given is not None:
                 check_files(given, key=f"{_KEY}.{name}")
@@ -143,10 +151,13 @@ class DatasetFactory:
         self._demonstrations = demonstrations
         self._seed = seed
         self._rules = Rulebook(reward, rewards, key=_KEY)
+        self._tool_deadline_s = tool_deadline_s
         self._toolbox: Toolbox | None = None
         if tools:
             functions = [load_function(each) if isinstance(each, str) else each for each in tools]
-            self._toolbox = Toolbox([each if isinstance(each, PythonTool) else PythonTool(each) for each in functions])
+            own = [each if isinstance(each, PythonTool) else PythonTool(each) for each in functions]
+            self._toolbox = Toolbox(own, deadline_s=tool_deadline_s)
+        self._declared: Sequence[Tool] = self._toolbox.declarations if self._toolbox is not None else ()
         self._reading = threading.Lock()
         self._read_splits: tuple[Stream[PromptRow] | None, _HeldOut | None] | None = None
         self._conversations: Callable[[int], Sequence[Message]] | None = None

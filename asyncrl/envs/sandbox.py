@@ -152,7 +152,7 @@ class SandboxFactory(DatasetFactory):
         most, warm: sandboxes at a time in one rollout worker, and how many are kept for later episodes.
         lease_s: longest time of an episode.
         wait_s: longest wait for a free sandbox, beside ``env.deadline_s``.
-        options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`.
+        options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`, without ``tool_deadline_s``.
     """
 
     def __init__(

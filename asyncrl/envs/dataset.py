@@ -18,7 +18,7 @@ from asyncrl.datasets.rows import PROMPT_COLUMNS
 from asyncrl.datasets.source import check_files
 from asyncrl.envs.tools import PythonTool, Toolbox
 from asyncrl.errors import ConfigError, EnvironmentFailure
-from asyncrl.interfaces import FilteredPrompts, Message, Step, Task, Tool
+from asyncrl.interfaces import FilteredPrompts, Message, PromptLength, Step, Task, Tool
 from asyncrl.plugins import Part
 from asyncrl.rewards.rules import Answer, Rulebook
 from asyncrl.rewards.scoring import load_function
@@ -58,7 +58,6 @@ class DatasetEnvironment:
             messages = tuple(each.message for each in answers)
             self._messages += [reply, *messages]
             return Step(messages=messages)
-        answer = Answer(
         return await self._judge(self._task, reply)
 
     async def close(self) -> None:
@@ -66,6 +65,7 @@ class DatasetEnvironment:
 
     async def _judge(self, task: Task, reply: Message) -> Step:
         """Return the last step: the reward of the answer."""
+        answer = Answer(
             data_source=task["data_source"],
             solution_str=str(reply.get("content") or ""),
             ground_truth=task["ground_truth"],
@@ -195,15 +195,13 @@ class DatasetFactory:
                 self._conversations = lambda number: stream[number].messages
         return list(self._conversations(index))
 
-    def filter_overlong_prompts(
-        self, count_tokens: Callable[[Sequence[Message]], int], *, below: int
-    ) -> FilteredPrompts:
+    def filter_overlong_prompts(self, count_tokens: PromptLength, *, below: int) -> FilteredPrompts:
         """Read all rows and leave out prompts of ``below`` tokens or more, or more than ``max_prompt_tokens``."""
         train, held_out = self._splits()
         most = below - 1 if self._max_prompt_tokens is None else min(below - 1, self._max_prompt_tokens)
 
         def fits(row: PromptRow) -> bool:
-            return count_tokens(self._prompt(row)) <= most
+            return count_tokens(self._prompt(row), self._declared) <= most
 
         before = after = 0
         if train is not None:
@@ -273,6 +271,11 @@ class DatasetFactory:
             _log.warning("%d of %d rows are held out and not trained on", train.rows - rest.rows, train.rows)
         return rest, held_out
 
+    def _needs_rule(self, row: PromptRow) -> bool:
+        """Return whether the rule of its source judges a row."""
+        del row
+        return True
+
     def _is_held_out(self, row: PromptRow) -> bool:
         return int.from_bytes(row.key[:4], "big") < self._held_out_share * 2**32
 
@@ -282,11 +285,6 @@ class DatasetFactory:
         return list(row.prompt)
 
     def _task(self, row: PromptRow) -> Task:
-    def _needs_rule(self, row: PromptRow) -> bool:
-        """Return whether the rule of its source judges a row."""
-        del row
-        return True
-
         return {
             "prompt": self._prompt(row),
             "data_source": row.data_source,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.datasets import PromptRow
 from asyncrl.envs.dataset import DatasetEnvironment, DatasetFactory
@@ -65,6 +65,11 @@ class SandboxTools:
 _TOOLS = ("bash", "python", "write_file")
 
 
+def _python_tools(sandbox: Sandbox, names: Sequence[str]) -> list[PythonTool]:
+    tools = SandboxTools(sandbox)
+    return [PythonTool(getattr(tools, name)) for name in names]
+
+
 def answer_text(end: ProgramEnd) -> str:
     """Return what a command wrote, and how it ended unless that was well."""
     text = "\n".join(part.rstrip("\n") for part in (end.stdout, end.stderr) if part)
@@ -98,10 +103,8 @@ class SandboxEnvironment(DatasetEnvironment):
         if (end := unstartable(self._check_of(task), None)) is not None:
             raise EnvironmentFailure(f"the row's check cannot be started: {end.stderr.strip()}")
         self._sandbox = await self._lease.enter_async_context(self._pool().lease(timeout_s=self.wait_s))
-        tools = SandboxTools(self._sandbox)
-        self._toolbox = Toolbox(
-            (PythonTool(getattr(tools, name)) for name in self._shown), deadline_s=self._sandbox.limits.deadline_s + 30
-        )
+        shown = _python_tools(self._sandbox, self._shown)
+        self._toolbox = Toolbox(shown, deadline_s=self._sandbox.limits.deadline_s + 30)
         try:
             await self._write(task["extra_info"].get("files"))
         except OSError as error:
@@ -185,6 +188,7 @@ class SandboxFactory(DatasetFactory):
         check_part(_GROUP, backend, table="env.options.backend_options", **self._backend)
         self._most, self._warm, self._lease_s, self._wait_s = most, min(warm, most), lease_s, wait_s
         self._shown, self._check = tuple(tools), check
+        self._declared = [each.tool for each in _python_tools(cast(Sandbox, None), self._shown)]
         self._pool: SandboxPool | None = None
 
     def make(self) -> SandboxEnvironment:
@@ -196,11 +200,11 @@ class SandboxFactory(DatasetFactory):
             await self._pool.close()
         await super().aclose()
 
+    def _needs_rule(self, row: PromptRow) -> bool:
+        return not (row.extra_info.get("check") or self._check)
+
     def _leases(self) -> SandboxPool:
         if self._pool is None:  # which needs a running loop
             backend = make_part(_GROUP, self._backend_name, table="env.options.backend_options", **self._backend)
             self._pool = SandboxPool(backend, self._limits, most=self._most, warm=self._warm, lease_s=self._lease_s)
-    def _needs_rule(self, row: PromptRow) -> bool:
-        return not (row.extra_info.get("check") or self._check)
-
         return self._pool

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config import Config
 from asyncrl.envs.dataset import DatasetFactory
 from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RewardError
+from asyncrl.rollout.chat import ChatRenderer, load_renderer
+from asyncrl.trainer.assembly import filter_overlong_prompts
 
 
 def problem(number: int, source: str = "sums") -> dict[str, Any]:
@@ -153,6 +156,21 @@ async def search(query: str) -> str:
     """Search for ever."""
     await asyncio.Event().wait()
     return query
+
+
+def test_the_tools_of_a_prompt_count(
+    write: Callable[..., str], scratch: ChatRenderer, small_config: Callable[..., Config], tmp_path: Path
+):
+    scratch.tokenizer.save_pretrained(tmp_path)
+    declaring = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(declaring + str(scratch.tokenizer.chat_template))
+    made = DatasetFactory(files=write([problem(1)]), reward=MINE, tools=[search])
+    renderer, messages = load_renderer(str(tmp_path)), problem(1)["prompt"]
+    tokens = len(renderer.prompt(messages, made.make().tools))
+    assert tokens > len(renderer.prompt(messages))
+    config = small_config(rollout={"max_seq_len": tokens}, eval={"tasks": 0})
+    with pytest.raises(ConfigError, match=f"has more than {tokens - 1} tokens"):
+        filter_overlong_prompts(config, made, str(tmp_path))
 
 
 async def test_a_user_chooses_how_long_a_tool_may_take(write: Callable[..., str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from asyncrl.envs.sandbox import SandboxFactory, answer_text
 from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
-from asyncrl.interfaces import EnvironmentWait, Message, Step
+from asyncrl.interfaces import EnvironmentWait, Message, Step, Tool
 from asyncrl.rollout.episode import replay_episode
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
@@ -86,6 +87,17 @@ async def test_a_row_with_a_check_needs_no_rule(tmp_path: Path):
     with pytest.raises(ConfigError, match="no rule judges rows of the data source 'bugs'"):
         SandboxFactory(files=str(tmp_path / "unchecked.jsonl")).task(0, split="train")
     SandboxFactory(files=str(tmp_path / "unchecked.jsonl"), check="true").task(0, split="train")
+
+
+def test_the_tools_of_a_prompt_count(tmp_path: Path):
+    counted: list[list[str]] = []
+
+    def count(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        counted.append([each.name for each in tools])
+        return 1
+
+    factory(tmp_path).filter_overlong_prompts(count, below=5)
+    assert counted == [["bash", "python", "write_file"]]
 
 
 async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

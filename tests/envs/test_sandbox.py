@@ -74,6 +74,30 @@ async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: P
     await made.aclose()
 
 
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        "ln -s /dev/null test.py",
+        "mkdir tests; echo 3 > out; ln -s ../out tests/expected",
+        "mkdir tests; echo 3 > out; ln out tests/expected",
+        "ln -s . tests; ln -s expected out",
+    ],
+)
+async def test_a_link_in_the_place_of_a_test_earns_nothing(tmp_path: Path, forgery: str):
+    made = factory(tmp_path)
+    task = made.task(0, split="train")
+    program = "assert open('out').read() == open('tests/expected').read()"
+    task["extra_info"]["tests"] = {"tests/expected": "4\n", "test.py": program}
+    for command, reward in (("echo 4 > out", 1.0), (forgery, 0.0)):
+        environment = made.make()
+        await environment.reset(task)
+        await environment.step(call("bash", command=command))
+        step = await environment.step({"role": "assistant", "content": "done"})
+        assert (step.done, step.reward) == (True, reward)
+        await environment.close()
+    await made.aclose()
+
+
 async def test_a_row_with_a_check_needs_no_rule(tmp_path: Path):
     made = factory(tmp_path, reward=None)  # no rule is known for its source, and the one of codecontests needs tests
     environment = made.make()

@@ -663,13 +663,17 @@ class FilteredPrompts:
     longest_tokens: int
 
 
+class PromptLength(Protocol):
+    """Returns the number of tokens of a prompt, with the declarations of the tools that its episode begins with."""
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int: ...
+
+
 @runtime_checkable
 class OverlongPromptFilter(Protocol):
     """Optional capability of an environment factory: leave out prompts that are too long."""
 
-    def filter_overlong_prompts(
-        self, count_tokens: Callable[[Sequence[Message]], int], *, below: int
-    ) -> FilteredPrompts:
+    def filter_overlong_prompts(self, count_tokens: PromptLength, *, below: int) -> FilteredPrompts:
         """Keep the tasks whose prompt has fewer than ``below`` tokens. Called once, before the first task. Blocks.
 
         Raises:

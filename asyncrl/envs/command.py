@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import tarfile
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from inspect import getattr_static
 from operator import attrgetter
@@ -173,15 +173,15 @@ class _Machine:
         self._env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
 
     async def prepare(self, factory: CommandFactory) -> None:
-        await asyncio.to_thread(self._make_folders, factory.copy)
+        await self._in_thread(self._make_folders, factory.copy)
 
     async def prepare_judging(self, factory: CommandFactory, name: str) -> None:
         """Make a folder ``name`` with an empty ``home``; files of this machine are where they are."""
         del factory
-        await asyncio.to_thread((Path(self.folder) / name / "home").mkdir, parents=True)
+        await self._in_thread((Path(self.folder) / name / "home").mkdir, parents=True)
 
     async def write(self, name: str, text: str) -> None:
-        await asyncio.to_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
+        await self._in_thread((Path(self.folder) / name).write_text, text, encoding="utf-8")
 
     async def run(
         self,
@@ -195,6 +195,11 @@ class _Machine:
         del session  # which is on this machine
         folder, limit = Path(self.folder) / "work", asdict(limits)
         return await run_program(command, folder=folder, env={**self._env, **env}, over=over, **limit)
+
+    @staticmethod
+    async def _in_thread(call: Callable[..., object], *given: Any, **more: Any) -> None:
+        """Write in the folder; a thread that goes on after a cancellation would write in it once it is removed."""
+        await shield_until_done(asyncio.to_thread(call, *given, **more))
 
     def _make_folders(self, copied: Path | None) -> None:
         folder = Path(self.folder)

@@ -7,6 +7,7 @@ Files with verl's columns work unchanged (:mod:`asyncrl.datasets`); the row's ``
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -17,7 +18,7 @@ from asyncrl.datasets.rows import PROMPT_COLUMNS
 from asyncrl.datasets.source import check_files
 from asyncrl.envs.tools import PythonTool, Toolbox
 from asyncrl.errors import ConfigError, EnvironmentFailure
-from asyncrl.interfaces import FilteredPrompts, Message, Step, Task, Tool
+from asyncrl.interfaces import FilteredPrompts, Message, PromptLength, Step, Task, Tool
 from asyncrl.plugins import Part
 from asyncrl.rewards.rules import Answer, Rulebook
 from asyncrl.rewards.scoring import load_function
@@ -53,11 +54,17 @@ class DatasetEnvironment:
     async def step(self, reply: Message) -> Step:
         if self._task is None:
             raise EnvironmentFailure("step before reset: the environment has no task")
-        task = self._task
         if self._toolbox is not None and (answers := await self._toolbox.answer_all(reply)):
             messages = tuple(each.message for each in answers)
             self._messages += [reply, *messages]
             return Step(messages=messages)
+        return await self._judge(self._task, reply)
+
+    async def close(self) -> None:
+        self._task = None
+
+    async def _judge(self, task: Task, reply: Message) -> Step:
+        """Return the last step: the reward of the answer."""
         answer = Answer(
             data_source=task["data_source"],
             solution_str=str(reply.get("content") or ""),
@@ -67,9 +74,6 @@ class DatasetEnvironment:
         )
         verdict = await self._rules.judge(answer)
         return Step(reward=verdict.score, done=True, info={REWARD_PARTS: dict(verdict.parts)})
-
-    async def close(self) -> None:
-        self._task = None
 
 
 class DatasetFactory:
@@ -90,7 +94,9 @@ class DatasetFactory:
         rewards: rules by data source, or by pattern with ``*``.
         tools: functions that the model may call (:mod:`asyncrl.envs.tools`): ``package.module:function``,
             ``path/to/file.py:function``, or the functions. ``env.max_turns`` bounds the turns.
-        max_prompt_tokens: longer prompts are left out and counted, as are prompts that fill a trajectory.
+        tool_deadline_s: for each call of a tool, within ``env.deadline_s``, which the whole turn has.
+        max_prompt_tokens: longer prompts are left out and counted, as are prompts that fill a trajectory; both with the
+            declarations of the tools.
         demonstrations: files of conversations for a supervised warm start.
     """
 
@@ -107,6 +113,7 @@ class DatasetFactory:
         reward: Any = None,
         rewards: dict[str, Any] | None = None,
         tools: Sequence[Part] = (),
+        tool_deadline_s: float = 30.0,
         max_prompt_tokens: int | None = None,
         demonstrations: str | list[str] | None = None,
         seed: int = 0,
@@ -126,6 +133,10 @@ class DatasetFactory:
             raise ConfigError(
                 f"max_prompt_tokens is {max_prompt_tokens}", path=f"{_KEY}.max_prompt_tokens", remedy="1 or more"
             )
+        if not 0 < tool_deadline_s < math.inf:
+            raise ConfigError(
+                f"tool_deadline_s is {tool_deadline_s}", path=f"{_KEY}.tool_deadline_s", remedy="a positive number"
+            )
         for name, given in (("files", files), ("held_out", held_out), ("demonstrations", demonstrations)):
             if given is not None:
                 check_files(given, key=f"{_KEY}.{name}")
@@ -140,10 +151,13 @@ class DatasetFactory:
         self._demonstrations = demonstrations
         self._seed = seed
         self._rules = Rulebook(reward, rewards, key=_KEY)
+        self._tool_deadline_s = tool_deadline_s
         self._toolbox: Toolbox | None = None
         if tools:
             functions = [load_function(each) if isinstance(each, str) else each for each in tools]
-            self._toolbox = Toolbox([each if isinstance(each, PythonTool) else PythonTool(each) for each in functions])
+            own = [each if isinstance(each, PythonTool) else PythonTool(each) for each in functions]
+            self._toolbox = Toolbox(own, deadline_s=tool_deadline_s)
+        self._declared: Sequence[Tool] = self._toolbox.declarations if self._toolbox is not None else ()
         self._reading = threading.Lock()
         self._read_splits: tuple[Stream[PromptRow] | None, _HeldOut | None] | None = None
         self._conversations: Callable[[int], Sequence[Message]] | None = None
@@ -181,15 +195,13 @@ class DatasetFactory:
                 self._conversations = lambda number: stream[number].messages
         return list(self._conversations(index))
 
-    def filter_overlong_prompts(
-        self, count_tokens: Callable[[Sequence[Message]], int], *, below: int
-    ) -> FilteredPrompts:
+    def filter_overlong_prompts(self, count_tokens: PromptLength, *, below: int) -> FilteredPrompts:
         """Read all rows and leave out prompts of ``below`` tokens or more, or more than ``max_prompt_tokens``."""
         train, held_out = self._splits()
         most = below - 1 if self._max_prompt_tokens is None else min(below - 1, self._max_prompt_tokens)
 
         def fits(row: PromptRow) -> bool:
-            return count_tokens(self._prompt(row)) <= most
+            return count_tokens(self._prompt(row), self._declared) <= most
 
         before = after = 0
         if train is not None:
@@ -245,7 +257,8 @@ class DatasetFactory:
         # This pass over all rows raises the errors of invalid rows and of sources without a rule.
         columns: dict[str, set[str]] = {}
         for row in chain(*(part.rows for part in (train.parts if train is not None else ())), held_out or ()):
-            columns.setdefault(row.data_source, {*row.extra_info}).intersection_update(row.extra_info)
+            if self._needs_rule(row):
+                columns.setdefault(row.data_source, {*row.extra_info}).intersection_update(row.extra_info)
         self._rules.check(columns)
         if train is None:
             return None, held_out
@@ -257,6 +270,11 @@ class DatasetFactory:
         if rest.rows < train.rows:
             _log.warning("%d of %d rows are held out and not trained on", train.rows - rest.rows, train.rows)
         return rest, held_out
+
+    def _needs_rule(self, row: PromptRow) -> bool:
+        """Return whether the rule of its source judges a row."""
+        del row
+        return True
 
     def _is_held_out(self, row: PromptRow) -> bool:
         return int.from_bytes(row.key[:4], "big") < self._held_out_share * 2**32

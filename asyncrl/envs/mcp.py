@@ -99,7 +99,7 @@ class MCPFactory(DatasetFactory):
         deadline_s: for each request to a server.
         replayable: whether a killed run may repeat the calls of its unfinished episodes: no call has an effect outside
             the episode.
-        options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`, without ``tools``.
+        options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`, without those of tools.
 
     Raises:
         ConfigError: a server's table cannot be used, or the data set's options cannot.
@@ -114,8 +114,9 @@ class MCPFactory(DatasetFactory):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        if "tools" in options:
-            raise ConfigError("mcp takes its tools from servers", path="env.options.tools", remedy="leave it out")
+        for name, remedy in (("tools", "leave it out"), ("tool_deadline_s", "give deadline_s")):
+            if name in options:
+                raise ConfigError("mcp takes its tools from servers", path=f"env.options.{name}", remedy=remedy)
         super().__init__(seed=seed, **options)
         if not servers or deadline_s <= 0:
             remedy = 'a table for each server: servers.notes = { command = ["notes-server"] }, and deadline_s > 0'

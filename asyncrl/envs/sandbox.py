@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, cast
 
+from asyncrl.datasets import PromptRow
 from asyncrl.envs.dataset import DatasetEnvironment, DatasetFactory
 from asyncrl.envs.tools import PythonTool, Toolbox
 from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
@@ -64,6 +65,11 @@ class SandboxTools:
 _TOOLS = ("bash", "python", "write_file")
 
 
+def _python_tools(sandbox: Sandbox, names: Sequence[str]) -> list[PythonTool]:
+    tools = SandboxTools(sandbox)
+    return [PythonTool(getattr(tools, name)) for name in names]
+
+
 def answer_text(end: ProgramEnd) -> str:
     """Return what a command wrote, and how it ended unless that was well."""
     text = "\n".join(part.rstrip("\n") for part in (end.stdout, end.stderr) if part)
@@ -97,36 +103,31 @@ class SandboxEnvironment(DatasetEnvironment):
         if (end := unstartable(self._check_of(task), None)) is not None:
             raise EnvironmentFailure(f"the row's check cannot be started: {end.stderr.strip()}")
         self._sandbox = await self._lease.enter_async_context(self._pool().lease(timeout_s=self.wait_s))
-        tools = SandboxTools(self._sandbox)
-        self._toolbox = Toolbox(
-            (PythonTool(getattr(tools, name)) for name in self._shown), deadline_s=self._sandbox.limits.deadline_s + 30
-        )
+        shown = _python_tools(self._sandbox, self._shown)
+        self._toolbox = Toolbox(shown, deadline_s=self._sandbox.limits.deadline_s + 30)
         try:
             await self._write(task["extra_info"].get("files"))
         except OSError as error:
             raise SandboxError(f"the row's files cannot be written: {error}") from error
         return await super().reset(task)
 
-    async def step(self, reply: Message) -> Step:
-        step = await super().step(reply)
-        if not step.done or self._task is None:
-            return step
-        check = self._check_of(self._task)
+    async def close(self) -> None:
+        self._sandbox = None
+        await self._lease.aclose()
+        await super().close()
+
+    async def _judge(self, task: Task, reply: Message) -> Step:
+        check = self._check_of(task)
         if not check:
-            return step
+            return await super()._judge(task, reply)
         assert self._sandbox is not None
         try:
-            await self._write(self._task["extra_info"].get("tests"))
+            await self._write(task["extra_info"].get("tests"))
         except OSError:  # the policy has left no room for them
             right = False
         else:
             right = (await self._sandbox.exec(check)).succeeded
         return Step(reward=float(right), done=True, info={REWARD_PARTS: {"checked": float(right)}})
-
-    async def close(self) -> None:
-        self._sandbox = None
-        await self._lease.aclose()
-        await super().close()
 
     def _check_of(self, task: Task) -> list[str]:
         """Return the command that checks a task's work; an empty one if its rule judges the last message."""
@@ -154,7 +155,7 @@ class SandboxFactory(DatasetFactory):
         most, warm: sandboxes at a time in one rollout worker, and how many are kept for later episodes.
         lease_s: longest time of an episode.
         wait_s: longest wait for a free sandbox, beside ``env.deadline_s``.
-        options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`.
+        options: those of :class:`~asyncrl.envs.dataset.DatasetFactory`, without ``tool_deadline_s``.
     """
 
     def __init__(
@@ -174,7 +175,10 @@ class SandboxFactory(DatasetFactory):
     ) -> None:
         if unknown := sorted(set(tools) - set(_TOOLS)):
             raise ConfigError(f"there is no tool {unknown[0]!r}", path="env.options.tools", remedy=f"of {_TOOLS}")
-        super().__init__(seed=seed, **{**({"reward": "none"} if check else {}), **options})
+        if "tool_deadline_s" in options:
+            what = "a command in a sandbox has the deadline of its limits"
+            raise ConfigError(what, path="env.options.tool_deadline_s", remedy="give limits.deadline_s")
+        super().__init__(seed=seed, **options)
         try:
             self._limits = SandboxLimits(**{"deadline_s": 30.0, **(limits or {})})
         except TypeError as error:
@@ -184,6 +188,7 @@ class SandboxFactory(DatasetFactory):
         check_part(_GROUP, backend, table="env.options.backend_options", **self._backend)
         self._most, self._warm, self._lease_s, self._wait_s = most, min(warm, most), lease_s, wait_s
         self._shown, self._check = tuple(tools), check
+        self._declared = [each.tool for each in _python_tools(cast(Sandbox, None), self._shown)]
         self._pool: SandboxPool | None = None
 
     def make(self) -> SandboxEnvironment:
@@ -194,6 +199,9 @@ class SandboxFactory(DatasetFactory):
         if self._pool is not None:
             await self._pool.close()
         await super().aclose()
+
+    def _needs_rule(self, row: PromptRow) -> bool:
+        return not (row.extra_info.get("check") or self._check)
 
     def _leases(self) -> SandboxPool:
         if self._pool is None:  # which needs a running loop

@@ -118,7 +118,9 @@ class PythonTool:
             return result if isinstance(result, str) else json.dumps(result)
         except Exception as error:  # a user's function may raise anything
             if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
-                raise EnvironmentDeadlineError(f"tool {self.name!r} gave no answer in {deadline_s:g} s") from error
+                remedy = "raise env.options.tool_deadline_s, or the deadline_s of its Toolbox"
+                text = f"tool {self.name!r} gave no answer in {deadline_s:g} s: {remedy}"
+                raise EnvironmentDeadlineError(text) from error
             if isinstance(error, self._mistakes):
                 text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 raise ValueError(text) from error

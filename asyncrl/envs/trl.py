@@ -29,15 +29,18 @@ class TRLEnvironment:
         instance: made by the user's factory.
         rewards: reward functions in TRL's form.
         replayable: whether a killed run may repeat the calls of its unfinished episodes.
+        tool_deadline_s: for each call of a tool.
     """
 
-    def __init__(self, instance: Any, rewards: Sequence[Callable[..., Any]], *, replayable: bool) -> None:
+    def __init__(
+        self, instance: Any, rewards: Sequence[Callable[..., Any]], *, replayable: bool, tool_deadline_s: float
+    ) -> None:
         self.replayable = replayable
         self._instance = instance
         self._rewards = rewards
         methods = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
         shown = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
-        self._toolbox = Toolbox(PythonTool(getattr(instance, name)) for name in shown)
+        self._toolbox = Toolbox((PythonTool(getattr(instance, name)) for name in shown), deadline_s=tool_deadline_s)
         self._columns: dict[str, Any] = {}
         self._prompt: list[Message] = []
         self._completion: list[Message] = []
@@ -119,9 +122,15 @@ class TRLFactory(DatasetFactory):
         if not self._functions and not hasattr(instance, "get_reward"):
             remedy = "write get_reward(self), or give reward_funcs"
             raise ConfigError(f"a {type(instance).__name__} has no reward", path=_KEY, remedy=remedy)
+        self._declared = self._environment(instance).tools
 
     def make(self) -> TRLEnvironment:  # type: ignore[override]
-        return TRLEnvironment(self._factory(), self._functions, replayable=self._replayable)
+        return self._environment(self._factory())
+
+    def _environment(self, instance: Any) -> TRLEnvironment:
+        return TRLEnvironment(
+            instance, self._functions, replayable=self._replayable, tool_deadline_s=self._tool_deadline_s
+        )
 
 
 async def _called(function: Callable[..., Any], **given: Any) -> Any:

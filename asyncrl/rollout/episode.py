@@ -28,6 +28,7 @@ from asyncrl.foreign import place_of
 from asyncrl.interfaces import (
     DeterministicEnvironment,
     Environment,
+    EnvironmentFactory,
     EnvironmentReplay,
     EnvironmentWait,
     FinishReason,
@@ -92,6 +93,17 @@ class AgentEnvironment(Protocol):
 
 class Diverged(Exception):
     """The environment answers differently than in the recorded turns: the episode must begin again without them."""
+
+
+def make_environment(factory: EnvironmentFactory) -> Environment:
+    """Make the environment of an episode; what the user's code raises becomes its failure."""
+    try:
+        return factory.make()
+    except AsyncRLError:
+        raise
+    except Exception as error:  # foreign code: its type travels as the cause
+        text = f"the environment could not be made: {type(error).__name__}: {error}{place_of(error)}"
+        raise EnvironmentFailure(text) from error
 
 
 async def run_episode(

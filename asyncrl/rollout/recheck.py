@@ -21,7 +21,7 @@ from asyncrl.errors import EnvironmentFailure, InvariantError
 from asyncrl.foreign import Failures
 from asyncrl.interfaces import EnvironmentFactory
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.rollout.episode import replay_episode
+from asyncrl.rollout.episode import make_environment, replay_episode
 from asyncrl.rollout.trajectory import Trajectory
 from asyncrl.rollout.work import EpisodeTimes
 
@@ -171,7 +171,7 @@ class ReplayedRewards:
         try:
             with self._times.episode():
                 replayed = await replay_episode(
-                    self._environments.make(),
+                    make_environment(self._environments),
                     trajectory.task,
                     replies,
                     deadline_s=self._deadline_s,

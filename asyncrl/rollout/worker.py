@@ -44,7 +44,14 @@ from asyncrl.interfaces import (
 )
 from asyncrl.plugins import Part, load_part, make_part
 from asyncrl.rollout.chat import ChatRenderer, load_renderer
-from asyncrl.rollout.episode import AgentEnvironment, Diverged, EpisodePolicy, run_agent_episode, run_episode
+from asyncrl.rollout.episode import (
+    AgentEnvironment,
+    Diverged,
+    EpisodePolicy,
+    make_environment,
+    run_agent_episode,
+    run_episode,
+)
 from asyncrl.rollout.live_weights import WeightsProof, commit_into
 from asyncrl.rollout.recheck import ReplayedRewards
 from asyncrl.rollout.replica import fetch_into
@@ -433,13 +440,13 @@ class RolloutWorker(Worker):
         recorded = continuation.of_row(turns.row)
         trial = recorded[0].trial if recorded else 0
         while True:
-            environment = self._environments.make()
-            if recorded and isinstance(environment, EnvironmentReplay) and not environment.replayable:
-                continuation.restarted("the environment cannot be shown its turns again")
-                recorded, trial = (), 0
-            turns.begin(trial=trial)
             session = f"{next(self._episodes)}"  # its own: an earlier attempt may not have left yet
             try:
+                environment = make_environment(self._environments)
+                if recorded and isinstance(environment, EnvironmentReplay) and not environment.replayable:
+                    continuation.restarted("the environment cannot be shown its turns again")
+                    recorded, trial = (), 0
+                turns.begin(trial=trial)
                 if isinstance(environment, AgentEnvironment):
                     prefix, own_seed = f"{name}-{trial}", derive_seed(seed, trial)
                     return await self._agent_episode(

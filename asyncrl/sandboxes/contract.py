@@ -21,6 +21,14 @@ from typing import Literal, Protocol, TypeAlias
 from asyncrl.errors import ConfigError, SandboxError
 
 _LARGEST_COMMAND = 96 << 10
+_WRITE = """
+case $1 in */*)
+    mkdir -p -- "${1%/*}/" && cd -P . && cd -- "${1%/*}/" || exit
+    [ "$(pwd -L)" = "$(pwd -P)" ] || { echo "a link leads to $(pwd -P)" >&2; exit 1; } ;;
+esac
+rm -f -- "${1##*/}" && cat > "${1##*/}"
+"""
+"""Writes below no link: it is in the folder that the path names, and removes what has the file's name first."""
 
 How: TypeAlias = Literal["exited", "killed", "memory", "deadline", "output", "stopped"]
 
@@ -149,13 +157,13 @@ class Sandbox(ABC):
         """End all processes and remove all files. Idempotent; raises nothing."""
 
     async def write(self, path: str, content: bytes) -> None:
-        """Write a file, relative to the folder; its folders are made.
+        """Write a new file in place of what has its name, relative to the folder; its folders are made.
 
         Raises:
-            OSError: it cannot be written: the disk is full, a program has put something in its way.
+            OSError: it cannot be written: the disk is full, a program has put a folder in its place, or a link in that
+                of one of its folders.
         """
-        script = 'case $1 in */*) mkdir -p -- "${1%/*}" ;; esac && cat > "$1"'
-        await self._shell(script, path, stdin=content)
+        await self._shell(_WRITE, path, stdin=content)
 
     async def read(self, path: str) -> bytes:
         """Return a file of ``output_bytes`` at most.

@@ -734,7 +734,7 @@ def filter_overlong_prompts(config: Config, environments: EnvironmentFactory, mo
         return ""
     renderer = load_renderer(model, **chat_options(config))
     fitted = environments.filter_overlong_prompts(
-        lambda messages: len(renderer.prompt(messages)), below=config.rollout.max_seq_len
+        lambda messages, tools=(): len(renderer.prompt(messages, tools)), below=config.rollout.max_seq_len
     )
     check_held_out(config, environments)
     if not fitted.left_out:

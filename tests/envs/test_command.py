@@ -8,8 +8,11 @@ import inspect
 import json
 import os
 import re
+import shutil
 import socket
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +268,39 @@ async def test_rewards_of_programs(play: Callable[..., Any]) -> None:
     assert (scored.reward, tested.reward) == (0.25, 1.0)
     with pytest.raises(EnvironmentFailure, match=r"the last line of score_command must be a number.*it is 'nan'"):
         await play(factory_of("well", score_command=["echo", "nan"]))
+
+
+async def test_a_copy_ends_before_the_folder_of_a_cancelled_episode_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("copy", "left"):
+        (tmp_path / name).mkdir()
+    copying, go_on, copytree = asyncio.Event(), threading.Event(), shutil.copytree
+    loop = asyncio.get_running_loop()
+
+    def held(*given: Any, **more: Any) -> Any:
+        loop.call_soon_threadsafe(copying.set)
+        go_on.wait()
+        return copytree(*given, **more)
+
+    monkeypatch.setattr(shutil, "copytree", held)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "left"))
+    factory = factory_of("well", copy=str(tmp_path / "copy"))
+
+    async def episode() -> None:
+        async with factory.place() as place:
+            await place.prepare(factory)
+
+    running = asyncio.create_task(episode())
+    await copying.wait()
+    running.cancel()
+    await asyncio.wait([running], timeout=0.1)
+    over = running.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not over
+    assert list((tmp_path / "left").iterdir()) == []
 
 
 @pytest.mark.parametrize("sandbox", [None, {}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config import Config
 from asyncrl.envs.dataset import DatasetFactory
-from asyncrl.errors import ConfigError, EnvironmentFailure, RewardError
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure, RewardError
+from asyncrl.rollout.chat import ChatRenderer, load_renderer
+from asyncrl.trainer.assembly import filter_overlong_prompts
 
 
 def problem(number: int, source: str = "sums") -> dict[str, Any]:
@@ -128,7 +132,7 @@ def test_a_row_that_a_file_has_twice_is_held_out_twice(write: Callable[..., str]
 def test_held_out_rows_of_a_share_must_fit_too(write: Callable[..., str]):
     factory = DatasetFactory(files=write([problem(number) for number in range(200)]), held_out_share=0.3, reward=MINE)
     before = factory.held_out_rows
-    fitted = factory.filter_overlong_prompts(lambda messages: len(messages[0]["content"]), below=5)
+    fitted = factory.filter_overlong_prompts(lambda messages, tools=(): len(messages[0]["content"]), below=5)
     assert (fitted.kept, fitted.left_out) == (100, 100)
     assert 0 < factory.held_out_rows < before
     assert all(len(prompt) < 5 for prompt in asked(factory)[0])
@@ -139,11 +143,43 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(write: Callable[...,
     factory = DatasetFactory(
         files=file, held_out=write([problem(7), problem(70)], "test.jsonl"), reward=MINE, system="s"
     )
-    fitted = factory.filter_overlong_prompts(lambda messages: sum(len(each["content"]) for each in messages), below=6)
+    fitted = factory.filter_overlong_prompts(
+        lambda messages, tools=(): sum(len(each["content"]) for each in messages), below=6
+    )
     assert (fitted.kept, fitted.left_out, fitted.longest_tokens) == (4, 4, 5)  # with the system message: 4, 5, 6 ...
     assert {factory.task(index, split="train")["ground_truth"] for index in range(4)} == {"2", "11"}
     with pytest.raises(ConfigError, match="has more than 1 tokens"):
-        factory.filter_overlong_prompts(lambda messages: 2, below=2)
+        factory.filter_overlong_prompts(lambda messages, tools=(): 2, below=2)
+
+
+async def search(query: str) -> str:
+    """Search for ever."""
+    await asyncio.Event().wait()
+    return query
+
+
+def test_the_tools_of_a_prompt_count(
+    write: Callable[..., str], scratch: ChatRenderer, small_config: Callable[..., Config], tmp_path: Path
+):
+    scratch.tokenizer.save_pretrained(tmp_path)
+    declaring = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(declaring + str(scratch.tokenizer.chat_template))
+    made = DatasetFactory(files=write([problem(1)]), reward=MINE, tools=[search])
+    renderer, messages = load_renderer(str(tmp_path)), problem(1)["prompt"]
+    tokens = len(renderer.prompt(messages, made.make().tools))
+    assert tokens > len(renderer.prompt(messages))
+    config = small_config(rollout={"max_seq_len": tokens}, eval={"tasks": 0})
+    with pytest.raises(ConfigError, match=f"has more than {tokens - 1} tokens"):
+        filter_overlong_prompts(config, made, str(tmp_path))
+
+
+async def test_a_user_chooses_how_long_a_tool_may_take(write: Callable[..., str]):
+    factory = DatasetFactory(files=write([problem(1)]), reward=MINE, tools=[search], tool_deadline_s=0.01)
+    environment = factory.make()
+    await environment.reset(factory.task(0, split="train"))
+    calls = [{"function": {"name": "search", "arguments": {"query": "x"}}}]
+    with pytest.raises(EnvironmentDeadlineError, match=r"in 0\.01 s: raise env\.options\.tool_deadline_s"):
+        await environment.step({"role": "assistant", "content": "", "tool_calls": calls})
 
 
 def test_a_filter_that_leaves_no_part_with_weight_is_refused(write: Callable[..., str]):
@@ -186,6 +222,7 @@ def test_system_messages_and_demonstrations(write: Callable[..., str]):
         ({"files": "absent.parquet"}, "no such file"),
         ({"files": "FILE", "held_out_share": 1.0}, "held_out_share is 1.0"),
         ({"files": "FILE", "max_prompt_tokens": 0}, "max_prompt_tokens is 0"),
+        ({"files": "FILE", "tool_deadline_s": 0}, "tool_deadline_s is 0"),
         ({"files": "FILE", "reward": "mathh"}, "no reward rule named 'mathh'"),
         ({"files": "FILE", "reward": 5}, "names no rule"),
     ],

@@ -264,6 +264,7 @@ async def test_a_server_that_nobody_started(rows: str) -> None:
         ({"servers": {"a": {"url": "h"}}}, "url is 'h'"),
         ({"servers": {"a": {"url": "http://h", "api_key_env": "NO_SUCH_KEY"}}}, "NO_SUCH_KEY is not set"),
         ({"tools": []}, "takes its tools from servers"),
+        ({"tool_deadline_s": 9.0}, "takes its tools from servers"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], says: str, rows: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from asyncrl.envs.sandbox import SandboxFactory, answer_text
 from asyncrl.errors import ConfigError, EnvironmentFailure, SandboxError
-from asyncrl.interfaces import EnvironmentWait, Message, Step
+from asyncrl.interfaces import EnvironmentWait, Message, Step, Tool
 from asyncrl.rollout.episode import replay_episode
 from asyncrl.sandboxes.contract import ProgramEnd, SandboxLimits
 from asyncrl.sandboxes.namespaces import NamespacesBackend, NamespacesSandbox
@@ -73,6 +74,56 @@ async def test_a_policy_that_leaves_no_room_for_the_tests_fails_them(tmp_path: P
     await made.aclose()
 
 
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        "ln -s /dev/null test.py",
+        "mkdir tests; echo 3 > out; ln -s ../out tests/expected",
+        "mkdir tests; echo 3 > out; ln out tests/expected",
+        "ln -s . tests; ln -s expected out",
+    ],
+)
+async def test_a_link_in_the_place_of_a_test_earns_nothing(tmp_path: Path, forgery: str):
+    made = factory(tmp_path)
+    task = made.task(0, split="train")
+    program = "assert open('out').read() == open('tests/expected').read()"
+    task["extra_info"]["tests"] = {"tests/expected": "4\n", "test.py": program}
+    for command, reward in (("echo 4 > out", 1.0), (forgery, 0.0)):
+        environment = made.make()
+        await environment.reset(task)
+        await environment.step(call("bash", command=command))
+        step = await environment.step({"role": "assistant", "content": "done"})
+        assert (step.done, step.reward) == (True, reward)
+        await environment.close()
+    await made.aclose()
+
+
+async def test_a_row_with_a_check_needs_no_rule(tmp_path: Path):
+    made = factory(tmp_path, reward=None)  # no rule is known for its source, and the one of codecontests needs tests
+    environment = made.make()
+    await environment.reset({**made.task(0, split="train"), "data_source": "codecontests"})
+    step = await environment.step({"role": "assistant", "content": "done"})
+    assert (step.reward, step.info) == (0.0, {"reward_parts": {"checked": 0.0}})
+    await environment.close()
+    await made.aclose()
+    unchecked = {**ROW, "extra_info": {}}
+    (tmp_path / "unchecked.jsonl").write_text(json.dumps(unchecked) + "\n")
+    with pytest.raises(ConfigError, match="no rule judges rows of the data source 'bugs'"):
+        SandboxFactory(files=str(tmp_path / "unchecked.jsonl")).task(0, split="train")
+    SandboxFactory(files=str(tmp_path / "unchecked.jsonl"), check="true").task(0, split="train")
+
+
+def test_the_tools_of_a_prompt_count(tmp_path: Path):
+    counted: list[list[str]] = []
+
+    def count(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        counted.append([each.name for each in tools])
+        return 1
+
+    factory(tmp_path).filter_overlong_prompts(count, below=5)
+    assert counted == [["bash", "python", "write_file"]]
+
+
 async def test_a_sandbox_that_dies_is_a_failure_and_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made, sandboxes = factory(tmp_path), []
     create = NamespacesBackend.create
@@ -123,6 +174,7 @@ def test_a_long_output_is_cut_in_the_middle_and_an_end_is_named():
         ({"tools": ["zsh"]}, "no tool 'zsh'"),
         ({"limits": {"disk": 1}}, "disk"),
         ({"limits": {"children": 0}}, "children is 0"),
+        ({"tool_deadline_s": 9.0}, "a command in a sandbox has the deadline of its limits"),
         ({"backend": "nothing"}, "no sandbox backend named 'nothing'"),
         ({"backend_options": {"x": 1}}, "no option 'x'"),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.envs.trl import TRLFactory
-from asyncrl.errors import ConfigError, EnvironmentFailure
+from asyncrl.errors import ConfigError, EnvironmentDeadlineError, EnvironmentFailure
+from asyncrl.interfaces import Message, Tool
 from asyncrl.tasks.run import train
 
 Play = Callable[..., Any]
@@ -107,6 +109,36 @@ async def test_methods_are_tools_and_their_errors_those_of_tools(world: Callable
     with pytest.raises(EnvironmentFailure, match="tool 'increment' failed: KeyError"):
         await environment.step({"role": "assistant", "content": "", "tool_calls": calls})
     await environment.close()
+
+
+async def test_tools_count_in_a_prompt_and_have_a_deadline_of_their_own(world: Callable[..., TRLFactory]) -> None:
+    class Waiting:
+        """Never answers."""
+
+        def reset(self) -> None: ...
+
+        async def wait(self) -> str:
+            """Wait."""
+            await asyncio.Event().wait()
+            return ""
+
+        def get_reward(self) -> float:
+            return 0.0
+
+    factory = world(environment_factory=Waiting, tool_deadline_s=0.01)
+    counted: list[list[str]] = []
+
+    def count(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        counted.append([each.name for each in tools])
+        return 1
+
+    factory.filter_overlong_prompts(count, below=5)
+    assert counted == [["wait"]] * 8
+    environment = factory.make()
+    await environment.reset(factory.task(0, split="train"))
+    calls = [{"function": {"name": "wait", "arguments": {}}}]
+    with pytest.raises(EnvironmentDeadlineError, match=r"'wait' gave no answer in 0\.01 s"):
+        await environment.step({"role": "assistant", "content": "", "tool_calls": calls})
 
 
 async def test_a_reward_function_for_batches_is_refused(world: Callable[..., TRLFactory], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from asyncrl.errors import EngineError, EnvironmentFailure
 from asyncrl.interfaces import Generation, GenerationChunk, GenerationRequest, Message, SamplingParams, Step
 from asyncrl.rollout import episode
 from asyncrl.rollout.chat import ChatRenderer
-from asyncrl.rollout.trajectory import Trajectory
-from asyncrl.testing import EchoEnvironment, ScriptedEngine
+from asyncrl.rollout.trajectory import Trajectory, prompt_rows
+from asyncrl.rollout.worker import EpisodeLimits, RolloutSpec, RolloutWorker
+from asyncrl.testing import EchoEnvironment, EchoFactory, ScriptedEngine
+from asyncrl.weights import TransportSpec
 
 ARGUMENTS: dict[str, Any] = {
     "task": {"word": "go"},
@@ -105,3 +108,39 @@ async def test_an_exception_is_no_empty_text_with_reward_0(scratch: ChatRenderer
     if failure is not None:
         assert isinstance(failure.__cause__, ConnectionError)
         assert failure.tokens_generated > 0
+
+
+class Refusing(EchoFactory):
+    """Cannot make its first environments, as where a server has no place for more of them."""
+
+    def __init__(self, *, errors: list[Exception]) -> None:
+        super().__init__()
+        self._errors = errors
+
+    def make(self) -> EchoEnvironment:
+        if self._errors:
+            raise self._errors.pop()
+        return super().make()
+
+
+@pytest.mark.parametrize("refusals", [2, 3])
+async def test_an_environment_that_cannot_be_made_is_tried_again(scratch: ChatRenderer, tmp_path: Path, refusals: int):
+    scratch.tokenizer.save_pretrained(tmp_path)
+    spec = RolloutSpec(
+        engine="asyncrl.testing:EchoEngine",
+        environment=Refusing,
+        environment_options={"errors": [ConnectionError("no place"), EnvironmentFailure("none"), OSError()][:refusals]},
+        transport=TransportSpec(name="asyncrl.testing:EmptyTransport", namespace="run"),
+        limits=EpisodeLimits(max_turns=1, max_seq_len=64),
+        sampling=SamplingParams(max_new_tokens=8),
+    )
+    worker = RolloutWorker(spec)
+    await worker.start(str(tmp_path), 0)
+    prompts = prompt_rows([{"word": "a"}], group_id=0, seeds=[1], purpose="train")
+    if refusals < spec.limits.max_attempts:
+        failures = (await worker.rollout(prompts)).meta_info["failures"]
+        assert [name.partition(" ")[0] for name in failures] == ["EnvironmentFailure", "ConnectionError"]
+    else:
+        with pytest.raises(EnvironmentFailure, match="could not be made: ConnectionError: no place"):
+            await worker.rollout(prompts)
+    await worker.aclose()

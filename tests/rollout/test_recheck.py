@@ -164,13 +164,19 @@ async def test_only_declared_environments_are_checked(scratch: ChatRenderer, kin
     assert set(log) == {"close"}
 
 
-async def test_a_replay_that_fails_is_counted_and_told(scratch: ChatRenderer) -> None:
-    class Broken(Letters):
-        async def step(self, reply: Message) -> Step:
-            raise ConnectionError("the world is gone")
+class Broken(Letters):
+    async def step(self, reply: Message) -> Step:
+        raise ConnectionError("the world is gone")
 
+
+def refused() -> Environment:
+    raise ConnectionError("the world is gone")
+
+
+@pytest.mark.parametrize("make", [Broken, refused])
+async def test_a_replay_that_fails_is_counted_and_told(scratch: ChatRenderer, make: Callable[[], Environment]) -> None:
     batch = trajectories_to_batch(played := await episodes(scratch), group_id=7)
-    checks = await checker(Broken).check(batch, played, scratch, group_id=7)
+    checks = await checker(make).check(batch, played, scratch, group_id=7)
     ((cause, found),) = checks.failures.items()
     assert (checks.rows, found["count"]) == (0, 3)
     assert cause.startswith("ConnectionError in ")

@@ -101,6 +101,23 @@ async def test_a_sandbox_of_every_kind(kind: str, folder: Path, monkeypatch: pyt
     assert [each.name for each in folder.iterdir() if each.name != "log"] == []
 
 
+@pytest.mark.parametrize("kind", ["namespaces", "container", "remote"])
+async def test_a_file_is_written_through_no_link(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    async with made(kind, folder, monkeypatch) as backend:
+        sandbox = await backend.create(LIMITS)
+        links = "echo own > out; ln -s out soft; ln out hard; ln -s /dev/null null; mkdir a; ln -s ../a a/b; ln -s . c"
+        assert (await sandbox.exec(["/bin/sh", "-c", links])).succeeded
+        for path in ("soft", "hard", "null", "./a/../-d//e"):
+            await sandbox.write(path, b"new")
+            assert await sandbox.read(path) == b"new"
+        assert await sandbox.read("out") == b"own\n"
+        for path in ("c/x", "c/d/x", "a/b/x"):
+            with pytest.raises(OSError, match="a link leads to"):
+                await sandbox.write(path, b"new")
+        with pytest.raises(OSError, match=r"a: .*directory"):
+            await sandbox.write("a", b"new")
+
+
 async def test_a_container_has_what_the_limits_say_and_no_more(folder: Path):
     limits = SandboxLimits(memory_bytes=1 << 28, children=5, files=9, file_bytes=1 << 20)
     backend = ContainerBackend(

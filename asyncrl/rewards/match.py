@@ -105,11 +105,12 @@ def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float
 
     Args:
         solution_str: the answer.
-        ground_truth: a number, or its text.
+        ground_truth: a number, or its text; or a solution that ends with ``#### NUMBER``, as in the rows of the hub.
         strict: False compares the last number of an answer without ``####``.
     """
     found = _GSM8K.findall(solution_str) or ([] if strict else _NUMBER.findall(solution_str))
-    return float(bool(found) and _same_number(found[-1], str(ground_truth)))
+    expected = str(ground_truth).rpartition("####")[2]
+    return float(bool(found) and _same_number(found[-1], expected))
 
 
 def _tagged(text: str, tag: str) -> str | None:

@@ -86,3 +86,9 @@ def test_gsm8k(answer: str, strict: bool, score: float):
 def test_numbers_of_gsm8k_may_have_commas():
     assert gsm8k("#### 1,004", "1004") == 1
     assert gsm8k("#### 1004", "1,004") == 1
+
+
+@pytest.mark.parametrize(("answer", "score"), [("#### 1,004", 1), ("#### 42", 0), ("it is 1004", 0)])
+def test_gsm8k_takes_the_rows_of_the_hub_as_they_are(answer: str, score: float):
+    solution = "A shelf holds 42 * 12 = <<42*12=504>>504 jars.\nWith the 500 of the cellar there are 1004.\n#### 1,004"
+    assert gsm8k(answer, solution) == score

@@ -27,12 +27,13 @@ import torch
 
 import asyncrl
 from asyncrl.algorithms import PolicyObjective, grpo_advantages
+from asyncrl.rollout.branches import unfold
 from engines.training.fsdp_engine import FSDPEngine
 
 QUESTION = "Guess a digit from 0 to 9. Answer with the digit alone."
 SECRETS = (7, 8, 9)  # which the policy has to find out
 MOST_TURNS = 4
-TRAINED = ["input_ids", "loss_mask", "behaviour_log_probs"]
+TRAINED = ["input_ids", "loss_mask", "behaviour_log_probs", "branches"]
 
 
 def make_model(folder: Path, *, steps: int) -> str:
@@ -94,7 +95,7 @@ def batch_of(captured: list[Path]) -> asyncrl.DataProto:
     assert rows.batch is not None
     of_group = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(each) for each in groups]))
     advantages = grpo_advantages(rows.batch["rewards"], of_group)
-    return rows.select(TRAINED, [], []).with_columns(advantages=advantages)
+    return unfold(rows.select(TRAINED, [], []).with_columns(advantages=advantages)).rows  # a row for each branch
 
 
 async def main(

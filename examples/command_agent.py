@@ -1,5 +1,6 @@
 r"""An agent that was not written for training: OpenAI's client, a calculator, and a loop. Any program can stand here.
 
+    pip install openai
     asyncrl train examples/command_agent.toml
 
 starts it for every episode, with the address of its session in OPENAI_BASE_URL. It runs against any other model, too:

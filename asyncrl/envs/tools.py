@@ -84,6 +84,10 @@ class PythonTool:
     def name(self) -> str:
         return self.tool.name
 
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the function, unchecked: a decorated function stays one."""
+        return self.function(*arguments, **named)
+
     def validate(self, arguments: object) -> dict[str, Any]:
         """Return the function's keyword arguments from the model's; the message of a ValueError is for the model."""
         import pydantic

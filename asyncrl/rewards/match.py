@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 import unicodedata
 from typing import Any
 
@@ -15,6 +16,8 @@ from asyncrl.errors import ConfigError
 _FENCE = re.compile(r"```(?:json)?(?>\s*\n)(.*?)```", re.DOTALL)
 _GSM8K = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact(solution_str: str, ground_truth: Any, *, tag: str = "", ignore_case: bool = False) -> float:
@@ -105,11 +108,43 @@ def gsm8k(solution_str: str, ground_truth: Any, *, strict: bool = True) -> float
 
     Args:
         solution_str: the answer.
-        ground_truth: a number, or its text.
+        ground_truth: a number, or its text; or a solution that ends with ``#### NUMBER``, as in the rows of the hub.
         strict: False compares the last number of an answer without ``####``.
     """
     found = _GSM8K.findall(solution_str) or ([] if strict else _NUMBER.findall(solution_str))
-    return float(bool(found) and _same_number(found[-1], str(ground_truth)))
+    expected = str(ground_truth).rpartition("####")[2]
+    return float(bool(found) and _same_number(found[-1], expected))
+
+
+def search_r1(solution_str: str, ground_truth: Any) -> float:
+    """Return 1 if the text in the last pair of answer tags is an accepted one, else 0: Search-R1's rule, as in verl.
+
+        >>> search_r1("<answer> The Eiffel Tower! </answer>", {"target": ["Tour Eiffel", "Eiffel tower"]})
+        1.0
+
+    Case, English articles, ASCII punctuation and white space do not count. A right answer with more than ten opening
+    or more than ten closing tags scores 0.25.
+
+    Args:
+        solution_str: the answer.
+        ground_truth: a table whose ``target`` is the accepted text, or a list of them.
+
+    Raises:
+        ValueError: the ground truth has no ``target``; the row is wrong, not the answer.
+    """
+    if not isinstance(ground_truth, dict) or "target" not in ground_truth:
+        raise ValueError(f'search_r1 needs a ground truth like {{"target": [TEXT]}}, not {str(ground_truth)[:80]!r}')
+    target = ground_truth["target"]
+    closed = solution_str.split("</answer>")[:-1]
+    answers = [inside for _, tag, inside in (part.partition("<answer>") for part in closed) if tag]
+    if not answers or _words(answers[-1]) not in map(_words, target if isinstance(target, list) else [target]):
+        return 0.0
+    return 0.25 if max(len(closed), solution_str.count("<answer>")) > 10 else 1.0
+
+
+def _words(text: Any) -> list[str]:
+    """Return the words that count: in lower case, without punctuation and articles."""
+    return _ARTICLE.sub(" ", str(text).lower().translate(_NO_PUNCTUATION)).split()
 
 
 def _tagged(text: str, tag: str) -> str | None:
@@ -199,6 +234,6 @@ def reasoning_gym_score(
     return float(score(answer=answer.strip(), entry=entry))
 
 
-_deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, reasoning_gym_score)
+_deterministic: tuple[Any, ...] = (exact, regex, json_schema, gsm8k, search_r1, reasoning_gym_score)
 for _rule in _deterministic:  # without math_score: math-verify limits its time
     _rule.deterministic = True

@@ -226,7 +226,7 @@ DEFAULT_RULES: Mapping[str, str] = {
     "codeforces": "code",
     "taco": "code",
     "reasoning_gym*": "reasoning_gym",
-    "searchR1_*": "exact",
+    "searchR1_*": "search_r1",
 }
 """Rules of the data sources that verl knows, for runs that name none. The first matching pattern counts."""
 

@@ -169,7 +169,8 @@ def generate(
         >>> [answer["sampled_tokens"] <= 4 for answer in generate(config, tasks=2)]
         [True, True]
 
-    Arguments are those of :func:`evaluate`; the result is that of :func:`asyncrl.tasks.run.generate`.
+    Arguments are those of :func:`evaluate`, without ``reward``; the result is that of
+    :func:`asyncrl.tasks.run.generate`.
     """
     if config is None and checkpoint is not None:
         config = _own_config(checkpoint)
@@ -195,9 +196,10 @@ def sft(
     *,
     model: str | Mapping[str, Any] | None = None,
     data: Data = None,
+    env: Part | Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train on conversations (rows of ``data``, or the environment's demonstrations); return the model's folder.
+    """Train on conversations (rows of ``data``, or the demonstrations of ``env``); return the model's folder.
 
         >>> sft(config)["steps"]
         1
@@ -206,7 +208,7 @@ def sft(
     :func:`asyncrl.tasks.run.sft`.
     """
     settings = {"steps": 0, **({"eval.tasks": 0} if data is not None else {}), **settings}
-    made, rows = python_config(config, model=model, demonstrations=data, settings=settings)
+    made, rows = python_config(config, model=model, demonstrations=data, env=env, settings=settings)
     return run.sft(with_stored_rows(made, rows))
 
 

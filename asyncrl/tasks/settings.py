@@ -34,6 +34,17 @@ _DATASET = "dataset"
 _FILES = {"files": "train.jsonl", "held_out": "held_out.jsonl", "demonstrations": "demonstrations.jsonl"}
 """Options of the environment ``dataset`` that may be rows, and the files they are written to."""
 
+_ARGUMENTS = {
+    "held_out": "evaluate and generate take rows to answer as data",
+    "demonstrations": "sft takes conversations as data",
+    "reward": "generate and sft judge nothing",
+    "tools": "sft takes them as env={'options': {'tools': [...]}}",
+    "resume": "evaluate and generate take a run as checkpoint, sft a folder of weights as model",
+    "checkpoint": "train takes a run as resume; train and sft take a folder of weights as model",
+    "prompt": "generate alone takes one; others take rows as data",
+}
+"""Arguments that some functions of :mod:`asyncrl.tasks.handle` take, and what the others take in their place."""
+
 
 def python_config(
     config: Config | Mapping[str, Any] | Path | str | None = None,
@@ -73,6 +84,9 @@ def python_config(
     if env is not None:
         set_key(tables, "env", _env(env))
     for key, value in settings.items():
+        if key in _ARGUMENTS and not isinstance(value, Mapping):
+            text = f"{key} is no argument of this function"
+            raise ConfigError(f"{text}; {_ARGUMENTS[key]}", path=key, remedy=_ARGUMENTS[key])
         set_key(tables, key, value)
     if any(given is not None for given in (data, held_out, demonstrations)):
         tables.setdefault("env", {}).setdefault("name", _DATASET)

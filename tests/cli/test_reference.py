@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from asyncrl.cli.main import main
 from asyncrl.cli.reference import TASKS, commented_file
 from asyncrl.config import Config
 from asyncrl.config.reference import OTHER_NAMES, keys_of
 from asyncrl.errors import ConfigError
+from asyncrl.tasks.checks import check_start
+from engines.install.command import default_folder
+from engines.install.venv import EngineVenv
 
 
 def test_a_key_is_listed_with_type_default_range_and_text(capsys: pytest.CaptureFixture[str]):
@@ -69,6 +76,29 @@ def test_the_file_of_a_task_is_valid_and_shows_every_key_of_its_tables(task: str
     assert config.name == task
     for key in Config.model_fields["trainer"].annotation.model_fields:  # type: ignore[union-attr]
         assert f"\n{key} = " in text or f"\n# {key} = " in text
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_the_file_of_a_task_passes_the_checks_of_a_start(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With what its sentence asks for: files, two GPUs, the environment of the engine, the hub."""
+    if task == "reasoning-gym":
+        pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sums = [{"prompt": f"{number} + 1 = ?", "reward_model": {"ground_truth": str(number + 1)}} for number in range(64)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    Path("rewards.py").write_text("def score(completion):\n    return 0.0\n")
+    Path("tools.py").write_text("def search(query: str) -> str:\n    return query\n")
+    Path("my_environment.py").write_text("from asyncrl.testing import EchoFactory as Factory\n")
+    python = EngineVenv(default_folder("vllm")).python
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    rows = {split: [{"question": f"{split}: 2 + 2 = ?", "answer": "So 4.\n#### 4"}] for split in ("train", "test")}
+    hub = SimpleNamespace(DatasetDict=dict, load_dataset=lambda path, *, name, split: rows[split])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = Config.from_mapping(tomllib.loads(commented_file(task, path=tmp_path / "run.toml")))
+    check_start(config, loads_model=config.model.path is None)
 
 
 def test_what_is_commented_is_the_default(tmp_path: Path):

@@ -214,6 +214,25 @@ def test_system_messages_and_demonstrations(write: Callable[..., str]):
         DatasetFactory(files=file, reward=MINE).demonstration(0)
 
 
+async def test_tools_are_typed_functions_of_a_file_decorated_or_not(write: Callable[..., str], tmp_path: Path):
+    file = tmp_path / "my_tools.py"
+    file.write_text(
+        "from asyncrl.envs.tools import tool\n"
+        "def double(number: int) -> int:\n    return 2 * number\n"
+        "@tool(mistakes=(KeyError,))\ndef price(name: str) -> float:\n    return {'tea': 2.5}[name]\n"
+    )
+    factory = DatasetFactory(files=write([problem(1)]), reward=MINE, tools=[f"{file}:double", f"{file}:price"])
+    environment = factory.make()
+    await environment.reset(factory.task(0, split="train"))
+    given = (("double", {"number": 4}), ("price", {"name": "tea"}), ("price", {"name": "tin"}))
+    calls = [{"id": "a", "function": {"name": name, "arguments": arguments}} for name, arguments in given]
+    step = await environment.step({"role": "assistant", "content": "", "tool_calls": calls})
+    doubled, tea, tin = (str(message["content"]) for message in step.messages)
+    assert (doubled, tea, step.done) == ("8", "2.5", False)
+    assert "KeyError: 'tin'" in tin
+    assert (await environment.step({"role": "assistant", "content": "2"})).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

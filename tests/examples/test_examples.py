@@ -13,6 +13,7 @@ import torch
 
 from asyncrl.algorithms import PreferenceObjective
 from asyncrl.data import DataProto
+from asyncrl.data.ragged import rows_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -137,6 +138,27 @@ async def test_an_agent_over_sessions_runs_at_its_smallest(capsys: pytest.Captur
     assert len(rewards) == 2
     assert all(0.0 <= reward <= 1.0 for reward in rewards)
     assert "weight version 2" in capsys.readouterr().out
+
+
+def test_an_agent_is_trained_on_each_branch_of_a_captured_tree(tmp_path: Path) -> None:
+    group = DataProto.from_dict(
+        tensors={
+            "input_ids": [torch.tensor([7, 1, 8, 2, 9, 3]), torch.tensor([7, 4])],
+            "loss_mask": [torch.tensor([False, True] * 3), torch.tensor([False, True])],
+            "behaviour_log_probs": [torch.zeros(6), torch.zeros(2)],
+            # The second and the third turn both go on from the first; the other row is a line.
+            "branches": [torch.tensor([0, 2, -1, 2, 4, 0, 4, 6, 0]), torch.tensor([], dtype=torch.int64)],
+            "rewards": torch.tensor([1.0, 0.0]),
+        }
+    )
+    group.save_to_disk(tmp_path / "group")
+    rows = load("agent").batch_of([tmp_path / "group"]).batch
+    assert [row.tolist() for row in rows_of(rows["input_ids"])] == [[7, 1, 8, 2], [7, 1, 9, 3], [7, 4]]
+    masked = zip(rows_of(rows["input_ids"]), rows_of(rows["loss_mask"]), strict=True)
+    trained = [ids[mask].tolist() for ids, mask in masked]
+    assert trained == [[1, 2], [3], [4]]
+    first, second, other = rows["advantages"].tolist()
+    assert first == second > 0 > other
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.rewards.match import exact, gsm8k, json_schema, regex
+from asyncrl.rewards.match import exact, gsm8k, json_schema, regex, search_r1
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,35 @@ def test_gsm8k(answer: str, strict: bool, score: float):
 def test_numbers_of_gsm8k_may_have_commas():
     assert gsm8k("#### 1,004", "1004") == 1
     assert gsm8k("#### 1004", "1,004") == 1
+
+
+@pytest.mark.parametrize(("answer", "score"), [("#### 1,004", 1), ("#### 42", 0), ("it is 1004", 0)])
+def test_gsm8k_takes_the_rows_of_the_hub_as_they_are(answer: str, score: float):
+    solution = "A shelf holds 42 * 12 = <<42*12=504>>504 jars.\nWith the 500 of the cellar there are 1004.\n#### 1,004"
+    assert gsm8k(answer, solution) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "target", "score"),
+    [
+        ("<answer>Paris</answer>", ["Lyon", "paris"], 1),
+        ("<answer>\n the  U.S.A. </answer>", "USA", 1),
+        ("<answer>theatre</answer>", ["atre"], 0),
+        ("<answer>Paris</answer> no, <answer>Lyon</answer>", ["Paris"], 0),
+        ("<answer>Paris</answer> and <answer>", ["Paris"], 1),
+        ("Paris", ["Paris"], 0),
+        ("Paris</answer>", ["Paris"], 0),
+        ("<answer>in Paris</answer>", ["Paris"], 0),
+        ("<answer>7</answer>", [7], 1),
+        ("<answer>Paris</answer>" * 10, ["Paris"], 1),
+        ("<answer>Paris</answer>" * 11, ["Paris"], 0.25),
+        ("<answer>Lyon</answer>" * 11, ["Paris"], 0),
+    ],
+)
+def test_search_r1(answer: str, target: Any, score: float):
+    assert search_r1(answer, {"target": target}) == score
+
+
+def test_a_row_without_a_target_raises():
+    with pytest.raises(ValueError, match=r'needs a ground truth like \{"target": \[TEXT\]\}, not \'Paris\''):
+        search_r1("<answer>Paris</answer>", "Paris")

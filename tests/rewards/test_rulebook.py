@@ -66,7 +66,7 @@ async def test_the_first_matching_pattern_counts_before_the_rule_of_all_rows():
         ("numina_olympiads", "math"),
         ("codecontests", "code"),
         ("reasoning_gym/leg_counting", "reasoning_gym"),
-        ("searchR1_nq", "exact"),
+        ("searchR1_nq", "search_r1"),
     ],
 )
 def test_sources_that_verl_knows_have_a_rule(source: str, rule: str):
@@ -112,4 +112,12 @@ def test_check_refuses_unknown_rules_and_options(reward: Any, rewards: dict[str,
 async def test_rules_declare_whether_they_judge_alike_again(written: Any, declared: bool):
     rules = Rulebook({"rule": SHOUT, "marks": "?"} if written == SHOUT else written)
     assert rules.deterministic("x") is declared
+    await rules.close()
+
+
+async def test_rows_of_search_r1_are_judged_by_their_targets():
+    truth = {"target": ["The Eiffel Tower", "Tour Eiffel"]}
+    answer = Answer(data_source="searchR1_nq", solution_str="<answer>eiffel tower</answer>", ground_truth=truth)
+    rules = Rulebook()
+    assert (await rules.judge(answer)).score == 1.0
     await rules.close()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,45 @@ def test_a_file_with_the_path_of_an_object_that_has_no_module_is_refused_with_wh
     read = load_config(tmp_path / "config.toml")
     with pytest.raises(ConfigError, match="give it again, in Python"):
         read.algorithm.estimator()
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "remedy"),
+    [
+        (evaluate, {"held_out": ROWS}, "take rows to answer as data"),
+        (generate, {"reward": len}, "judge nothing"),
+        (generate, {"demonstrations": "said.jsonl"}, "sft takes conversations as data"),
+        (evaluate, {"resume": "runs/a"}, "take a run as checkpoint"),
+        (sft, {"reward": "exact"}, "judge nothing"),
+        (sft, {"held_out": 0.1}, "take rows to answer as data"),
+        (sft, {"tools": [len]}, "sft takes them as env="),
+        (train, {"checkpoint": "runs/a"}, "train takes a run as resume"),
+    ],
+)
+def test_an_argument_of_another_function_is_refused_with_what_takes_its_place(
+    function: Callable[..., Any], arguments: dict[str, Any], remedy: str
+):
+    (name,) = arguments
+    with pytest.raises(ConfigError, match=f"{name} is no argument of this function; .*{remedy}"):
+        function(model="m", env="calculator", **arguments)
+
+
+def test_keys_of_a_table_are_no_arguments():
+    config, _ = python_config(
+        model="m", env="calculator", settings={"steps": 1, "checkpoint": {"every": 3}, "reward": {"source": "remote"}}
+    )
+    assert (config.checkpoint.every, config.reward.source) == (3, "remote")
+
+
+def test_sft_takes_an_environment_or_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asyncrl.tasks.run.sft", lambda config: {"config": config})
+    made = sft(model="scratch", env="calculator", sft={"steps": 1})["config"]
+    assert (made.env.name, made.sft.steps) == ("calculator", 1)
+    talks = [{"messages": each} for each in SAID]
+    tools = {"options": {"tools": [len]}}
+    made = sft(model="scratch", data=talks, env=tools, sft={"steps": 1}, runs=tmp_path)["config"]
+    assert (made.env.name, made.env.options["tools"]) == ("dataset", [len])
+    assert len(read_json_lines(Path(made.env.options["demonstrations"]))) == len(SAID)
 
 
 @pytest.mark.parametrize("kind", ["list", "generator", "pandas"])

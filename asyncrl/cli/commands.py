@@ -300,7 +300,7 @@ REPLAY_EXAMPLES = """
 examples:
   asyncrl replay runs/calculator-20260102-030405                        the same weights, bit for bit, or exit 1
   asyncrl replay RUN --from-step 40 --set algorithm.loss=gspo           another loss, from a checkpoint on
-  asyncrl replay RUN --set staleness.policy=mask --set max_staleness=0   train on the fresh tokens alone
+  asyncrl replay RUN --set staleness.policy=correct                     train on the tokens that were too old, too
 """
 
 

@@ -137,7 +137,7 @@ class ClusterConfig(Section):
     ] = ()
     """Roles that share CPUs and GPUs: they compute one after another, not at once; `"all"` are all that a run has. The
     ranks of trainer, critic and reference share processes. With `rollout`, engines and trainer take turns: one frees
-    its memory while the other computes (`docs/gpu.md`)."""
+    its memory while the other computes, and the run can have no critic and no reference policy (`docs/gpu.md`)."""
 
 
 class ModelConfig(Section):

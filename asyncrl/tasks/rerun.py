@@ -42,7 +42,7 @@ from asyncrl.model_folder import check_model
 from asyncrl.plugins import load_part
 from asyncrl.rollout.chat import load_renderer
 from asyncrl.runtime import BackgroundProgram
-from asyncrl.staleness import merge
+from asyncrl.staleness import POLICIES, StalenessPolicy, merge
 from asyncrl.tasks.settings import with_moved_rows
 from asyncrl.telemetry.progress import make_progress
 from asyncrl.telemetry.run_directory import RunDirectory, open_log
@@ -374,21 +374,25 @@ OTHER_KEYS = ("name", "runs", "cluster", "checkpoint", "telemetry")
 """Keys that change neither tokens nor weights."""
 BATCH_KEYS = ("trainer.groups_per_step", "trainer.group_size")
 """Keys among the first that decide what a batch consists of, which is recorded."""
+_PARTS = (("algorithm", "advantage"), ("algorithm", "loss"), ("algorithm", "correction"), ("trainer", "optimizer"))
+"""Tables and keys of parts that have options beside them, in ``..._options``."""
 
 
 def fork_config(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return ``config`` with ``settings`` (dotted keys; values, objects, or their text) in it.
 
+    A part that is replaced by another (``algorithm.loss``) takes its options with it.
+
     Raises:
         ConfigError: an unknown key, a bad value, or a key that decided what was sampled.
     """
     tables = config.model_dump(mode="json", exclude_none=True)
-    for key, value in settings.items():
-        if value is None or isinstance(value, str):
-            tables = apply_overrides(tables, parse_overrides([f"--{key}={'none' if value is None else value}"]), Config)
-        else:
-            set_key(tables, key, value)
-    forked = Config.from_mapping(tables, origin="--set")
+    changed = _with_settings(tables, settings)
+    for table, name in _PARTS:
+        now = changed.get(table)
+        if isinstance(now, dict) and now.get(name) != tables[table][name]:
+            tables[table].pop(f"{name}_options")
+    forked = Config.from_mapping(_with_settings(tables, settings), origin="--set")
     refused = [
         key
         for key in _changed(config, forked)
@@ -407,6 +411,26 @@ def fork_config(config: Config, settings: Mapping[str, Any]) -> Config:
             origin="--set",
         )
     return forked
+
+
+def _with_settings(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(tables)
+    for key, value in settings.items():
+        if value is None or isinstance(value, str):
+            setting = f"--{key}={'none' if value is None else value}"
+            changed = apply_overrides(changed, parse_overrides([setting]), Config)
+        else:
+            set_key(changed, key, value)
+    return changed
+
+
+def fork_policy(config: Config, forked: Sequence[str]) -> StalenessPolicy:
+    """Return the staleness policy of a fork of these keys.
+
+    A run waits at a bound of 0. A fork has its batches, and leaves out what is older than the weights of the step.
+    """
+    policy = POLICIES[config.staleness.policy]
+    return policy if "max_staleness" in forked and policy.too_old in ("mask", "drop") else config.staleness_policy
 
 
 def forked_keys(config: Config, forked: Config) -> tuple[str, ...]:
@@ -598,7 +622,7 @@ class _Replay:
         self._learner = Learner(
             trainer=self._assembly.trainer,
             advantages=make_advantages(config, after=after),
-            policy=config.staleness_policy,
+            policy=fork_policy(config, self._forked),
             max_staleness=config.max_staleness,
             optimizer_steps=config.trainer.num_mini_batches * config.trainer.epochs,
             has_reference=self._reference is not None,
@@ -682,7 +706,8 @@ class _Replay:
         if not old or policy.keeps_groups:
             return groups
         if policy.too_old == "none":
-            rule = f'"{policy.name}" leaves nothing out, and step {step} has tokens past max_staleness'
+            name = self._configs[step].staleness.policy
+            rule = f'"{name}" leaves nothing out, and step {step} has tokens past max_staleness'
             raise ConfigError(f"staleness.policy = {rule}", path="staleness.policy", remedy='use "mask" or "drop"')
         young = [group for group in groups if group.summary.oldest_version >= oldest]
         if not young:

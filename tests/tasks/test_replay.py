@@ -24,6 +24,7 @@ from asyncrl.algorithms import DAPO, PolicyTokens, TruncatedImportance
 from asyncrl.cli.main import main
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RecordingError, SchemaError
+from asyncrl.tasks.rerun import fork_config, fork_policy
 from asyncrl.tasks.run import train
 from asyncrl.trainer.driver import Driver
 
@@ -244,6 +245,28 @@ def test_a_run_whose_divergence_changed_with_each_life_is_replayed(small_config:
         assert fork["reward_kl_coefficient"] == 0.5
 
 
+def test_a_part_that_is_replaced_in_a_fork_takes_its_options_with_it(small_config: MakeConfig):
+    recorded = small_config(algorithm={"correction": "tis", "correction_options": {"cap": 5.0}})
+
+    def options(**settings: Any) -> dict[str, Any]:
+        forked = fork_config(recorded, {f"algorithm.{key}": value for key, value in settings.items()})
+        return forked.algorithm.correction_options
+
+    assert options(loss="gspo") == options(correction="tis") == {"cap": 5.0}
+    assert options(correction="none") == {}
+    assert options(correction_options='{"high" = 3.0}', correction="mis") == {"high": 3.0}
+    assert options(correction=TruncatedImportance(cap=3.0)) == {"cap": 3.0}
+    with pytest.raises(ConfigError, match="algorithm"):
+        fork_config(recorded, {"algorithm": "tis"})
+
+
+@pytest.mark.parametrize(("policy", "law"), [("mask", "mask"), ("drop", "drop"), ("wait", "wait"), ("correct", "wait")])
+def test_a_fork_leaves_old_tokens_out_where_a_run_waits(small_config: MakeConfig, policy: str, law: str):
+    config = small_config(max_staleness=0, staleness={"policy": policy})
+    assert fork_policy(config, ["max_staleness"]).name == law
+    assert fork_policy(config, ["algorithm.loss"]).name == "wait"
+
+
 @pytest.mark.slow
 def test_laws_of_a_fork(small_config: MakeConfig):
     run = recorded(
@@ -256,5 +279,10 @@ def test_laws_of_a_fork(small_config: MakeConfig):
         assert (masked.forked, masked.first_difference) == (("staleness.policy",), None)  # nothing was too old
         with pytest.raises(RecordingError, match="no token of step"):
             recording.replay({"staleness.policy": "mask", "max_staleness": 1})
-        with pytest.raises(ConfigError, match="has tokens past max_staleness"):
-            recording.replay({"staleness.policy": "wait", "max_staleness": 0})
+        with pytest.raises(RecordingError, match="no token of step"):
+            recording.replay({"staleness.policy": "mask", "max_staleness": 0})
+        with pytest.raises(RecordingError, match="no group of step"):
+            recording.replay({"staleness.policy": "drop", "max_staleness": 0})
+        for policy in ("wait", "correct"):
+            with pytest.raises(ConfigError, match=f'"{policy}" leaves nothing out'):
+                recording.replay({"staleness.policy": policy, "max_staleness": 0})

@@ -110,7 +110,8 @@ class VLLMEngine:
         dtype: ``auto`` (as vLLM chooses), ``float32``, ``bfloat16`` or ``float16``: of weights and KV cache.
         max_running_requests: most requests in vLLM at a time; others wait.
         max_model_tokens: context length, prompt included; the model's own by default.
-        kv_cache_bytes: size of the paged KV cache; by default vLLM's choice on GPUs, 1 GiB on a CPU.
+        kv_cache_bytes: size of the paged KV cache; by default vLLM's choice on GPUs, 1 GiB on a CPU. With a size vLLM
+            starts whatever others have of the device: ``gpu_memory_utilization`` is 0.01, unless ``arguments`` has it.
         prefix_caching: share keys and values of equal beginnings, among requests of one weight version.
         max_adapter_rank: largest rank of adapters that are taken, and then no full weights; None: no adapters.
         max_adapters: number of adapters that can be served; each takes memory from the start.

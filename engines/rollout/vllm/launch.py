@@ -20,6 +20,8 @@ from engines.rollout.vllm.bootstrap import BootstrapHook
 GONE = "vLLM's engine core is gone; see the engine's log"
 _WORKER_EXTENSION = "engines.rollout.vllm.worker.WorkerExtension"
 _CPU_KV_CACHE_BYTES = 1 << 30
+_FREE_SHARE = 0.01
+"""Share of a device that vLLM wants free to start; its own default is nearly all, also where it sizes nothing by it."""
 _SOCKET_PATH_LENGTH = 107  # of Unix sockets on Linux
 _SOCKET_NAME_LENGTH = 37  # vLLM names them by a UUID
 
@@ -120,8 +122,7 @@ def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
         if not ranks:
             raise EngineError(f"vLLM serves no adapters of rank {settings.max_adapter_rank}")
         given |= {"enable_lora": True, "max_lora_rank": ranks[0], "max_loras": settings.max_adapters}
-    if settings.kv_cache_bytes is not None or cpu:  # on a CPU vLLM's own choice is nearly all memory
-        given["kv_cache_memory_bytes"] = settings.kv_cache_bytes or _CPU_KV_CACHE_BYTES
+    given |= cache_arguments(settings.kv_cache_bytes, cpu=cpu)
     meter = SchedulerMeter()
     try:
         tensors = ModelTensors.of_config(settings.model_path)
@@ -153,6 +154,16 @@ def start(settings: VLLMSettings, folder: Path) -> StartedLLM:
         ranks=llm.vllm_config.parallel_config.world_size,
         kv_cache_capacity_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
     )
+
+
+def cache_arguments(kv_cache_bytes: int | None, *, cpu: bool) -> dict[str, Any]:
+    """Return the arguments of a KV cache of a given size, which fits beside what others have of the device."""
+    if kv_cache_bytes is None and not cpu:  # on a CPU vLLM's own choice is nearly all memory
+        return {}
+    return {
+        "kv_cache_memory_bytes": kv_cache_bytes or _CPU_KV_CACHE_BYTES,
+        "gpu_memory_utilization": _FREE_SHARE,
+    }
 
 
 def _set_environment(settings: VLLMSettings, folder: Path) -> None:
